@@ -273,7 +273,7 @@ class Pipeline(NotAModule):
     ) -> Tensor:
         """A step over microbatches of any rows and lengths, as many as there are; the next step may have others.
 
-            pipe.step_microbatches([short, long, middle], [target_of_short, target_of_long, target_of_middle], order="planned")
+            loss = pipe.step_microbatches([inputs[:9], inputs[9:12]], [targets[:9], targets[9:12]], order="planned")
 
         inputs
             A list with an entry for each microbatch: a tensor, a tuple of arguments or a dict of keywords. Only the first

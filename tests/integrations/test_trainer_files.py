@@ -75,9 +75,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def everything(folder: Path) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
-    """Plain Trainer's training, and each rank's: straight, from plain Trainer's checkpoint, and from the newest whole one."""
-    expected = plain(folder / "plain")
+def everything(folder: Path) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    """Trainings of plain Trainer, straight and resumed from its checkpoint, and each rank's: these, and from the newest."""
+    expected = [plain(folder / "plain")]
+    expected.append(plain(folder / "plain resumed", str(folder / "plain" / "checkpoint-3")))
     shutil.copytree(folder / "plain" / "checkpoint-3", folder / "newest" / "checkpoint-3")
     (folder / "newest" / "checkpoint-4").mkdir()  # as a rank leaves it that is killed
     return expected, ps.launch(rank_trainings, 2, folder, str(folder / "plain" / "checkpoint-3"))
@@ -91,7 +92,7 @@ def assert_alike(ours: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_evaluation_predictions_best_model_and_early_stopping_are_those_of_plain_trainer(folder):
-    expected, ranks = everything(folder)
+    (expected, _), ranks = everything(folder)
     for straight, *_ in ranks:
         assert_alike(straight, expected)
         assert straight["calls"] == expected["calls"]
@@ -99,14 +100,14 @@ def test_evaluation_predictions_best_model_and_early_stopping_are_those_of_plain
 
 
 def test_it_goes_on_from_plain_trainers_checkpoint_in_the_middle_of_an_epoch(folder):
-    expected, ranks = everything(folder)
+    (_, expected), ranks = everything(folder)
     for _, *resumed in ranks:
         for each in resumed:
             assert_alike(each, expected)
 
 
 def test_plain_trainer_goes_on_from_a_checkpoint_of_two_ranks(folder):
-    expected, _ = everything(folder)
+    (_, expected), _ = everything(folder)
     assert_alike(plain(folder / "back", str(folder / "straight" / "checkpoint-3")), expected)
 
 

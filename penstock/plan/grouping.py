@@ -16,7 +16,7 @@ def group_rows(
 ) -> list[list[int]]:
     """Share rows out over microbatches so that the pipeline's step is short. Return the row numbers of each microbatch.
 
-        groups = group_rows([5, 120, 7, 118, 60, 6], microbatches=3)  # [[0, 2, 5], [1, 3], [4]]
+        groups = ps.plan.group_rows([5, 120, 7, 118, 60, 6], microbatches=3)  # [[0, 2, 5], [1, 3], [4]]
 
     A rank works the sum of all microbatches' costs, and waits about once for the most expensive one while the pipeline fills
     and drains; that sum is made small. Sorted by length, neighbours waste the least padding, so each group is a run of the

@@ -47,7 +47,7 @@ def test_what_the_format_does_not_know_is_refused(tmp_path):
 
 def test_files_are_not_much_larger_than_they_should_be(tmp_path):
     many = {str(number): torch.full((10,), float(number)) for number in range(5)} | {"large": torch.zeros(100)}
-    names = list(tensor_files.write_shards(tmp_path, 2, many, most=100))
+    names = list(tensor_files.write_shards(tmp_path, 2, many, max_shard_bytes=100))
     assert names == [f"shard-00003-model-{number:05d}-of-00004.safetensors" for number in range(1, 5)]
     assert [len(load_file(tmp_path / name)) for name in names] == [2, 2, 1, 1]
     files = tensor_files.TensorFiles(tmp_path)

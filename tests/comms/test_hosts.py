@@ -203,8 +203,8 @@ def test_a_process_of_another_machine_with_the_same_number_is_not_taken_for_the_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells which interface has an address")
 def test_the_interface_that_leads_to_the_other_ranks_is_never_a_loopback_where_they_are_elsewhere():
-    assert find_interface("localhost", elsewhere=False) == "lo"
-    assert find_interface("localhost", elsewhere=True) != "lo"
+    assert find_interface("localhost", several_machines=False) == "lo"
+    assert find_interface("localhost", several_machines=True) != "lo"
 
 
 def test_the_manifest_and_the_batch_script_are_whole():

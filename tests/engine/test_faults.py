@@ -432,7 +432,7 @@ def rank_fails_before_its_lines_are_open():
     inputs, target = data("mlp", 16)
     errors = []
     with pytest.MonkeyPatch.context() as patch:
-        for fails in (lambda: setattr(faulty, "fault", "forward"), lambda: patch.setattr(Stage, "forget", no_memory)):
+        for fails in (lambda: setattr(faulty, "fault", "forward"), lambda: patch.setattr(Stage, "begin_step", no_memory)):
             if pipe.topology.rank == 1:
                 fails()
             with pytest.raises(ps.PenstockError) as raised:

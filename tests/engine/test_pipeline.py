@@ -364,7 +364,7 @@ def rank_with_a_default_device(folder):
             optimizer.step()
         ps.checkpoint.save(folder, pipe, optimizer)
         ps.checkpoint.resume(folder, pipe, optimizer)
-        ps.checkpoint.DigestLog(folder, pipe, optimizer, every=1).note()
+        ps.checkpoint.DigestLog(folder, pipe, optimizer, every=1).record_step()
         ps.checkpoint.export(pipe, folder / "model.safetensors")
         ps.checkpoint.import_weights(pipe, folder / "model.safetensors")
         return loss, pipe.generate(tokens[:, :2], max_new_tokens=2, temperature=1.0)

@@ -31,7 +31,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def nothing_starts_before_what_it_needs(timeline: Timeline) -> bool:
-    return all(needed.end <= event.start for event in timeline.events for needed in timeline.needs(event))
+    return all(needed.end <= event.start for event in timeline.events for needed in timeline.needed_events(event))
 
 
 # ---- real traces

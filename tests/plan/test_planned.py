@@ -206,7 +206,7 @@ def test_a_class_of_transformers_that_cannot_be_imported_is_told_in_one_sentence
 def test_a_runs_steps_are_costs_of_its_layers():
     table, sizes = ps.schedule.build("1f1b", 2, 4), ((80, 0), (20, 0))
     seconds = dict(zip(Kind, [(4.0, 6.0), (8.0, 12.0), (6.0, 9.0), (2.0, 3.0)], strict=True))
-    measured = Measurement(table, seconds, dict.fromkeys(Kind, (0.0, 1.0)), (0.5,), sizes=sizes)
+    measured = Measurement(table, seconds, dict.fromkeys(Kind, (0.0, 1.0)), (0.5,), activation_sizes=sizes)
     found = profile_of_run(measured, Balance(("a", "b", "c"), (1, 3, 2), (0, 2)), (10, 20, 30), rows=2)
     assert found.costs_at(2)[:2] == (LayerCost("a", 1, 1.5, 0.5, 20, 0, 10), LayerCost("b", 3, 4.5, 1.5, 60, 0, 20))
     assert found.costs_at(2)[2] == LayerCost(

@@ -258,7 +258,7 @@ def _check_options(call: StepCall) -> None:
         scale = call.user_scale
         raise MismatchError(f"{call.name} cannot scale gradients by {scale!r}: give a number, 1/k for the mean over k batches")
     if call.losses_list is not None and not isinstance(call.losses_list, list):
-        raise MismatchError(f"{call.name} with losses=[] fills a list, and cannot fill {call.losses_list!r}")
+        raise MismatchError(f"{call.name.removesuffix(')')}.., losses=[]) fills a list, and cannot fill {call.losses_list!r}")
     if call.training and torch.is_inference_mode_enabled():
         raise MismatchError(f"{call.name} trains, which torch.inference_mode() rules out: call it outside")
 

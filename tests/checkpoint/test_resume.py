@@ -293,7 +293,7 @@ def test_penstock_train_goes_on_with_a_run_and_export_writes_its_weights(tmp_pat
     assert re.search(r"wrote .*out\.safetensors from .*step-00000006", here("export", run, tmp_path / "out.safetensors"))
     assert_same(load_file(tmp_path / "out.safetensors"), expected)
 
-    with pytest.raises(ps.PenstockError, match="has come to step 6: give --steps 6 or more, not 5"):
+    with pytest.raises(ps.PenstockError, match="is at step 6: give --steps 6 or more, not 5"):
         ps.launch(train_rank, 1, TrainConfig(**{**saved_options(run), "data": text, "steps": 5, "resume": run}), run)
     wider = here("train", "--resume", run, "--width", 32)
     assert re.search("--width 32: the run in .* has 16, and a resumed run keeps it: leave out --width", wider)

@@ -44,7 +44,11 @@ def test_a_step_tells_its_waits_by_cause_and_every_ranks_memory_the_same_on_all_
     busy = sum(found[f"busy_seconds/rank{rank}"] for rank in range(2)) / (2 * found["makespan_seconds"])
     assert busy + sum(waits.values()) == pytest.approx(1, abs=1e-6)
     assert [found[f"peak_memory_bytes/rank{rank}"] for rank in range(2)] == list(report.peak_memory)
-    assert [found[f"between_steps_seconds/rank{rank}"] for rank in range(2)] == list(report.between) == list(timeline.between)
+    assert (
+        [found[f"between_steps_seconds/rank{rank}"] for rank in range(2)]
+        == list(report.between)
+        == list(timeline.between_steps)
+    )
     assert all(between >= PAUSE for between in report.between)
     assert (found["bubble"], found["idle_share"]) == (report.bubble, report.idle_share)
     assert found["idle_share"] == pytest.approx(timeline.idle_share, abs=1e-6)

@@ -261,8 +261,10 @@ def unpickles(node: ast.AST) -> bool:
             return any(each.name.split(".")[0] in MODULES for each in names)
         case ast.ImportFrom(module):
             return (module or "").split(".")[0] in MODULES
-        case ast.Call(ast.Attribute(ast.Name("torch"), "load")):
-            return True
+        case ast.Call(
+            ast.Attribute(ast.Name("torch"), "load"), keywords=keywords
+        ):  # with weights_only: tensors and plain values
+            return not any(each.arg == "weights_only" and ast.unparse(each.value) == "True" for each in keywords)
         case ast.Call(ast.Attribute(_, name)):
             return name in CALLS
     return False

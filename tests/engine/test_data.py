@@ -280,7 +280,7 @@ def rank_page(blocks):
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     batches = [data("mlp", ROWS, seed) for seed in range(4)]
     names["accumulate"](pipe, optimizer, batches, k=2)
-    loss, losses, _, report = names["told"](pipe, *batches[0])
+    loss, losses, _, report = names["results"](pipe, *batches[0])
     fields = {name: getattr(report, name) for name in re.findall(r"`(\w+)` \(", PAGE.partition("pipe.report` has")[2])}
     return last, pipe.state_dict(), len(losses), loss.item(), len(fields)
 

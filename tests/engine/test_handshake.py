@@ -22,10 +22,10 @@ from penstock.stage.microbatch import batch_signature
 BATCHES = """
 import torch
 from penstock.engine.batch import cached_hash48
-from penstock.stage.microbatch import signature
+from penstock.stage.microbatch import batch_signature
 keywords = {"mask": torch.ones(4, dtype=torch.bool), "n": 3, "name": "x", "none": None, "list": [torch.ones(1)]}
 batch = ((torch.zeros(2, 3), torch.zeros(1)), keywords)
-print(cached_hash48(signature(batch).encode()))
+print(cached_hash48(batch_signature(batch).encode()))
 """
 
 

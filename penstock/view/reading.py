@@ -84,9 +84,11 @@ def _timeline(name: str, data: Data) -> MeasuredTimeline:
     borders = tuple(MessageCost(*map(float, border)) for border in data["borders"])
     skips = {(int(lower), int(upper)): MessageCost(float(time), float(on)) for lower, upper, time, on in data["skips"]}
     sizes = tuple(ActivationSize(*map(float, size)) for size in data["sizes"])
-    unit = str(data.get("memory_unit", ""))  # this and the next two are not in older files
-    between, averaging = (tuple(map(float, data.get(key, ()))) for key in ("between", "averaging"))
-    timeline = MeasuredTimeline(name, rows, borders, sizes, overlaps, skips, unit, between, averaging)
+    unit = str(data.get("memory_unit", ""))  # this and the next three are not in older files
+    between, averaging, factors = (
+        tuple(map(float, data.get(key, ()))) for key in ("between", "averaging", "microbatch_factors")
+    )
+    timeline = MeasuredTimeline(name, rows, borders, sizes, overlaps, skips, unit, between, averaging, factors)
     check_timeline(timeline)
     return timeline
 
@@ -125,6 +127,7 @@ def _check_amounts(timeline: Timeline, stages: int) -> None:
         *timeline.skips.values(),
         timeline.between_steps,
         timeline.averaging,
+        timeline.microbatch_factors,
     )
     if not all(map(math.isfinite, numbers)):
         raise ValueError("it has a time or a size that is no finite number")
@@ -137,6 +140,9 @@ def _check_amounts(timeline: Timeline, stages: int) -> None:
     for name, times in (("between steps", timeline.between_steps), ("of averaging", timeline.averaging)):
         if times and (len(times) != timeline.ranks or not min(times) >= 0):
             raise ValueError(f"the times {name} are {list(times)} on {timeline.ranks} ranks")
+    microbatches = 1 + max((event.action.microbatch for event in timeline.events), default=-1)
+    if timeline.microbatch_factors and (len(timeline.microbatch_factors) < microbatches or min(timeline.microbatch_factors) < 0):
+        raise ValueError(f"the factors of {microbatches} microbatches are {list(timeline.microbatch_factors)}")
     if any(not 0 <= lower < upper < stages for lower, upper in timeline.skips):
         raise ValueError(f"a skip is not between two of the {stages} stages")
 

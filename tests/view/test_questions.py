@@ -412,6 +412,8 @@ def test_what_if_is_what_the_simulator_says(visit, name):
     record = Record((simulate(table, costs),))
     as_it_was = "return new TimelineRecord(JSON.parse(arguments[0])).timeline.replay.run().makespan"
     assert browser.execute_script(as_it_was, json.dumps(record.data())) == pytest.approx(record.steps[0].makespan)
+    ragged = Record((simulate(table, replace(costs, microbatch_factors=[1 + place % 3 for place in range(8)])),))
+    assert browser.execute_script(as_it_was, json.dumps(ragged.data())) == pytest.approx(ragged.steps[0].makespan)
     silent = simulate(table, replace(costs, send=0, size=0)).makespan
     assert asked(browser, record, "no send cost") == pytest.approx(silent)
     if not table.overlaps:

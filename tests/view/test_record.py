@@ -111,6 +111,15 @@ def test_what_was_measured_besides_is_loaded_again_and_older_files_without_it_to
     assert old.causes == pytest.approx(bare.causes, abs=1e-7)
 
 
+def test_unequal_microbatches_are_loaded_with_their_messages_and_memory(tmp_path):
+    costs = Costs(send=0.5, size=8, bandwidth=16, act=100, keep=40, microbatch_factors=[2, 0.5, 1, 3])
+    step = simulate(build("zb-h1", ranks=3, microbatches=4), costs)
+    Record((step,), unit="s").save(tmp_path / "timeline.json")
+    again = load(tmp_path).steps[0]
+    assert again.microbatch_factors == (2, 0.5, 1, 3)
+    assert (again.arrivals, again.peak_memory, again.causes) == (step.arrivals, step.peak_memory, step.causes)
+
+
 def test_one_timeline_is_a_record_of_one_step(tmp_path):
     save(
         measured(build("1f1b", ranks=2, microbatches=2), 0),
@@ -147,6 +156,8 @@ def _events(data, rank=0):
         (lambda data: _timeline(data).update(memory_unit="<b>"), "its memory is in '<b>', not in bytes"),
         (lambda data: _timeline(data).update(between=[1]), "the times between steps are [1.0] on 2 ranks"),
         (lambda data: _timeline(data).update(averaging=[-1, 0]), "the times of averaging are [-1.0, 0.0] on 2 ranks"),
+        (lambda data: _timeline(data).update(microbatch_factors=[1]), "the factors of 2 microbatches are [1.0]"),
+        (lambda data: _timeline(data).update(microbatch_factors=[1, -1]), "the factors of 2 microbatches are [1.0, -1.0]"),
         (lambda data: _events(data)[0].update(start="now"), "could not convert string to float"),
         (lambda data: _events(data)[1].update(start=30, end=31), "rank 0 has 0B0 out of order"),
         (lambda data: _events(data)[1].update(action="0F0"), "0F0 occurs twice"),

@@ -58,8 +58,8 @@ class StepEvents:
     skips: Mapping[Skip, MessageCost] = field(default_factory=dict)  # what a message of each skip costs
     memory_unit: str = ""  # "bytes", or "" where it is activations or whatever the sizes were in
     between_steps: tuple[float, ...] = ()  # rank -> time since its step before: optimizer, next batch; empty where not measured
-    microbatch_factors: tuple[float, ...] = ()  # microbatch -> how many times its messages and activations cost; empty: once
     averaging: tuple[float, ...] = ()  # rank -> time after its last action until gradients were averaged; empty: no replicas
+    microbatch_factors: tuple[float, ...] = ()  # microbatch -> how many times its messages and activations cost; empty: once
 
     @cached_property
     def events(self) -> tuple[Event, ...]:

@@ -46,7 +46,7 @@ class Costs:
     overlap: float = 0
     skips: Mapping[Skip, float] = field(default_factory=dict)
     backward: Cost | None = None
-    microbatch_factors: Sequence[float] = ()
+    microbatch_factors: Sequence[float] = field(default_factory=list)
 
     def factors(self, microbatches: int) -> list[float]:
         """Return how many times as much each microbatch costs. Raise ScheduleError unless there is one number for each."""

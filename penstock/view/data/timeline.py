@@ -26,6 +26,7 @@ def timeline_data(timeline: Timeline) -> Data:
         "skips": [[*skip, *border] for skip, border in sorted(timeline.skips.items())],
         "sizes": timeline.activation_sizes,
         "memory_unit": timeline.memory_unit,
+        "microbatch_factors": timeline.microbatch_factors,
         "between": [round(time, 9) for time in timeline.between_steps],
         "averaging": [round(time, 9) for time in timeline.averaging],
         "ranks": [_row(timeline, rank) for rank in range(timeline.ranks)],

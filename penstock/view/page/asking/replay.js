@@ -33,10 +33,10 @@ class Replay {
 
   /** What a message costs: as planned, or as it was measured, where it held up nobody what is usual, as far as there was time. */
   cost(source, taker, {arrived}, usual) {
-    const {borders, skips} = this.timeline.data, low = Math.min(source.stage, taker.stage), high = Math.max(source.stage, taker.stage);
+    const {borders, skips, microbatch_factors: factors} = this.timeline.data, low = Math.min(source.stage, taker.stage), high = Math.max(source.stage, taker.stage);
     if (borders.length) {
       const [transmission, latency] = high > low + 1 ? skips.find((skip) => skip[0] === low && skip[1] === high).slice(2) : borders[low];
-      return {transmission, latency};
+      return {transmission: transmission * (factors?.length ? factors[source.microbatch] : 1), latency};
     }
     const waited = taker.waitedFor === source.text && arrived > source.end;
     return {transmission: 0, latency: waited ? arrived - source.end : Math.min(usual.get(low) || 0, Math.max(0, taker.start - source.end))};

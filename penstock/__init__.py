@@ -9,6 +9,7 @@ from penstock.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from penstock import checkpoint, comms, model, partition, plan, schedule
+    from penstock.attention_hook import attention
     from penstock.comms.launch.launcher import launch
     from penstock.comms.topology import Topology
     from penstock.engine import cache
@@ -43,6 +44,7 @@ __all__ = [
     "ShardedMLP",
     "StageError",
     "Topology",
+    "attention",
     "auxiliary_loss",
     "cache",
     "checkpoint",
@@ -66,6 +68,7 @@ __getattr__, __dir__ = lazy_exports(
         "Rows": "partition.rows",
         "ShardedMLP": "model",
         "Topology": "comms.topology",
+        "attention": "attention_hook",
         "auxiliary_loss": "stage.auxiliary",
         "cache": "engine.cache",
         "launch": "comms.launch.launcher",

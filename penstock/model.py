@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.attention_hook import attention
 from penstock.comms.topology import CPU
 from penstock.engine import cache
 from penstock.errors import MismatchError
@@ -180,8 +181,7 @@ class GPTBlock(nn.Module):
         query, key, value = qkv.permute(3, 0, 2, 1, 4)  # each (batch, heads, time, width / heads)
         key, value = cache.extended(key, value)
         dropout = self.dropout.p if self.training else 0.0
-        causal = cache.first_position() == 0  # else this is one token, and sees all
-        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=causal)
+        mixed = attention(query, key, value, dropout=dropout)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 

@@ -11,10 +11,10 @@ not:
         def forward(self, hidden):                              # (batch, time, width): while a cache is used, the new tokens
             query, key, value = self.heads(hidden)              # (batch, heads, time, size) each
             key, value = ps.cache.extended(key, value)          # of all tokens so far
-            causal = ps.cache.first_position() == 0             # else there is one token, which sees all before
-            return functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+            return ps.attention(query, key, value)              # a token sees itself and those before it
 
-Without a cache - in training, in an evaluation, in one process - `extended` returns its arguments, and the position is 0.
+Without a cache - in training, in an evaluation, in one process - `extended` returns its arguments, and the position is 0, or
+where the tokens of this rank begin, if the mesh has an axis `cp`.
 """
 
 from collections.abc import Iterator
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.attention_hook import current_context
 from penstock.torch_private import has_hooks_or_patched_forward, is_compiled
 
 TOKENWISE_LAYERS = (
@@ -65,8 +66,9 @@ _current: TokenCache | None = None
 
 
 def first_position() -> int:
-    """Return how many tokens precede those of this forward: 0 unless a pipeline generates with a cache."""
-    return 0 if _current is None else _current.first_position
+    """Return how many tokens precede those of this forward: 0 unless a pipeline generates with a cache, or cuts the tokens."""
+    context = current_context() if _current is None else _current
+    return 0 if context is None else context.first_position
 
 
 def extended(*tensors: Tensor, dim: int = -2) -> tuple[Tensor, ...]:

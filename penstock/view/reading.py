@@ -141,7 +141,9 @@ def _check_amounts(timeline: Timeline, stages: int) -> None:
         if times and (len(times) != timeline.ranks or not min(times) >= 0):
             raise ValueError(f"the times {name} are {list(times)} on {timeline.ranks} ranks")
     microbatches = 1 + max((event.action.microbatch for event in timeline.events), default=-1)
-    if timeline.microbatch_factors and (len(timeline.microbatch_factors) < microbatches or min(timeline.microbatch_factors) < 0):
+    if timeline.microbatch_factors and (
+        len(timeline.microbatch_factors) < microbatches or min(timeline.microbatch_factors) < 0
+    ):
         raise ValueError(f"the factors of {microbatches} microbatches are {list(timeline.microbatch_factors)}")
     if any(not 0 <= lower < upper < stages for lower, upper in timeline.skips):
         raise ValueError(f"a skip is not between two of the {stages} stages")

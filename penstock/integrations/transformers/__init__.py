@@ -1,4 +1,4 @@
-"""Trainer of transformers, with the model cut over ranks.
+"""Trainer of transformers, with the model cut over ranks, and `ps.attention` for their models.
 
 `Trainer` and `TrainingArguments` are subclasses of theirs: a script imports these instead, and is started by torchrun. See
 docs/howto/trainer.md.
@@ -23,6 +23,7 @@ What they override, and what each override needs of transformers (5.23) and acce
     _save_rng_state                 `rng_state.pth`, written by one rank of a pipeline
     _maybe_log_save_evaluate        after each step: what callbacks decided on rank 0 holds for all
 
+    attention    `attn_implementation="penstock"`: their models call `ps.attention`
     arguments    the arguments a pipeline adds, and those that cannot be beside it
     trainer      the mixin, and Trainer
     model_view   what stands for the model where Trainer calls it; the loss that is `compute_loss`
@@ -30,6 +31,9 @@ What they override, and what each override needs of transformers (5.23) and acce
 """
 
 from penstock.integrations.transformers.arguments import PipelineArguments, TrainingArguments
+from penstock.integrations.transformers.attention import register_attention
 from penstock.integrations.transformers.trainer import PipelineTrainerMixin, Trainer
 
 __all__ = ["PipelineArguments", "PipelineTrainerMixin", "Trainer", "TrainingArguments"]
+
+register_attention()

@@ -1,0 +1,131 @@
+"""The attention that a model calls, `ps.attention`, so that a pipeline can cut its tokens over ranks or into slices.
+
+Tokens meet in attention only. A pipeline that gives a forward a part of the tokens sets an `AttentionContext` around it, which
+finds the keys and values of the other parts. Everywhere else `ps.attention` is torch's `scaled_dot_product_attention`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock.errors import MismatchError
+
+# Layers that mix tokens, or images' places, in a way that no context sees.
+_MIXING_LAYERS = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = True,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return softmax(query @ key.T * scale) @ value for each head; in a pipeline, over tokens of other ranks too.
+
+        mixed = ps.attention(query, key, value)  # in a layer's forward; (batch, heads, time, width) each
+
+    query, key, value
+        (batch, heads, time, width). Keys and values may have fewer heads, each of which serves several of the query's. With
+        more keys than queries, as with a cache, the queries are the last tokens.
+    causal
+        A token sees itself and those before it.
+    mask
+        (batch, time), True for keys that count and False for padding; or as `scaled_dot_product_attention` takes it,
+        (batch, heads, queries, keys) or 1 instead of a size. With `causal` both hold.
+    scale
+        By default 1 / sqrt(width).
+    dropout
+        The probability with which a weight becomes 0. It does not know whether the layer trains: give 0 if not.
+
+    Returns (batch, heads, time, width), to the bit what `scaled_dot_product_attention` returns.
+
+    Raises MismatchError for a mask of another shape, and for one that cannot be cut where a pipeline cuts the tokens.
+    """
+    is_padding = mask is not None and mask.dtype == torch.bool and mask.shape == (key.shape[0], key.shape[2])
+    if mask is not None and not is_padding and mask.dim() != 4:
+        raise MismatchError(
+            f"ps.attention takes a boolean mask of (batch, time), or one of (batch, heads, queries, keys), not {mask.dtype} of "
+            f"shape {tuple(mask.shape)}"
+        )
+    attend_here = attend if _current is None else _current.count_and_attend
+    return attend_here(query, key, value, causal, mask, scale, dropout)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float
+) -> Tensor:
+    """Return the attention of tokens that are all here; the arguments are those of `attention`."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    causal = causal and queries > 1  # the last token alone sees all
+    if mask is not None and mask.dim() == 2:
+        mask = mask[:, None, None]
+
+    if causal and (mask is not None or queries != keys):
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        if mask is None:
+            mask = visible
+        else:
+            mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
+        causal = False
+    return functional.scaled_dot_product_attention(
+        *(query, key, value, mask, dropout, causal), scale=scale, enable_gqa=query.shape[-3] != key.shape[-3]
+    )
+
+
+class AttentionContext:
+    """What `attention` does while it is set by `attention_context`: here, what it does without one.
+
+    It is also set while a model is cut whose tokens will be cut.
+    """
+
+    first_position = 0  # how many tokens of the sequence precede those of this forward
+    num_calls = 0  # of `attention`, so far
+
+    def count_and_attend(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float
+    ) -> Tensor:
+        """Count the call, and return what `attend` does."""
+        self.num_calls += 1
+        return self.attend(query, key, value, causal, mask, scale, dropout)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float
+    ) -> Tensor:
+        """Return the attention of this forward's tokens, which the arguments are of."""
+        return attend(query, key, value, causal, mask, scale, dropout)
+
+
+_current: AttentionContext | None = None  # for all threads: on a GPU, a backward that runs a forward again has its own
+
+
+@contextmanager
+def attention_context(context: AttentionContext | None) -> Iterator[None]:
+    """Set `context` for the calls of `attention` inside; None for none."""
+    global _current
+    previous, _current = _current, context
+    try:
+        yield
+    finally:
+        _current = previous
+
+
+def current_context() -> AttentionContext | None:
+    """Return the context that is set."""
+    return _current
+
+
+def check_tokens_mix_in_attention(module: nn.Module) -> None:
+    """Raise MismatchError, with the layer's name, if a layer of `module` mixes tokens otherwise than by `attention`."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, _MIXING_LAYERS) and max(getattr(layer, "kernel_size", (2,))) > 1:
+            raise MismatchError(
+                f"the tokens of a sequence cannot be cut before {name or 'the model'}, a {type(layer).__name__}, which mixes "
+                "them: only layers that call ps.attention may"
+            )

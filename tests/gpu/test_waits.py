@@ -34,7 +34,10 @@ def test_a_step_waits_for_its_losses_at_its_end_and_nowhere_else(device, schedul
         with waits(device) as places:
             pipe.step(tokens[:, :-1], target=tokens[:, 1:], losses=[])
         print(schedule, *places, sep="\n  ")
-        assert [each.partition(":")[0] for each in places] == ["stage/microbatch.py numbers", "engine/report.py weighted_sum"]
+        assert [each.partition(":")[0] for each in places] == [
+            "stage/microbatch.py scalars_to_floats",
+            "engine/report.py weighted_loss_sum",
+        ]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -69,4 +72,7 @@ def test_without_nccl_a_rank_waits_for_its_messages_and_at_the_end_of_its_step(s
         assert messages.count("comms/transport/channels.py _send_leaf") == 4 * (1 if schedule == "1f1b" else 2)
         assert set(messages) <= {"comms/transport/channels.py _send_leaf", "comms/transport/channels.py receive"}
         assert set(lines.values()) == {"memory that both processes see"}
-        assert functions[len(messages) :] in ([], ["stage/microbatch.py numbers", "engine/report.py weighted_sum"])
+        assert functions[len(messages) :] in (
+            [],
+            ["stage/microbatch.py scalars_to_floats", "engine/report.py weighted_loss_sum"],
+        )

@@ -41,7 +41,7 @@ except ps.ScheduleError as error:
         "from penstock import PenstockError, ScheduleError, MismatchError, StageError, LostRankError",
         "from penstock.schedule import catalog, program, table, verify",
         "import penstock; dir(penstock); penstock.schedule.names()",
-        "from penstock.plan import Layer, Plan, load, plan",
+        "from penstock.plan import LayerCost, Plan, load, plan",
     ],
 )
 def test_an_import_that_needs_no_torch_does_not_load_it(statement):

@@ -234,15 +234,16 @@ def test_penstock_train_runs_on_a_folder_of_ones_own_text(started: Any) -> None:
     ((first, _),) = results(started, "train")
     assert "2 ranks  step 3/3" in first
     assert "cut by measured times of a microbatch:\nstage 0  embedding" in first
-    assert "1f1b, 2 ranks, 2 stages, 4 microbatches: " in first  # where the time went
-    assert "timeline.html in a browser" in first
+    assert "timeline.html for a browser" in first
     (run,) = (started[1] / "own").iterdir()
+    assert "1f1b, 2 ranks, 2 stages, 4 microbatches: " in (run / "report.txt").read_text()  # where the time went
     assert [path.name for path in sorted(run.iterdir())] == [
         ".writer",
         "costs.json",
         "digests.jsonl",
         "metrics.jsonl",
         "model.safetensors",
+        "report.txt",
         "run.json",
         "step-00000003",
         *(["tensorboard"] if importlib.util.find_spec("tensorboard") else []),

@@ -270,7 +270,7 @@ def averaging_end_time(timeline: Timeline, seconds: Cost, *, overlapped: bool = 
     2 (n - 1) / n times the bytes of its gradients / bandwidth. `shared`: all ranks' gradients take one link, as where replicas
     are machines. Not `overlapped`: nothing leaves before the step has ended on all ranks.
 
-    Raises ScheduleError as `Costs.table` does, and for a timeline without backwards.
+    Raise ScheduleError as `Costs.action_costs` does, and for a timeline without backwards.
     """
     ready: dict[int, tuple[int, float]] = {}  # stage -> its rank, and when its gradients are complete
     for event in timeline.events:
@@ -278,7 +278,7 @@ def averaging_end_time(timeline: Timeline, seconds: Cost, *, overlapped: bool = 
             stage = event.action.stage
             ready[stage] = event.rank, max(event.end, ready.get(stage, (0, event.end))[1])
     if not ready:
-        raise ScheduleError(f"{timeline.name} has no backward: ready_time are no gradients to average")
+        raise ScheduleError(f"{timeline.name} has no backward: there are no gradients to average")
     takes = Costs(backward_weight=seconds).action_costs(max(ready) + 1)[Kind.W]
     end = max(event.end for event in timeline.events)
     leaving = sorted((when if overlapped else end, takes[stage], rank) for stage, (rank, when) in ready.items())

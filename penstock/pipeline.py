@@ -24,6 +24,7 @@ from penstock.engine.generation import GenerationOptions, generate_text
 from penstock.engine.hints import NotAModule, add_backward_hint
 from penstock.engine.last_step import LastStep
 from penstock.engine.loss import LossChecks, Reduction
+from penstock.engine.microbatch_costs import MicrobatchCosts
 from penstock.engine.model_partition import OriginalModel, partition_model
 from penstock.engine.optimizers import check_elementwise_optimizer, norm_type_of_caller, optimizer_of_caller
 from penstock.engine.rank_comparison import compare_ranks
@@ -31,8 +32,9 @@ from penstock.engine.redistribute import Redistribution, merge_arguments, optimi
 from penstock.engine.report import StepReport, StepResult
 from penstock.errors import LostRankError, MismatchError, PenstockError
 from penstock.mesh.data_parallel import ApplyDataParallel
+from penstock.mesh.grouping import Cost
 from penstock.mesh.position import mesh_position
-from penstock.mesh.sampler import ReplicaSampler
+from penstock.mesh.sampler import GroupSampler, ReplicaSampler
 from penstock.mesh.tensor_parallel import TensorParallelPlan
 from penstock.partition.materialise import Init
 from penstock.randomness import fork_generator
@@ -281,9 +283,10 @@ class Pipeline(NotAModule):
         targets
             A list with the target of each, of as many rows. Only the last stage's rank reads it.
         order
-            "given"; "planned": the cheapest microbatches, by the number of elements, run first and last, so that the pipeline
-            fills and drains quickly; or the order itself, each index of the list once. The gradients are added in the order
-            that runs; loss, `losses` and random numbers are as in the given one.
+            "given"; "planned": the cheapest microbatches run first and last, so that the pipeline fills and drains quickly; or
+            the order itself, each index of the list once. Microbatches cost what `plan_costs` last returned; before, as much
+            as they have elements. The gradients are added in the order that runs; loss, `losses` and random numbers are as in
+            the given one.
         losses, scale
             As for `step`; the losses are in the order of the list.
 
@@ -296,10 +299,27 @@ class Pipeline(NotAModule):
         if self.report is not None and any(self.report.background_save_failed):
             self._engine.settle_background_save()
 
-        result = self._run(True, (inputs,), {}, targets, order=order, losses_list=losses, user_scale=scale)
+        options = {"order": order, "microbatch_costs": self._engine.microbatch_costs}
+        result = self._run(True, (inputs,), {}, targets, **options, losses_list=losses, user_scale=scale)
         if losses is not None:
             losses[:] = result.losses
         return add_backward_hint(result.loss)
+
+    def plan_costs(self) -> MicrobatchCosts:
+        """Fit what a microbatch of any size takes to the lists that ran. All ranks call it, and get the same.
+
+            groups = ps.plan.group_rows(lengths, microbatches=16, cost=pipe.plan_costs())
+
+        Each stage takes a x tokens + b x tokens x longest + c seconds, fitted to its last 1024 microbatches; printed, the
+        result has these numbers and their errors. The tokens of a microbatch are the elements of its largest input with rows,
+        padding included: rows x longest. From now on `order="planned"` plans with these costs, until the next call.
+
+        Raises PenstockError before a list has run, other than the first of as many microbatches.
+        """
+        with self.collective("plan_costs()") as control:
+            fits = control.all_gather_value(self._engine.action_samples.fit(), "to fit the costs of microbatches")
+            costs = self._engine.microbatch_costs = MicrobatchCosts.merge(fits, self.schedule.placement)
+        return costs
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Run the forward of one batch, with modules in evaluation mode meanwhile. Changes no gradient and no buffer.
@@ -524,6 +544,46 @@ class Pipeline(NotAModule):
 
         Raises MismatchError for a dataset without a length, or with fewer rows than replicas.
         """
+        self._check_has_length(dataset)
+        return ReplicaSampler(len(dataset), self.position.replica, self.position.replicas, shuffle, seed)
+
+    def batches(
+        self,
+        dataset: Any,
+        rows: int,
+        length: Callable[[Any], int] | Sequence[int] = len,
+        microbatches: int | None = None,
+        cost: Cost | None = None,
+        limit: float | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> GroupSampler:
+        """Return what shares a dataset's rows out over steps and their microbatches: row numbers, in groups of like lengths.
+
+            batches = pipe.batches(dataset, rows=64, length=lambda row: len(row["input_ids"]))
+            for groups in batches:  # one epoch
+                inputs = [collate([dataset[row] for row in group]) for group in groups]
+
+        rows
+            Of a step of this replica. The last step of an epoch has those that are left.
+        length
+            `length(dataset[row])` is the number of tokens of a row, at least 1; or a sequence with those of all rows.
+        microbatches, cost, limit
+            As for `ps.plan.group_rows`; by default as many microbatches as the pipeline's.
+        shuffle, seed
+            As for `sampler`: each replica has the same rows of an epoch.
+
+        Every row is in one group of an epoch. The groups depend on these arguments and on the number of replicas only, not on
+        ranks and schedule. Each iteration is the next epoch; `len(batches)` is its number of steps. A resumed training goes on
+        after `batches.set_step(pipe.step_count)`.
+
+        Raises MismatchError as `sampler` and `ps.plan.group_rows`.
+        """
+        sampler = self.sampler(dataset, shuffle, seed)
+        return GroupSampler(sampler, dataset, rows, length, microbatches or self.schedule.microbatches, cost, limit)
+
+    @staticmethod
+    def _check_has_length(dataset: Any) -> None:
         if isinstance(dataset, DataLoader):
             raise MismatchError("sampler() takes the dataset: DataLoader(dataset, batch_size, sampler=pipe.sampler(dataset))")
         if not hasattr(dataset, "__len__"):
@@ -531,7 +591,6 @@ class Pipeline(NotAModule):
                 f"a {type(dataset).__name__} has no length to sample from: let it share its rows out itself, by "
                 "pipe.position.replica of pipe.position.replicas"
             )
-        return ReplicaSampler(len(dataset), self.position.replica, self.position.replicas, shuffle, seed)
 
     # -- parameters: see stage/rank_parameters.py -----------------------------------------------------------
 

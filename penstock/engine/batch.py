@@ -12,10 +12,10 @@ from torch import Tensor
 from penstock.comms.encoding import tensor_bytes
 from penstock.comms.topology import Topology
 from penstock.engine.loss import Reduction, RowwiseLossCheck
+from penstock.engine.microbatch_costs import MicrobatchCosts
 from penstock.engine.microbatch_list import (
     ListSummary,
     ReplicaList,
-    count_elements,
     microbatch_order,
     read_inputs,
     read_targets,
@@ -53,6 +53,7 @@ class StepCall(NamedTuple):
     rows_dim: int = 0
     rowwise_check: RowwiseLossCheck | None = None
     order: str | Sequence[int] | None = None  # of `step_microbatches`, whose inputs and target are lists; else None
+    microbatch_costs: MicrobatchCosts | None = None  # for `order="planned"`
     gradient_factor: float = math.nan  # of this rank since the last step, see checks/gradient_factor.py
     weights_changed: float = math.nan  # 1 if this rank's weights have changed since the last step, 0 if not
 
@@ -154,7 +155,7 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
     if rank == first_rank and summary is not None:
         inputs, input_summaries = read_inputs(batch, device, rows_dim)
         input_rows, input_signature = len(inputs), cached_hash48(b"a list")
-        order = microbatch_order(call.order, [count_elements(entry, rows_dim) for entry in batch], schedule)
+        order = microbatch_order(call.order, input_summaries, schedule, call.microbatch_costs)
         inputs = [inputs[index] for index in order]
         summary = summary._replace(inputs=input_summaries, order=order)
     elif rank == first_rank:

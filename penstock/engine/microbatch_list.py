@@ -15,12 +15,14 @@ from torch import Tensor
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.transport.channels import MessageSpecs
 from penstock.comms.transport.message_spec import MessageSpec
+from penstock.engine.microbatch_costs import MicrobatchCosts
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.partition.rows import rows_dim_of, unwrap
 from penstock.schedule.microbatch_order import plan_order
 from penstock.schedule.program import ProgramLine, Transfer
 from penstock.schedule.table import Table
+from penstock.schedule.timing.simulate import Costs
 from penstock.stage import microbatch
 from penstock.trees import leaves
 
@@ -31,6 +33,7 @@ class InputSummary(NamedTuple):
     """What the first stage's rank says of one microbatch."""
 
     rows: int
+    elements: int  # of the largest tensor with rows: the padded tokens
     signature: str  # structure, shapes and dtypes
 
 
@@ -48,6 +51,7 @@ class ReplicaList(NamedTuple):
     """The list of one replica, in the order in which it runs; the same on every rank."""
 
     rows: Sequence[int]
+    elements: Sequence[int]
     order: Sequence[int]
     signatures: Sequence[str]
     loss_weights: Sequence[float]  # empty where the loss weighs by rows, or there is no target
@@ -75,7 +79,10 @@ def read_inputs(
     check_list(entries, "inputs")
     calls = [_as_call(entry) for entry in entries]
     sizes = [_count_rows(entry, f"microbatch {index}", rows_dim) for index, entry in enumerate(entries)]
-    summaries = [InputSummary(rows, microbatch.batch_signature(call)) for rows, call in zip(sizes, calls, strict=True)]
+    summaries = [
+        InputSummary(rows, _count_elements(entry, rows_dim), microbatch.batch_signature(call))
+        for rows, entry, call in zip(sizes, entries, calls, strict=True)
+    ]
     on_device = [microbatch.split(call, [rows], device, rows_dim)[0] for rows, call in zip(sizes, calls, strict=True)]
     return on_device, summaries
 
@@ -97,7 +104,7 @@ def _count_rows(entry: Any, name: str, rows_dim: int) -> int:
     return sum(microbatch.nonempty_split_sizes(dict(entry) if isinstance(entry, Mapping) else entry, name, 1, rows_dim))
 
 
-def count_elements(entry: Any, rows_dim: int) -> int:
+def _count_elements(entry: Any, rows_dim: int) -> int:
     """Return the elements of the largest tensor with rows: proportional to the padded tokens of a microbatch."""
     tensors = [unwrap(leaf) for leaf in leaves(entry) if rows_dim_of(leaf, rows_dim) is not None]
     return max((tensor.numel() for tensor in tensors if isinstance(tensor, Tensor)), default=1)
@@ -134,27 +141,32 @@ def _read_summary(summary: ListSummary, prefix: str) -> ReplicaList:
             )
     return ReplicaList(
         rows=[inputs[index].rows for index in order],
+        elements=[inputs[index].elements for index in order],
         order=order,
         signatures=[inputs[index].signature for index in order],
         loss_weights=[loss_weights[index] for index in order] if loss_weights else (),
     )
 
 
-def microbatch_order(order: str | Sequence[int] | None, elements: Sequence[int], schedule: Table) -> list[int]:
+def microbatch_order(
+    order: str | Sequence[int] | None, inputs: Sequence[InputSummary], schedule: Table, costs: MicrobatchCosts | None
+) -> list[int]:
     """Return the order to run in: position in the step -> index in the list.
 
-    `elements`: of each microbatch, which stand for its cost. Raises MismatchError for an order that is none.
+    Without `costs`, the elements of a microbatch stand for its cost. Raises MismatchError for an order that is none.
     """
-    given = list(range(len(elements)))
+    given = list(range(len(inputs)))
     if order == "given":
         return given
     if order == "planned":
-        return plan_order(elements, schedule)
+        stage_costs = costs.step_costs([(entry.rows, entry.elements / entry.rows) for entry in inputs]) if costs else Costs()
+        factors = stage_costs.microbatch_factors or [entry.elements for entry in inputs]
+        return plan_order(factors, schedule, stage_costs)
     if isinstance(order, Sequence) and not isinstance(order, str) and sorted(order) == given:
         return list(order)
     raise MismatchError(
-        f"order={order!r} is no order of {len(elements)} microbatches: give 'given', 'planned', or each index from 0 to "
-        f"{len(elements) - 1} once"
+        f"order={order!r} is no order of {len(inputs)} microbatches: give 'given', 'planned', or each index from 0 to "
+        f"{len(inputs) - 1} once"
     )
 
 

@@ -48,6 +48,7 @@ from penstock.engine.checks.stale_weights import SharedTensors
 from penstock.engine.checks.unregistered_uses import GradientRecord, UnregisteredParameters
 from penstock.engine.clock import ActionClock, make_clock, measure_clock_skew
 from penstock.engine.handshake import LearnedShapes, StepHandshake
+from penstock.engine.microbatch_costs import ActionSamples, MicrobatchCosts
 from penstock.engine.profiling import ReceiveRanges, SendRanges, action_ranges, message_ranges
 from penstock.engine.report import (
     BackgroundSave,
@@ -112,6 +113,8 @@ class Engine:
         self._opened_channels: tuple[int, Channels] | None = None  # how often the control group was closed before, the channels
         self._previous_end: Any = None  # when the last step ended, as its clock gives it
         self.last_result: StepResult | None = None
+        self.action_samples = ActionSamples()
+        self.microbatch_costs: MicrobatchCosts | None = None  # fitted to them, the same on every rank
         self.background_save: BackgroundSave | None = None  # the same on every rank
 
     def step(self, call: StepCall) -> StepResult:
@@ -188,6 +191,8 @@ class Engine:
             self.tied.broadcast_gradients()
         channels.end_step()
 
+        if batch.training and config.lists and measurement is None:
+            self.action_samples.add(result.actions, clock.intervals(), config.lists[self.position.replica])
         self.handshake.remember(config, LearnedShapes(config.message_specs, result.activation_sizes))
         self.shared_tensors.steps += batch.training
         self._previous_end = clock.mark_end()

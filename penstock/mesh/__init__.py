@@ -2,6 +2,7 @@
 
 position         where this rank stands in the mesh
 sampler          which rows of a dataset each replica is given
+grouping         which of these rows share a microbatch, where rows have lengths
 ddp              a stage that DistributedDataParallel holds equal
 fsdp             a stage whose parameters `fully_shard` has spread over its replicas
 vote             which gradients any replica has

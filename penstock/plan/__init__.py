@@ -11,7 +11,6 @@
 `result`            a plan, as an object and as JSON
 `arguments`         checks of the arguments of `plan`, and the error when nothing fits
 `planning`          `plan`: the search
-`grouping`          which rows of a batch share a microbatch
 """
 
 from typing import TYPE_CHECKING
@@ -19,9 +18,9 @@ from typing import TYPE_CHECKING
 from penstock.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from penstock.mesh.grouping import group_rows
     from penstock.plan.arguments import parse_memory_size
     from penstock.plan.estimating import estimate, estimate_transformers
-    from penstock.plan.grouping import group_rows
     from penstock.plan.measuring import measure
     from penstock.plan.model_profile import LayerCost, ModelProfile
     from penstock.plan.overheads import Overheads, measure_overheads
@@ -54,7 +53,7 @@ __getattr__, __dir__ = lazy_exports(
         **dict.fromkeys(("Plan", "is_plan_file", "is_plan_text", "load", "parse_plan", "robustness"), "result"),
         **dict.fromkeys(("Overheads", "measure_overheads"), "overheads"),
         **dict.fromkeys(("estimate", "estimate_transformers"), "estimating"),
-        "group_rows": "grouping",
+        "group_rows": "penstock.mesh.grouping",
         "measure": "measuring",
         "parse_memory_size": "arguments",
         "plan": "planning",

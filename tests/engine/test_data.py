@@ -265,6 +265,40 @@ def test_a_dataset_without_a_length_is_refused_with_what_to_do():
         ps.Pipeline(make("mlp")[0], microbatches=2).sampler(iter([1]))
 
 
+# -- groups of like lengths --------------------------------------------------------------------------------------------
+
+
+def rank_groups():
+    pipe = ps.Pipeline(make("mlp")[0], microbatches=3)
+    lengths = [1 + (7 * row) % 13 for row in range(23)]
+    batches = pipe.batches(range(23), rows=10, length=lengths)
+    epochs = [list(batches) for _ in range(3)]
+    again = pipe.batches(range(23), rows=10, length=lambda row: 1 + (7 * row) % 13)
+    again.set_step(4)
+    return len(batches), epochs, [list(again), list(again)]
+
+
+@pytest.mark.ranks
+def test_groups_have_every_row_once_an_epoch_and_a_resumed_training_goes_on_in_the_same_ones():
+    (steps, epochs, resumed), other = ps.launch(rank_groups, 2)
+    assert (steps, epochs, resumed) == other == tuple(ps.launch(rank_groups, 1)[0])
+    assert steps == 3
+    assert all(sorted(row for groups in epoch for group in groups for row in group) == list(range(23)) for epoch in epochs)
+    assert [len(groups) for groups in epochs[0]] == [3, 3, 3]
+    assert [sum(map(len, groups)) for groups in epochs[0]] == [10, 10, 3]
+    assert epochs[0] != epochs[1]
+    assert resumed == [epochs[1][1:], epochs[2]]
+
+
+@pytest.mark.ranks
+def test_groups_that_cannot_be_are_refused():
+    pipe = ps.Pipeline(make("mlp")[0], microbatches=2)
+    with pytest.raises(ps.MismatchError, match="rows=0: give the number of rows of a step"):
+        pipe.batches(range(5), rows=0, length=[1] * 5)
+    with pytest.raises(ps.MismatchError, match="there are 4 lengths for 5 rows"):
+        pipe.batches(range(5), rows=2, length=[1] * 4)
+
+
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "data.md").read_text(encoding="utf-8")

@@ -63,7 +63,7 @@ def attend(
 ) -> Tensor:
     """Return the attention of tokens that are all here; the arguments are those of `attention`."""
     queries, keys = query.shape[-2], key.shape[-2]
-    causal = causal and queries > 1  # the last token alone sees all
+    causal = causal and bool(queries > 1)  # the last token alone sees all; a size may be symbolic, in an export
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None]
 
@@ -119,6 +119,14 @@ def attention_context(context: AttentionContext | None) -> Iterator[None]:
 def current_context() -> AttentionContext | None:
     """Return the context that is set."""
     return _current
+
+
+def no_attention_error() -> MismatchError:
+    """Return the error for a model that never calls `attention`, where its tokens are to be cut."""
+    return MismatchError(
+        "no layer of the model calls ps.attention, in which alone tokens that are cut can meet: call it in place of "
+        'scaled_dot_product_attention, or give a model of transformers attn_implementation="penstock"'
+    )
 
 
 def check_tokens_mix_in_attention(module: nn.Module) -> None:

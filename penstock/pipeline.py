@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from penstock import comms
+from penstock.attention_hook import AttentionContext, attention_context
 from penstock.comms.control_group import ControlGroup, shared_control_group
 from penstock.comms.topology import Topology
 from penstock.engine.batch import StepCall
-from penstock.engine.build import PlanLike, ScheduleRule, build_engine, materialise_stages, parse_arguments
+from penstock.engine.build import PlanLike, ScheduleRule, build_engine, check_attention, materialise_stages, parse_arguments
 from penstock.engine.checks import stale_weights
 from penstock.engine.checks.nonfinite import OnNonfinite
 from penstock.engine.generation import GenerationOptions, generate_text
@@ -100,12 +101,14 @@ class Pipeline(NotAModule):
         `_init_weights(submodule)` of transformers' models. A rank allocates its own stages only, and the values are the same
         for any cut. Tensors that none of these initialises must be loaded before the first step.
     mesh
-        A DeviceMesh of all ranks with any of the axes `pp`, `dp`, `tp`, as of `ps.comms.init_mesh`. Pipelines along `dp` are
-        replicas: each gets different rows, and the loss is the mean over all of them. Ranks along `tp` get the same rows. With
-        an axis `dp` or `tp`, no step can follow one that failed.
+        A DeviceMesh of all ranks with any of the axes `pp`, `dp`, `cp`, `tp`, as of `ps.comms.init_mesh`. Pipelines along `dp`
+        are replicas: each gets different rows, and the loss is the mean over all of them. Ranks along `tp` and `cp` get the
+        same rows; along `cp` the pipeline takes the tokens of each from them. With an axis `dp`, `cp` or `tp`, no step can
+        follow one that failed.
     data_parallel
         How replicas are kept equal: `"ddp"`, `"fsdp"` (`fully_shard`), or a function of (stage, the axis `dp`) that applies
-        one of the two and returns the stage. Gradients are averaged once a step, while the last backwards run.
+        one of the two and returns the stage; with an axis `cp`, it gets both axes as one. Gradients are averaged once a step,
+        while the last backwards run.
     tensor_parallel
         A dict from names of submodules in the uncut model, where `*` is any part between two dots, to torch's styles
         (`ColwiseParallel()`, ..): how ranks along `tp` divide them.
@@ -117,6 +120,8 @@ class Pipeline(NotAModule):
         The batch dimension of inputs, targets and outputs, along which they are split and joined. 0 by default; for a model
         with modules of `batch_first=False`, where it is 1, it must be given. `ps.Rows(tensor, dim)` wraps a tensor of a batch
         with another one, `ps.Replicated(tensor)` a tensor without.
+    sequence_dim
+        The dimension of inputs and targets that has the tokens, along which an axis `cp` of the mesh cuts them.
     reduction
         What `loss_fn` returns: `"mean"`, or `"sum"` over the rows. For a sum, the losses of all microbatches and replicas are
         added. See docs/howto/loss.md.
@@ -150,6 +155,7 @@ class Pipeline(NotAModule):
         tensor_parallel: TensorParallelPlan | None = None,
         on_nonfinite: OnNonfinite | None = None,
         rows_dim: int | None = None,
+        sequence_dim: int = 1,
         reduction: Reduction = "mean",
         **options: Any,
     ) -> None:
@@ -157,7 +163,7 @@ class Pipeline(NotAModule):
         redistribution = model if isinstance(model, Redistribution) else None  # `rebuild` gives one
         model = redistribution.model if redistribution else model
         self.loss_fn, self.loss_weight, self.reduction, self.scaler = loss_fn, loss_weight, reduction, scaler
-        self.merge_weight_gradients = merge_weight_gradients
+        self.merge_weight_gradients, self.sequence_dim = merge_weight_gradients, sequence_dim
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
 
         world = topology or comms.init_distributed()
@@ -174,13 +180,17 @@ class Pipeline(NotAModule):
             self._control.add_mesh_groups(self._number, self.position.peer_groups)
 
             # 2. Check the arguments, then partition the model as rank 0 chooses.
-            config = parse_arguments(model, arguments, self.topology.world_size, redistribution)
-            self.schedule, self.rows_dim, self.seed = config.schedule, config.rows_dim, config.arguments.seed
-            partition = partition_model(
-                self._control, self.position, self.schedule, config.cuttable or model, config.plan_layers
-            )
+            cutting = AttentionContext() if self.position.cp_size > 1 else None  # of the tokens
+            with attention_context(cutting):
+                config = parse_arguments(model, arguments, self.topology.world_size, redistribution)
+                self.schedule, self.rows_dim, self.seed = config.schedule, config.rows_dim, config.arguments.seed
+                partition = partition_model(
+                    self._control, self.position, self.schedule, config.cuttable or model, config.plan_layers
+                )
             given_stages = {} if config.cuttable else partition.given_stages
             self._original = OriginalModel(model, config.cuttable, given_stages)
+            if cutting is not None:
+                check_attention(partition.modules.values(), config.cuttable, cutting)
 
             # 3. Compare what all ranks are about to build.
             comparison = compare_ranks(self._control, self.position, self.schedule, partition, config.equal_options)
@@ -213,7 +223,10 @@ class Pipeline(NotAModule):
 
         self._loss_checks: LossChecks | None = None  # on one rank that has the target
         if loss_fn is not None and self.position.stage_rank_index == 0 and self.topology.rank == self.last_rank:
-            self._loss_checks = LossChecks(loss_fn, reduction, loss_weight, self.schedule.microbatches, self.rows_dim)
+            tokens_dim = sequence_dim if self.position.cp_size > 1 else None
+            self._loss_checks = LossChecks(
+                loss_fn, reduction, loss_weight, self.schedule.microbatches, self.rows_dim, tokens_dim
+            )
 
         self._options = ["model", *arguments, *all_build_options()]  # read-only from here on
 
@@ -253,7 +266,7 @@ class Pipeline(NotAModule):
 
         Raises, on every rank: MismatchError for a batch that does not fit; StageError when the model or the loss raises;
         LostRankError when a rank dies or is silent. Gradients are restored. After the first two the next step works, unless
-        there is an axis dp or tp. If a checkpoint in the background could not be written, its error is raised here, once,
+        there is an axis dp, cp or tp. If a checkpoint in the background could not be written, its error is raised here, once,
         before the step begins: call again to run the step.
         """
         if self.report is not None and any(self.report.background_save_failed):
@@ -469,7 +482,8 @@ class Pipeline(NotAModule):
                 "weights_changed": gradient_factor.weights_changed(),
                 "rowwise_check": self._loss_checks and self._loss_checks.rowwise_check,
             }
-        call = StepCall(training, args, kwargs, target, self.step_count, *loss_settings, **call_options, rows_dim=self.rows_dim)
+        call_options |= {"rows_dim": self.rows_dim, "sequence_dim": self.sequence_dim}
+        call = StepCall(training, args, kwargs, target, self.step_count, *loss_settings, **call_options)
 
         # Layers with a seed of the pipeline's do not advance the user's generator.
         has_own_seed = training and self.seed is not None

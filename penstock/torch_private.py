@@ -422,6 +422,11 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[Tensor], size: i
     dist._broadcast_coalesced(group, tensors, size, 0)
 
 
+def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of several axes as one axis, which `fully_shard` takes beside other axes of the same mesh."""
+    return mesh._flatten()
+
+
 def replicate_with_fsdp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """`fully_shard` that shards nothing: unlike DistributedDataParallel it takes parameters that are DTensors."""
     from torch.distributed._composable.replicate_with_fsdp import replicate

@@ -198,7 +198,8 @@ def reproducibility_conditions(pipe: Pipeline) -> dict[str, Any]:
     device = pipe.topology.device
     return {
         "dp": pipe.position.replicas,
-        "tp": pipe.position.num_stage_ranks // pipe.position.replicas,
+        "cp": pipe.position.cp_size,
+        "tp": pipe.position.num_stage_ranks // len(pipe.position.part_pipelines),
         "sharded": any(hasattr(each, "placements") for each in pipe.parameters()),
         "order": _gradient_sum_order(pipe),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -1,4 +1,6 @@
-"""The device mesh of all ranks, for several pipelines: pipeline, data and tensor parallel axes."""
+"""The device mesh of all ranks, for several pipelines: pipeline, data, context and tensor parallel axes."""
+
+from math import prod
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -9,15 +11,16 @@ from penstock.comms.topology import current_topology
 from penstock.errors import MismatchError
 
 
-def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
-    """Return a mesh of all ranks with the axes `pp`, `dp` and `tp`, for `Pipeline(.., mesh=mesh)`.
+def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1, cp: int = 1) -> DeviceMesh:
+    """Return a mesh of all ranks with the axes `pp`, `dp` and `tp`, and `cp` if it is above 1, for `Pipeline(.., mesh=mesh)`.
 
     Calls `init_distributed()` if that has not been called yet.
 
     `pp`: ranks of a pipeline; None: as many as the other axes leave.
     `dp`: replicas of the pipeline.
     `tp`: ranks that share the matrix products of each stage. They send each other the most, so their numbers are adjacent;
-    then those along `dp`.
+    then those along `cp`, then those along `dp`.
+    `cp`: ranks that share the tokens of each sequence (docs/howto/long-contexts.md).
 
         mesh = ps.comms.init_mesh(pp=2, dp=2)                   # on 4 ranks: pipelines 0, 2 and 1, 3
         pipe = ps.Pipeline(model, loss_fn, mesh=mesh)
@@ -28,23 +31,25 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
     topology = current_topology()
     control = shared_control_group(topology)
     with control.collective_call("init_mesh()"):
-        for axis, size in {"pp": pp, "dp": dp, "tp": tp}.items():
+        for axis, size in {"pp": pp, "dp": dp, "tp": tp, "cp": cp}.items():
             if (size, axis) != (None, "pp") and (type(size) is not int or size < 1):
                 raise MismatchError(f"the mesh's axis {axis} cannot have {size!r} ranks: use a whole number of 1 or more")
-        pp = max(1, topology.world_size // (dp * tp)) if pp is None else pp
-        if pp * dp * tp != topology.world_size:
+        pp = max(1, topology.world_size // (dp * cp * tp)) if pp is None else pp
+        axes = {"pp": pp, "dp": dp, **({"cp": cp} if cp > 1 else {}), "tp": tp}
+        if prod(axes.values()) != topology.world_size:
+            told = ", ".join(f"{axis}={size}" for axis, size in axes.items())
             raise MismatchError(
-                f"a mesh of pp={pp}, dp={dp}, tp={tp} has {pp * dp * tp} ranks, but {topology.world_size} are running: "
+                f"a mesh of {told} has {prod(axes.values())} ranks, but {topology.world_size} are running: "
                 "start that many, or give other numbers"
             )
 
-        sizes_of_ranks = control.all_gather_value((pp, dp, tp), "to make a mesh")
-        for rank, sizes in enumerate(sizes_of_ranks):
-            if sizes != sizes_of_ranks[0]:
-                problem = f"rank 0 makes a mesh of (pp, dp, tp) {sizes_of_ranks[0]}, rank {rank} one of {sizes}"
+        axes_of_ranks = control.all_gather_value(axes, "to make a mesh")
+        for rank, other_axes in enumerate(axes_of_ranks):
+            if other_axes != axes_of_ranks[0]:
+                problem = f"rank 0 makes a mesh of {axes_of_ranks[0]}, rank {rank} one of {other_axes}"
                 raise MismatchError(f"{problem}: make the same")
 
         if not dist.is_initialized():  # a world of one
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         with batch_thread_policy(), convert_transport_errors("for the other ranks to make a mesh"):
-            return init_device_mesh(topology.device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+            return init_device_mesh(topology.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -11,7 +11,7 @@ from penstock.comms.process_groups import is_transport_error
 from penstock.engine.batch import LocalBatch
 from penstock.engine.handshake import StepConfig
 from penstock.engine.report import MicrobatchLosses
-from penstock.errors import PenstockError, StageError
+from penstock.errors import MismatchError, PenstockError, StageError
 from penstock.schedule.table import Action, Kind
 from penstock.stage.microbatch import check_output_rows, scalars_to_floats
 from penstock.stage.stage import Stage
@@ -63,6 +63,10 @@ class StepActions:
         output = stage.forward(
             microbatch, batch.forward_inputs(action, values), batch.microbatch_seed(microbatch), has_backward, is_split
         )
+        if stage.auxiliary_losses and self.config.sequence_lengths:
+            raise MismatchError(
+                "an auxiliary loss of a part of the tokens is not one of all: use a mesh without cp, or add it to the loss"
+            )
         if stage.auxiliary_losses and microbatch not in self.without_backward:
             self.auxiliary_losses += [(microbatch, loss) for loss in stage.auxiliary_losses]
         if index < self.last_stage:
@@ -73,8 +77,9 @@ class StepActions:
             self.outputs[microbatch] = map_tensors(Tensor.detach, output)
 
         if batch.targets and microbatch not in self.without_backward:
-            self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], has_backward)
-            if batch.call.rowwise_check is not None and microbatch == 0:  # no microbatch has more rows
+            counts = self.loss_shares[microbatch] > 0  # if not, other tokens of its rows do
+            self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], has_backward, counts)
+            if counts and batch.call.rowwise_check is not None and microbatch == 0:  # no microbatch has more rows
                 batch.call.rowwise_check.probe(output, batch.targets[microbatch])
         return ()
 
@@ -113,6 +118,7 @@ class StepActions:
         if self.config.wants_losses:
             indices = [order[number] for number in self.losses]
             own_losses = dict(zip(indices, scalars_to_floats([*self.losses.values()]), strict=True))
+            own_losses = {number: loss * self.config.token_shares[number] for number, loss in own_losses.items()}
 
         auxiliary = self.auxiliary_losses if self.loss_shares else []
         values = scalars_to_floats([loss for _, loss in auxiliary])

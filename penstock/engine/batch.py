@@ -1,6 +1,7 @@
 """What goes into a step: the user's call, and from it this rank's share of the batch, split into microbatches."""
 
 import hashlib
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -20,6 +21,7 @@ from penstock.engine.microbatch_list import (
     read_inputs,
     read_targets,
 )
+from penstock.engine.sequence import check_arguments_can_be_cut, sequence_length, take_tokens, with_position_ids
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.partition.rows import unwrap
@@ -51,6 +53,7 @@ class StepCall(NamedTuple):
     losses_list: list[Tensor] | None = None  # gets each microbatch's loss
     wants_outputs: bool = False  # on the last stage's rank
     rows_dim: int = 0
+    sequence_dim: int = 1
     rowwise_check: RowwiseLossCheck | None = None
     order: str | Sequence[int] | None = None  # of `step_microbatches`, whose inputs and target are lists; else None
     microbatch_costs: MicrobatchCosts | None = None  # for `order="planned"`
@@ -71,6 +74,7 @@ class StepHeader(NamedTuple):
     input_rows: float
     target_rows: float
     num_loss_weights: float
+    sequence_length: float  # tokens of a row, if they are cut; else 0
     input_signature: float  # a hash of the inputs' structure, shapes and dtypes
     requires_grad_hash: float  # of this rank's parameters
     autocast_index: float  # in AUTOCAST_DTYPES
@@ -85,7 +89,7 @@ class StepHeader(NamedTuple):
     @property
     def batch_kind(self) -> tuple[float, ...]:
         """The fields that are equal in every step of the same kind."""
-        return self[:7]
+        return self[:8]
 
 
 class LocalBatch(NamedTuple):
@@ -97,7 +101,7 @@ class LocalBatch(NamedTuple):
     targets: Sequence[Any]  # of each microbatch, on the last stage's rank
     loss_weights: Sequence[float]  # `loss_weight(target)` of each microbatch, there
     seed: int | None  # of this step's random numbers; None for torch's generator
-    grad_scale: float  # of all gradients: the scaler's, the user's, and the number of replicas
+    grad_scale: float  # of all gradients: the scaler's, the user's, and the number of parts of the batch
     summary: ListSummary | None = None  # of a list of microbatches
     first_seed_index: int = 0  # of the replica's first microbatch, for random numbers
     order: Sequence[int] = ()  # of a list: position in the step -> index in the list
@@ -134,13 +138,21 @@ class LocalBatch(NamedTuple):
         return values if action.stage else self.inputs[action.microbatch]
 
 
-def split_batch(call: StepCall, position: MeshPosition, schedule: Table, requires_grad: bytes = b"") -> LocalBatch:
+def split_batch(
+    call: StepCall,
+    position: MeshPosition,
+    schedule: Table,
+    requires_grad: bytes = b"",
+    signature: inspect.Signature | None = None,
+) -> LocalBatch:
     """Split a call's batch into microbatches, as far as this rank reads it, and write the header.
 
-    `requires_grad`: a flag for each parameter of this rank; they decide what its stages send. Raises MismatchError for inputs
-    or a target that do not fit.
+    `requires_grad`: a flag for each parameter of this rank; they decide what its stages send. `signature`: of the model's
+    forward, on the first stage's rank. Raises MismatchError for inputs or a target that do not fit.
     """
     _check_options(call)
+    if position.cp_size > 1 and call.order is not None:
+        raise MismatchError(f"{call.name} does not cut tokens along cp: give a batch to step(), or use a mesh without cp")
     rank, device = position.pipeline.rank, position.pipeline.device
     max_microbatches, rows_dim = schedule.microbatches, call.rows_dim
     first_rank, last_rank = schedule.placement[0], schedule.placement[-1]
@@ -150,7 +162,7 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
     batch = call.args[0] if is_one_tensor else (call.args, call.kwargs)
     inputs: Sequence[tuple[Any, Any]] = ()
     order: Sequence[int] = ()
-    input_rows, input_signature = NO_ROWS, 0
+    input_rows, input_signature, num_tokens = NO_ROWS, 0, 0
     summary = ListSummary() if call.order is not None else None
     if rank == first_rank and summary is not None:
         inputs, input_summaries = read_inputs(batch, device, rows_dim)
@@ -161,7 +173,12 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
     elif rank == first_rank:
         _check_inputs(call, rank)
         sizes = microbatch.nonempty_split_sizes(batch, "the batch", max_microbatches, rows_dim)
-        parts = microbatch.split(batch, sizes, device, rows_dim)
+        local_batch = batch
+        if position.cp_size > 1:
+            assert signature is not None
+            local_batch, num_tokens = _take_input_tokens(call, position, signature)
+            is_one_tensor = False
+        parts = microbatch.split(local_batch, sizes, device, rows_dim)
         inputs = [((part,), {}) for part in parts] if is_one_tensor else parts
         input_rows, input_signature = sum(sizes), cached_hash48(microbatch.batch_signature(batch).encode())
 
@@ -169,6 +186,7 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
     targets: Sequence[Any] = ()
     loss_weights: Sequence[float] = ()
     target_rows = NO_ROWS
+    target = call.target
     reads_target = rank == last_rank and (call.training or call.target is not None)
     if reads_target and summary is not None:
         _check_target(call, rank)
@@ -180,13 +198,18 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
         target_rows = len(targets)
     elif reads_target:
         _check_target(call, rank)
-        sizes = microbatch.nonempty_split_sizes(call.target, "the target", max_microbatches, rows_dim)
+        sizes = microbatch.nonempty_split_sizes(target, "the target", max_microbatches, rows_dim)
+        if position.cp_size > 1:
+            target, num_target_tokens = _take_tokens(target, "the target", call, position)
+            if num_tokens not in (0, num_target_tokens):
+                raise MismatchError(f"the batch has {num_tokens} tokens a row, but the target has {num_target_tokens}")
+            num_tokens = num_target_tokens
         if call.loss_weight is not None:  # computed where the target is: nothing waits for a device
-            loss_weights = microbatch.microbatch_weights(microbatch.split(call.target, sizes, None, rows_dim), call.loss_weight)
-        targets, target_rows = microbatch.split(call.target, sizes, device, rows_dim), sum(sizes)
+            loss_weights = microbatch.microbatch_weights(microbatch.split(target, sizes, None, rows_dim), call.loss_weight)
+        targets, target_rows = microbatch.split(target, sizes, device, rows_dim), sum(sizes)
 
     # If several ranks are given the batch, they compare some of its values.
-    are_compared = rank in (first_rank, last_rank) and (first_rank != last_rank or position.tp is not None)
+    are_compared = rank in (first_rank, last_rank) and (first_rank != last_rank or len(position.pipelines[0]) > 1)
     hashes = (hash_values(batch), hash_values(call.target)) if are_compared else (0, 0)
 
     header = StepHeader(
@@ -194,6 +217,7 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
         input_rows=input_rows,
         target_rows=target_rows,
         num_loss_weights=len(loss_weights),
+        sequence_length=num_tokens,
         input_signature=input_signature,
         requires_grad_hash=cached_hash48(requires_grad),
         autocast_index=AUTOCAST_DTYPES.index(_autocast_dtype(device)),
@@ -206,10 +230,30 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
         weights_changed=call.weights_changed,
     )
     seed = mix_seed(call.seed, call.steps_before) if call.training and call.seed is not None else None
+    if seed is not None and position.cp_index:
+        seed = mix_in(seed, -position.cp_index)  # each part of the tokens draws numbers of its own
     scale = read_grad_scale(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
-    grad_scale = scale * call.user_scale * position.replicas  # replicas' gradients are averaged afterwards
+    grad_scale = scale * call.user_scale * len(position.part_pipelines)  # gradients are averaged afterwards
     first_seed_index = position.replica * schedule.microbatches
     return LocalBatch(call, header, inputs, targets, loss_weights, seed, grad_scale, summary, first_seed_index, order)
+
+
+def _take_input_tokens(call: StepCall, position: MeshPosition, signature: inspect.Signature) -> tuple[Any, int]:
+    """Return (args, kwargs) of this rank's tokens, with their positions if the model takes them, and the number of all."""
+    check_arguments_can_be_cut(signature, call.args, call.kwargs)
+    num_tokens = sequence_length((call.args, call.kwargs), "the batch", call.sequence_dim)
+    kwargs = with_position_ids(signature, call.args, call.kwargs, 0, num_tokens)
+    return _take_tokens((call.args, kwargs), "the batch", call, position)
+
+
+def _take_tokens(batch: Any, what: str, call: StepCall, position: MeshPosition) -> tuple[Any, int]:
+    """Return `batch` with this rank's tokens, and the number of all."""
+    num_tokens = sequence_length(batch, what, call.sequence_dim)
+    if num_tokens < position.cp_size:
+        raise MismatchError(f"{num_tokens} tokens cannot be shared by {position.cp_size} ranks along cp: each needs one")
+    lengths = microbatch.split_sizes(num_tokens, position.cp_size)
+    first = sum(lengths[: position.cp_index])
+    return take_tokens(batch, call.sequence_dim, first, lengths[position.cp_index]), num_tokens
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

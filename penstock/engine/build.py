@@ -10,10 +10,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock import partition, torch_private
+from penstock.attention_hook import AttentionContext, check_tokens_mix_in_attention, current_context, no_attention_error
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.checks.nonfinite import NonFiniteMonitor, check_on_nonfinite
 from penstock.engine.checks.unregistered_uses import UnregisteredParameters, check_loss_attributes
@@ -21,6 +22,7 @@ from penstock.engine.loss import check_reduction
 from penstock.engine.model_partition import ModelPartition, check_can_be_cut
 from penstock.engine.rank_comparison import RankComparison
 from penstock.engine.redistribute import PLAN_ARGUMENTS, Redistribution
+from penstock.engine.sequence import forward_signature, sequence_length, with_position_ids
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.parallelize import parallelize_stages
@@ -74,7 +76,7 @@ class PipelineConfig(NamedTuple):
     @property
     def equal_options(self) -> dict[str, Any]:
         """The options that must be equal on all ranks, besides those that the schedule and the model say themselves."""
-        names = ("seed", "reduction", "data_parallel", "tensor_parallel", "on_nonfinite")
+        names = ("seed", "reduction", "data_parallel", "tensor_parallel", "on_nonfinite", "sequence_dim")
         return {name: getattr(self.arguments, name) for name in names} | {"rows_dim": self.rows_dim}
 
 
@@ -101,6 +103,11 @@ def parse_arguments(
 
     schedule, program = build_schedule(config.schedule, num_ranks, config.microbatches, config.options)
 
+    if not is_whole_number(config.sequence_dim, 0):
+        raise MismatchError(f"sequence_dim is the dimension that has the tokens, 0 or more, not {config.sequence_dim!r}")
+    if current_context() is not None and isinstance(model, nn.Module) and (config.example_args or config.example_kwargs):
+        config.example_kwargs = _example_with_position_ids(model, config)
+
     cutting = config.cuts, config.example_args, config.example_kwargs
     check_can_be_cut(model, schedule, *cutting)
     rows_dim = resolve_rows_dim(model, config.rows_dim)
@@ -108,6 +115,14 @@ def parse_arguments(
     cuttable = redistribution.recut(config.cuts) if redistribution else partition.as_cuttable(model, *cutting, rows_dim)
     plan_layers = () if plan is None else plan.layers
     return PipelineConfig(config, schedule, program, rows_dim, recompute, cuttable, plan_layers)
+
+
+def _example_with_position_ids(model: nn.Module, config: Any) -> dict[str, Any]:
+    """Return the example's keywords, with positions if the model takes them, as its steps will have them."""
+    args = (config.example_args,) if isinstance(config.example_args, Tensor) else tuple(config.example_args or ())
+    kwargs = config.example_kwargs or {}
+    length = sequence_length((args, kwargs), "the example", config.sequence_dim)
+    return with_position_ids(forward_signature(model), args, kwargs, 0, length)
 
 
 def _check_argument_types(model: Any, config: Any) -> None:
@@ -224,6 +239,17 @@ def recompute_per_stage(recompute: Recompute | Sequence[Recompute | None] | None
 
 
 # -- stages and engine ----------------------------------------------------------------------------------------------------
+
+
+def check_attention(modules: Iterable[nn.Module], cuttable: partition.CuttableModel | None, context: AttentionContext) -> None:
+    """Raise MismatchError if tokens would mix in a layer that does not call `ps.attention`, as far as it is known here.
+
+    `context`: which was set when the model was cut.
+    """
+    for module in modules:
+        check_tokens_mix_in_attention(module)
+    if cuttable is not None and cuttable.is_exported and not context.num_calls:
+        raise no_attention_error()
 
 
 def materialise_stages(

@@ -84,6 +84,8 @@ def generate_text(
     channels = engine.channels  # opened first: only then do the other ranks learn of a mistake made on this one
     engine.check_model()
     options = options.validate()
+    if engine.position.cp_size > 1:
+        raise MismatchError("generate() does not cut tokens along cp: build a pipeline of the same weights without that axis")
     if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2 or not tokens.numel():
         got = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise MismatchError(f"generate() takes tokens as (batch, time) int64, one or more of each, got {got}")

@@ -51,6 +51,8 @@ class StepConfig(NamedTuple):
     lists: Sequence[ReplicaList]  # of each replica, if the step is over a list of microbatches
     message_keys: Sequence[object]  # what each microbatch of a list is like, for its messages
     message_specs: MessageSpecs  # of the messages that are known; the others are described when they are sent
+    token_shares: Sequence[float]  # of this rank's tokens in each microbatch's own loss; 1 unless tokens are cut
+    sequence_lengths: Sequence[int]  # the tokens of each rank along cp, if there are several
     learned: LearnedShapes | None  # None in the first step of its kind
 
 
@@ -169,15 +171,21 @@ class StepHandshake:
             max_microbatches = self.programs.program.schedule.microbatches
             replica_rows = [int(_max_field(headers, ranks, "input_rows")) for ranks in self.position.replica_pipelines]
             microbatch_rows = [split_sizes(rows, min(rows, max_microbatches)) for rows in replica_rows]
-        loss_shares = self._loss_shares(headers, microbatch_rows, batch, lists, wait_reason)
-        skipped = [frozenset(number for number, share in enumerate(row) if not share) for row in loss_shares]
+        lengths = [
+            split_sizes(max(int(headers[rank].sequence_length) for ranks in pipelines for rank in ranks), self.position.cp_size)
+            for pipelines in self.position.pipelines
+        ]
+        loss_shares = self._loss_shares(headers, microbatch_rows, lengths, batch, lists, wait_reason)
 
-        replica = self.position.replica
+        # Ranks along cp wait for each other in a backward: all of them skip it or none.
+        cp, replica = self.position.cp_size, self.position.replica
+        columns = [list(zip(*loss_shares[first : first + cp], strict=True)) for first in range(0, len(loss_shares), cp)]
+        skipped = [frozenset(number for number, shares in enumerate(column) if not any(shares)) for column in columns]
         shapes = {(len(rows), numbers) for rows, numbers in zip(microbatch_rows, skipped, strict=True)}
         return StepConfig(
             program=self.programs.select(batch.training, len(microbatch_rows[replica]), skipped[replica]),
             microbatch_rows=microbatch_rows[replica],
-            loss_shares=loss_shares[replica],
+            loss_shares=loss_shares[self.position.part],
             without_backward=skipped[replica],
             has_backward=any(map(any, loss_shares)),
             same_on_replicas=len(shapes) == 1,
@@ -186,6 +194,11 @@ class StepHandshake:
             lists=lists,
             message_keys=_message_keys(headers, lists[replica], skipped[replica]) if lists else (),
             message_specs={},
+            token_shares=[
+                share / sum(shares) if batch.call.reduction == "mean" and any(shares) else 1.0
+                for share, shares in zip(loss_shares[self.position.part], columns[replica], strict=True)
+            ],
+            sequence_lengths=lengths[replica] if cp > 1 else (),
             learned=None,
         )
 
@@ -193,22 +206,30 @@ class StepHandshake:
         self,
         headers: Sequence[StepHeader],
         microbatch_rows: Sequence[Sequence[float]],
+        sequence_lengths: Sequence[Sequence[int]],
         batch: LocalBatch,
         lists: Sequence[ReplicaList],
         wait_reason: str,
     ) -> Sequence[Sequence[float]]:
-        """Return, for every replica, each microbatch's share of the loss: by rows or by `loss_weight`; 1 each for a sum."""
+        """Return, for every part of the batch, each microbatch's share of the loss: by rows and tokens or by `loss_weight`.
+
+        For a sum it is 1. `microbatch_rows` and `sequence_lengths` are of every replica.
+        """
+        parts = self.position.part_pipelines
         if all(header.target_rows == NO_ROWS for header in headers):
-            return [[] for _ in microbatch_rows]
-        if batch.call.reduction == "sum":
-            return [[1.0] * len(rows) for rows in microbatch_rows]
+            return [[] for _ in parts]
 
         weights = microbatch_rows
+        if self.position.cp_size > 1:
+            replicas = zip(microbatch_rows, sequence_lengths, strict=True)
+            weights = [[row * length for row in rows] for rows, lengths in replicas for length in lengths]
+        if batch.call.reduction == "sum":
+            return [[1.0] * len(row) for row in weights]
         if lists:
             weights = [replica_list.loss_weights or replica_list.rows for replica_list in lists]
         elif any(header.num_loss_weights for header in headers):
             rank_weights = self.control.all_gather_value(batch.loss_weights, wait_reason)
-            weights = [next(filter(None, (rank_weights[rank] for rank in ranks))) for ranks in self.position.replica_pipelines]
+            weights = [next(filter(None, (rank_weights[rank] for rank in ranks))) for ranks in parts]
         total = sum(map(sum, weights))
         return [loss_shares(row, total) for row in weights]
 
@@ -229,9 +250,9 @@ def check_same_step(headers: Sequence[StepHeader]) -> None:
 
 
 def check_matching_batches(headers: Sequence[StepHeader], position: MeshPosition) -> None:
-    """Raise MismatchError if ranks along tp have different batches, or replicas differ in what is trained or weighted."""
+    """Raise MismatchError if ranks along tp or cp have different batches, or replicas differ in what is trained or weighted."""
     for replica, pipelines in enumerate(position.pipelines):
-        _check_same_batch_along_tp(headers, pipelines, _replica_prefix(position, replica))
+        _check_same_batch_in_replica(headers, pipelines, _replica_prefix(position, replica))
 
     for ranks in position.stage_ranks:
         if len({headers[rank].requires_grad_hash for rank in ranks}) > 1:
@@ -246,8 +267,8 @@ def check_matching_batches(headers: Sequence[StepHeader], position: MeshPosition
         raise MismatchError("some replicas have a target and others have none: give each of them one, or none of them")
 
 
-def _check_same_batch_along_tp(headers: Sequence[StepHeader], pipelines: Sequence[Sequence[int]], prefix: str) -> None:
-    """Raise MismatchError if the pipelines of one replica, which ranks along tp share, have different batches."""
+def _check_same_batch_in_replica(headers: Sequence[StepHeader], pipelines: Sequence[Sequence[int]], prefix: str) -> None:
+    """Raise MismatchError if the pipelines of one replica, which lie along tp and cp, have different batches."""
     rows = [(_max_field(headers, ranks, "input_rows"), _max_field(headers, ranks, "target_rows")) for ranks in pipelines]
     for shard, shard_rows in enumerate(rows):
         if shard_rows != rows[0]:

@@ -148,12 +148,17 @@ class LossChecks:
         loss_weight: Callable[[Any], Any] | None,
         microbatches: int,
         rows_dim: int,
+        tokens_dim: int | None = None,
     ) -> None:
         if loss_weight is None:
             warn_of_inner_reduction(loss_fn, reduction)
         weighs_by_rows = loss_weight is None and reduction == "mean"
         self._unequal_weights = UnequalWeightsCheck(loss_fn, microbatches, rows_dim) if weighs_by_rows else None
-        self.rowwise_check = RowwiseLossCheck(loss_fn, reduction, loss_weight, rows_dim) if microbatches > 1 else None
+        self.rowwise_check: RowwiseLossCheck | None = None
+        if tokens_dim is not None:  # tokens are cut
+            self.rowwise_check = RowwiseLossCheck(loss_fn, reduction, loss_weight, tokens_dim, "tokens")
+        elif microbatches > 1:
+            self.rowwise_check = RowwiseLossCheck(loss_fn, reduction, loss_weight, rows_dim)
 
     def check_after_step(self, target: Any, is_list: bool = False) -> None:
         """After a step or an evaluation with this `target`, or list of targets: warn if one of the checks finds something."""
@@ -240,10 +245,18 @@ class RowwiseLossCheck:
     """Warns, once, if the loss is not the mean or sum of the losses of its rows: then splitting the batch changes it.
 
     In the first step whose microbatch 0 has two rows or more, it calls the loss on a few of them, together and in two halves.
-    A loss that draws random numbers, or has buffers, is not checked.
+    A loss that draws random numbers, or has buffers, is not checked. `unit`: what lies along `rows_dim`, where tokens are cut.
     """
 
-    def __init__(self, loss_fn: Any, reduction: Reduction, loss_weight: Callable[[Any], Any] | None, rows_dim: int) -> None:
+    def __init__(
+        self,
+        loss_fn: Any,
+        reduction: Reduction,
+        loss_weight: Callable[[Any], Any] | None,
+        rows_dim: int,
+        unit: str = "rows",
+    ) -> None:
+        self._unit = unit
         self._loss_fn, self._reduction, self._loss_weight, self._rows_dim = loss_fn, reduction, loss_weight, rows_dim
         self.is_done = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.buffers())
         self._half_rows = 0
@@ -303,10 +316,10 @@ class RowwiseLossCheck:
             return ""
 
         num_rows = 2 * self._half_rows
-        prefix = f"loss_fn of {num_rows} rows is {both:.6g}, and of the two halves of them {first:.6g} and {second:.6g}"
+        prefix = f"loss_fn of {num_rows} {self._unit} is {both:.6g}, and of the two halves of them {first:.6g} and {second:.6g}"
         if self._reduction == "sum":
-            return f"{prefix}, which is no sum over rows: " + "leave out reduction='sum'" * is_near(mean)
+            return f"{prefix}, which is no sum over {self._unit}: " + "leave out reduction='sum'" * is_near(mean)
         if is_near(total):
             return f"{prefix}, which is a sum: pass Pipeline(.., reduction='sum')"
-        weighting = "weighted by loss_weight" if self._loss_weight is not None else "over rows"
+        weighting = "weighted by loss_weight" if self._loss_weight is not None else f"over {self._unit}"
         return f"{prefix}, which is no mean {weighting}: give loss_weight= what the loss divides by"

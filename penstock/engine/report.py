@@ -100,7 +100,7 @@ _REPORT_FIELDS = attrgetter(
 class MicrobatchLosses(NamedTuple):
     """The losses that one rank has of single microbatches."""
 
-    own: Mapping[int, float]  # microbatch -> its loss, on the last stage's rank, if a rank wants them
+    own: Mapping[int, float]  # microbatch -> what this rank's tokens add to its loss, on the last stage's rank, if wanted
     auxiliary: Sequence[tuple[int, float, float]]  # microbatch, one of its auxiliary losses, the microbatch's share
 
 
@@ -118,15 +118,17 @@ def gather_step_report(
     `last_rank`: the one of each pipeline that has the last stage. All ranks call it, and get the same.
     """
     summaries = [RankSummary(*row) for row in control.all_gather_row(summary, wait_reason)]
-    last_summaries = [summaries[ranks[last_rank]] for ranks in position.replica_pipelines]
+    last_summaries = [summaries[ranks[last_rank]] for ranks in position.part_pipelines]
 
     # 1. The terms of the loss. `fsum` is exact, so the result does not depend on which rank has which term.
     terms, microbatch_losses = [row.loss for row in last_summaries], list[float]()
     if num_losses or any(row.num_auxiliary_losses for row in summaries):
         rank_losses: list[MicrobatchLosses] = control.all_gather_value(losses, wait_reason)
-        counted_ranks = [rank for ranks in position.replica_pipelines for rank in ranks]
+        counted_ranks = [rank for ranks in position.part_pipelines for rank in ranks]
         terms += [loss * share for rank in counted_ranks for _, loss, share in rank_losses[rank].auxiliary]
-        replica_losses = [rank_losses[rank] for rank in position.replica_pipelines[position.replica]]
+        first_part = position.replica * position.cp_size
+        parts = position.part_pipelines[first_part : first_part + position.cp_size]
+        replica_losses = [rank_losses[rank] for ranks in parts for rank in ranks]
         microbatch_losses = [_microbatch_loss(replica_losses, number) for number in range(num_losses)]
 
     # 2. The loss as a tensor, in the dtype of a replica that has one.
@@ -143,8 +145,8 @@ def gather_step_report(
 
 def _microbatch_loss(rank_losses: Sequence[MicrobatchLosses], number: int) -> float:
     """Return the loss of a microbatch with its auxiliary ones; NaN for a microbatch that counts nothing."""
-    own = next((losses.own[number] for losses in rank_losses if number in losses.own), math.nan)
-    return math.fsum([own, *(loss for losses in rank_losses for other, loss, _ in losses.auxiliary if other == number)])
+    own = [losses.own[number] for losses in rank_losses if number in losses.own] or [math.nan]
+    return math.fsum([*own, *(loss for losses in rank_losses for other, loss, _ in losses.auxiliary if other == number)])
 
 
 def weighted_loss_sum(losses: Mapping[int, Tensor], shares: Sequence[float], order: Sequence[int] = ()) -> tuple[float, int]:

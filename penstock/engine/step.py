@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.attention_hook import attention_context, no_attention_error
 from penstock.comms.control_group import ControlGroup, WaitError, convert_transport_errors
 from penstock.comms.preemption import preempted
 from penstock.comms.transport.channels import Channels, ReceiveChannel, SendChannel
@@ -60,7 +61,9 @@ from penstock.engine.report import (
     weighted_loss_sum,
 )
 from penstock.engine.rollback import StepRollback
+from penstock.engine.sequence import forward_signature
 from penstock.errors import NonFiniteError, ResourceError
+from penstock.mesh.context_parallel import ContextParallelAttention
 from penstock.mesh.fsdp import begin_step
 from penstock.mesh.parallelize import finish_gradient_averaging
 from penstock.mesh.position import MeshPosition
@@ -100,6 +103,9 @@ class Engine:
         self.handshake = StepHandshake(control, position, programs)
 
         self.stages, self.parameters, self.tied = stages, parameters, tied
+        cp_group = position.cp_group
+        self.attention = None if cp_group is None else ContextParallelAttention(cp_group, position.cp_index)
+        self._forward_signature = forward_signature(stages[0].module) if self.attention and 0 in stages else None
         self.attributes = attributes  # of the model, as they were when it was cut
         self.shared_tensors: SharedTensors  # set once the pipeline is built
         self.unregistered = unregistered
@@ -144,7 +150,8 @@ class Engine:
         self.check_model()
         if call.training:
             self.shared_tensors.check_not_trained_apart()
-        batch = split_batch(call, self.position, self.schedule, requires_grad_flags(self.stages.values()))
+        flags = requires_grad_flags(self.stages.values())
+        batch = split_batch(call, self.position, self.schedule, flags, self._forward_signature)
 
         # 2. Send the header before any wait: a rank in another call must not wait for this one.
         first_action = self._full_program.lines[0].action if self._full_program.lines else "the others end it"
@@ -178,7 +185,12 @@ class Engine:
         channels.begin_step(config.message_specs)
         actions = StepActions(self.stages, self.schedule.stages - 1, batch, config, early)
         functions = self._with_observers(actions.functions, measurement)
-        self.run_program(config.program.lines, functions, channels, clock, early)
+        if self.attention is not None:
+            self.attention.begin_step(config.sequence_lengths)
+        with attention_context(self.attention):
+            self.run_program(config.program.lines, functions, channels, clock, early)
+        if self.attention is not None and config.learned is None:
+            self._check_attention_is_called(self.attention.num_calls)
         self.unregistered.check_gradients_unchanged(gradient_records)
 
         # 8. Average gradients over replicas.
@@ -206,7 +218,8 @@ class Engine:
         if batch.summary is not None and batch.inputs:
             program = self.programs.select(batch.training, len(batch.inputs))
         action = program.lines[0].action if program.lines else None
-        gains_nothing = self.schedule.stages == 1 or self.position.tp is not None  # along tp the action waits for other ranks
+        # Along tp and cp the action waits for other ranks.
+        gains_nothing = self.schedule.stages == 1 or self.position.tp is not None or self.position.cp_size > 1
         gains_nothing |= batch.summary is not None and self.position.replica > 0  # how many microbatches are before its first?
         if gains_nothing or action is None or action.stage or action.microbatch >= len(batch.inputs):
             return None
@@ -281,6 +294,11 @@ class Engine:
             raise
         except Exception as error:
             raise error_with_location(error, self.position.world.rank, action) from error
+
+    def _check_attention_is_called(self, num_calls: int) -> None:
+        """Raise MismatchError if no rank's stages call `ps.attention`, where tokens are cut."""
+        if not any(self.control.all_gather_value(num_calls, "to compare their attention")):
+            raise no_attention_error()
 
     def _with_observers(self, functions: ActionFunctions, measurement: MemoryMeasurement | None) -> ActionFunctions:
         """Return `functions`, wrapped by what watches them: monitor of values, measurement of memory, profiler."""

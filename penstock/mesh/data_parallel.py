@@ -1,4 +1,4 @@
-"""Data parallel: the stages of replicas, along the mesh's axis `dp`, held equal by DistributedDataParallel or `fully_shard`."""
+"""Data parallel: the stages of replicas, along `dp` and `cp`, held equal by DistributedDataParallel or `fully_shard`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ from penstock.stage.dtensor import local_shard
 from penstock.stage.replication import NoReplication, Replication
 
 BROADCAST_BUCKET_BYTES = 1 << 25  # of one message
-ApplyDataParallel = Callable[[nn.Module, DeviceMesh], nn.Module]  # a stage, the axis `dp` -> the stage, held equal along it
+ApplyDataParallel = Callable[[nn.Module, DeviceMesh], nn.Module]  # a stage, an axis -> the stage, held equal along it
 
 
 def apply_ddp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -39,11 +39,11 @@ APPLY_BY_NAME: dict[str, ApplyDataParallel] = {"ddp": apply_ddp, "fsdp": apply_f
 def make_data_parallel(
     module: nn.Module, position: MeshPosition, apply: ApplyDataParallel, ignored_names: Sequence[str]
 ) -> Replication:
-    """`module` in a copy on every rank along `dp`, all with the first one's values, and from now on held equal by `apply`.
+    """`module` in a copy on every rank along `dp` and `cp`, all with the first one's values, from now on held equal by `apply`.
 
     `ignored_names`: of parameters whose gradients go to another stage. Raises MismatchError if `apply` replicates nothing.
     """
-    mesh = position.dp
+    mesh = position.dp_cp
     assert mesh is not None
     group = mesh.get_group()
     broadcast_from_first((*module.parameters(), *module.buffers()), group)

@@ -1,7 +1,8 @@
 """The mesh: where this rank stands when several pipelines run side by side.
 
-A `DeviceMesh` has up to three axes. Along `pp` lie the ranks of one pipeline. Along `dp` lie its replicas, each with rows of
-its own; gradients are averaged over them once a step. Along `tp` lie ranks that share the products inside every stage.
+A `DeviceMesh` has up to four axes. Along `pp` lie the ranks of one pipeline. Along `dp` lie its replicas, each with rows of
+its own; gradients are averaged over them once a step. Along `tp` lie ranks that share the products inside every stage. Along
+`cp` lie ranks that have tokens of their own of the same rows; their gradients are averaged together with those along `dp`.
 
 The ranks of `init_mesh(pp=2, dp=2, tp=2)`, those of a pipeline in a row:
 
@@ -11,8 +12,8 @@ The ranks of `init_mesh(pp=2, dp=2, tp=2)`, those of a pipeline in a row:
            tp 1   3 --- 7
 
 Ranks 0 to 3 have stage 0: 0 and 1 share its products, and so do 2 and 3; 0 and 2 average gradients, and so do 1 and 3.
-All pipelines run the same table, so actions that wait for each other along `tp` stand in the same place of every row: side
-by side they are one action, and a table that is proved for one pipeline is proved for all of them.
+All pipelines run the same table, so actions that wait for each other along `tp` or `cp` stand in the same place of every row:
+side by side they are one action, and a table that is proved for one pipeline is proved for all of them.
 """
 
 from dataclasses import dataclass, replace
@@ -20,12 +21,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
+from penstock.torch_private import flatten_mesh
 
-MESH_AXES = ("dp", "tp", "pp")
+MESH_AXES = ("dp", "cp", "tp", "pp")
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,11 @@ class MeshPosition:
 
     world: Topology  # all ranks of the mesh
     pipeline: Topology  # those of this rank's pipeline
-    pipelines: tuple[tuple[tuple[int, ...], ...], ...]  # by replica and `tp`: the ranks of a pipeline
+    pipelines: tuple[tuple[tuple[int, ...], ...], ...]  # by replica, and by `cp` and `tp`: the ranks of a pipeline
     replica: int = 0  # this rank's place along `dp`
-    shard: int = 0  # along `tp`
+    shard: int = 0  # along `cp` and `tp` as one, `tp` the faster
     mesh: DeviceMesh | None = None
+    cp_size: int = 1
 
     @property
     def replicas(self) -> int:
@@ -46,8 +50,27 @@ class MeshPosition:
 
     @cached_property
     def replica_pipelines(self) -> list[tuple[int, ...]]:
-        """Of each replica, the ranks of one pipeline: those beside it along `tp` say the same."""
+        """Of each replica, the ranks of one pipeline: those beside it along `cp` and `tp` have the same batch."""
         return [shards[0] for shards in self.pipelines]
+
+    @property
+    def cp_index(self) -> int:
+        """This rank's place along `cp`."""
+        return self.shard // self._tp_size
+
+    @property
+    def part(self) -> int:
+        """Which part of the batch this rank has: rows by its place along `dp`, of these the tokens by that along `cp`."""
+        return self.replica * self.cp_size + self.cp_index
+
+    @cached_property
+    def part_pipelines(self) -> list[tuple[int, ...]]:
+        """Of each part of the batch, the ranks of one pipeline: those beside it along `tp` say the same."""
+        return [pipeline for shards in self.pipelines for pipeline in shards[:: self._tp_size]]
+
+    @property
+    def _tp_size(self) -> int:
+        return len(self.pipelines[0]) // self.cp_size
 
     @property
     def num_stage_ranks(self) -> int:
@@ -59,15 +82,28 @@ class MeshPosition:
         """Which of them this rank is."""
         return self.replica * len(self.pipelines[0]) + self.shard
 
-    @property
-    def dp(self) -> DeviceMesh | None:
-        """The axis, if it has more than one rank."""
-        return self.mesh["dp"] if self.mesh is not None and self.replicas > 1 else None
+    @cached_property
+    def dp_cp(self) -> DeviceMesh | None:
+        """The axes `dp` and `cp` as one, along which gradients are averaged, if it has more than one rank."""
+        if self.mesh is None or len(self.part_pipelines) == 1:
+            return None
+        return flatten_mesh(self.mesh["dp", "cp"]) if self.cp_size > 1 else self.mesh["dp"]
+
+    @cached_property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        """A group of the ranks along `cp`, if there are several. The axis' own may be the one that averages gradients."""
+        if self.cp_size == 1:
+            return None
+        ranks = [
+            shards[self.pipeline.rank] for shards in self.pipelines[self.replica][self.shard % self._tp_size :: self._tp_size]
+        ]
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+        return group
 
     @cached_property
     def tp(self) -> DeviceMesh | None:
         """The axis, if it has more than one rank."""
-        return self.mesh["tp"] if self.mesh is not None and len(self.pipelines[0]) > 1 else None
+        return self.mesh["tp"] if self.mesh is not None and self._tp_size > 1 else None
 
     @cached_property
     def stage_ranks(self) -> list[tuple[int, ...]]:
@@ -77,7 +113,8 @@ class MeshPosition:
     @property
     def peer_groups(self) -> list[Any]:
         """The process groups that this rank's pipeline shares with those beside it."""
-        return [mesh.get_group() for mesh in (self.dp, self.tp) if mesh is not None]
+        groups = [mesh.get_group() for mesh in (self.dp_cp, self.tp) if mesh is not None]
+        return [*groups, self.cp_group] if self.cp_group is not None else groups
 
 
 def mesh_position(mesh: DeviceMesh | None, topology: Topology) -> MeshPosition:
@@ -91,14 +128,16 @@ def mesh_position(mesh: DeviceMesh | None, topology: Topology) -> MeshPosition:
         raise MismatchError(f"mesh= takes a DeviceMesh, for instance of ps.comms.init_mesh(pp=2, dp=2), got {mesh!r}")
     names = mesh.mesh_dim_names or ()
     if not names or set(names) - set(MESH_AXES):
-        raise MismatchError(f"the mesh has axes {names or 'without names'}: use any of 'pp', 'dp' and 'tp', or init_mesh")
+        raise MismatchError(f"the mesh has axes {names or 'without names'}: use any of 'pp', 'dp', 'cp' and 'tp', or init_mesh")
+    if "cp" in names and "dp" not in names:
+        raise MismatchError("a mesh with an axis cp needs an axis dp before it, which may have one rank: use init_mesh")
     if mesh.mesh.numel() != topology.world_size:
         raise MismatchError(f"the mesh has {mesh.mesh.numel()} ranks, but {topology.world_size} are running: use all of them")
     sizes = dict(zip(names, mesh.mesh.shape, strict=True))
     ranks = mesh.mesh.permute([names.index(axis) for axis in MESH_AXES if axis in names])
-    ranks = ranks.reshape([sizes.get(axis, 1) for axis in MESH_AXES])
+    ranks = ranks.reshape(sizes.get("dp", 1), sizes.get("cp", 1) * sizes.get("tp", 1), sizes.get("pp", 1))
     replica, shard, rank = (torch.nonzero(ranks == topology.rank)[0]).tolist()
     pipelines = tuple(tuple(tuple(row) for row in shards) for shards in ranks.tolist())
     mine = pipelines[replica][shard]
     pipeline = replace(topology, rank=rank, world_size=len(mine), global_ranks=mine)
-    return MeshPosition(topology, pipeline, pipelines, replica, shard, mesh)
+    return MeshPosition(topology, pipeline, pipelines, replica, shard, mesh, sizes.get("cp", 1))

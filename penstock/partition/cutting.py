@@ -163,6 +163,11 @@ class CuttableModel:
         copied.cuts, copied.balance = cuts, None
         return copied
 
+    @property
+    def is_exported(self) -> bool:
+        """Whether the units ran, on tensors without values, when the model was traced."""
+        return self._graph is not None and self._has_example
+
     # -- where the stages start ----------------------------------------------------------------------------------------
 
     @property

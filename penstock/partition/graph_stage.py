@@ -61,6 +61,7 @@ class GraphInterpreter:
         self.sources, self.destinations = stage_graphs.sources, stage_graphs.destinations
         self.device = next((parameter.device for parameter in model_graph.model.parameters()), torch.device("cpu"))
         self.stage, self._inputs = stage, model_graph.inputs
+        self.signature = model_graph.inputs.signature  # of the model's forward
         self._nodes = {training: tuple(graph.nodes) for training, graph in stage_graphs.graphs.items()}
 
     def __call__(self, messages: Sequence[Any], kwargs: Mapping[str, Any], call_layer: CallLayer) -> Any:

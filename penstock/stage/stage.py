@@ -190,14 +190,16 @@ class Stage:
         with_gradient = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         return tuple(map(gradient_edge, with_gradient)), self.replication.graph_ends(with_gradient)
 
-    def loss(self, microbatch: int, output: Any, target: Any, with_backward: bool = True) -> Tensor:
+    def loss(self, microbatch: int, output: Any, target: Any, with_backward: bool = True, counts: bool = True) -> Tensor:
         """Return the loss of `output`; `with_backward`, the backward of `microbatch` starts there.
+
+        `counts`: whether the target counts anything; if not, the loss is 0, whatever `loss_fn` makes of it.
 
         Raises ValueError if `loss_fn` does not return a floating-point scalar, or returns one without a graph.
         """
         assert self.loss_fn is not None
         with _grad_mode(with_backward):
-            loss = self.loss_fn(output, target)
+            loss = self.loss_fn(output, target) if counts else _zero_loss(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             kind = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a floating-point scalar tensor, got {kind}")
@@ -289,6 +291,11 @@ class Stage:
         """
         if torch.is_autocast_enabled(self._device_type):
             torch.clear_autocast_cache()
+
+
+def _zero_loss(output: Any) -> Any:
+    """Return 0, with a graph to all of `output`."""
+    return sum(tensor.flatten()[:0].sum() for tensor in tensors(output) if tensor.is_floating_point())
 
 
 def _has_storage(tensor: Tensor) -> bool:

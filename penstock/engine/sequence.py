@@ -1,0 +1,85 @@
+"""The tokens of a batch: how many there are, the part of them that one rank takes, and their positions."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import MismatchError
+from penstock.partition.graph_inputs import bind_arguments
+from penstock.partition.graph_stage import GraphStage
+from penstock.partition.rows import Replicated, Rows, unwrap
+from penstock.torch_private import unwrap_compiled
+from penstock.trees import flatten, leaves, unflatten
+
+POSITION_IDS = "position_ids"  # the parameter of a forward that takes the tokens' positions
+
+
+def sequence_length(batch: Any, what: str, sequence_dim: int) -> int:
+    """Return the tokens of `batch`, any tree of tensors: the size of dimension `sequence_dim` in those that have it.
+
+    Raises MismatchError if they differ, or none has it.
+    """
+    tensors = [leaf for leaf in map(unwrap, leaves(batch)) if isinstance(leaf, Tensor)]
+    sizes = {tensor.shape[sequence_dim] for tensor in tensors if tensor.dim() > sequence_dim}
+    if len(sizes) != 1:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensors"
+        raise MismatchError(
+            f"{what} is cut along dimension {sequence_dim} (sequence_dim), which has the tokens, but it has {shapes}: give "
+            "tensors of as many tokens; a mask over queries and keys cannot be cut, one of (batch, time) can"
+        )
+    return sizes.pop()
+
+
+def take_tokens(batch: Any, sequence_dim: int, first: int, length: int) -> Any:
+    """Return `batch` with `length` tokens from number `first` on, as views."""
+    batch_leaves, structure = flatten(batch)
+    return unflatten([_take_tokens_of_leaf(leaf, sequence_dim, first, length) for leaf in batch_leaves], structure)
+
+
+def _take_tokens_of_leaf(leaf: Any, sequence_dim: int, first: int, length: int) -> Any:
+    tensor = unwrap(leaf)
+    if not isinstance(tensor, Tensor) or tensor.dim() <= sequence_dim:
+        return leaf
+    part = tensor.narrow(sequence_dim, first, length)
+    if isinstance(leaf, Rows):
+        return Rows(part, leaf.dim)
+    return Replicated(part) if isinstance(leaf, Replicated) else part
+
+
+def forward_signature(module: nn.Module) -> inspect.Signature:
+    """Return what the first stage's forward takes: the model's arguments, if the stage was cut from one."""
+    return module.penstock.signature if isinstance(module, GraphStage) else inspect.signature(unwrap_compiled(module).forward)
+
+
+def with_position_ids(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], first: int, length: int
+) -> dict[str, Any]:
+    """Return `kwargs`, with the positions of tokens `first` and on if the forward takes them and the call has none.
+
+    Positions have the shape (1, time), for all rows.
+    """
+    if POSITION_IDS not in signature.parameters or bind_arguments(signature, args, kwargs).get(POSITION_IDS) is not None:
+        return dict(kwargs)
+    positions = torch.arange(first, first + length, device="cpu")[None]
+    return {**kwargs, POSITION_IDS: Replicated(positions)}
+
+
+def check_arguments_can_be_cut(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise MismatchError for arguments of a call that mean another thing once the tokens are cut."""
+    if not {"labels", POSITION_IDS} & signature.parameters.keys():
+        return
+    arguments = bind_arguments(signature, args, kwargs)
+    if arguments.get("labels") is not None:
+        raise MismatchError(
+            "labels= are shifted by a token inside the model, which has a part of the tokens only: give target=, shifted, and "
+            "the loss as loss_fn"
+        )
+    positions = unwrap(arguments.get(POSITION_IDS))
+    if positions is not None and arguments.get("attention_mask") is None and (positions.diff(dim=-1) != 1).any():
+        raise MismatchError(
+            "position_ids begin anew within a row, as for packed documents, whose borders are not known where tokens are cut: "
+            "give rows of one document each"
+        )

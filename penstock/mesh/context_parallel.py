@@ -1,0 +1,109 @@
+"""Context parallel: ranks along the mesh's axis `cp` have a part of a sequence's tokens each, and meet in attention.
+
+Each rank has all heads of some tokens. If the heads of queries and of keys divide by the ranks, an all-to-all gives each rank
+some heads of all tokens, and a second one gives the tokens back (Jacobs et al. 2023, "DeepSpeed Ulysses"). For (batch, heads,
+time, width) over C ranks, a rank sends (C - 1) / C of its queries, keys, values and outputs in a forward, and as much in a
+backward. If they do not divide, each rank gathers the keys and values of all tokens.
+
+Ranks along `cp` run the same table, so that these collectives stand in the same place of every rank's program.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.attention_hook import AttentionContext, attend
+from penstock.errors import MismatchError
+
+
+class ContextParallelAttention(AttentionContext):
+    """Attention of a sequence whose parts are on the ranks of `group`. `index`: this rank's place among them."""
+
+    def __init__(self, group: dist.ProcessGroup, index: int) -> None:
+        self._group, self._index = group, index
+        self._lengths: Sequence[int] = ()
+
+    def begin_step(self, lengths: Sequence[int]) -> None:
+        """Set how many tokens each rank has."""
+        self._lengths, self.first_position = lengths, sum(lengths[: self._index])
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float
+    ) -> Tensor:
+        """Return the attention of this rank's tokens to those of all ranks. All ranks of the group call it."""
+        ranks, length = len(self._lengths), self._lengths[self._index]
+        if not query.shape[2] == key.shape[2] == length:
+            raise MismatchError(
+                f"attention of {query.shape[2]} tokens to {key.shape[2]}, but this rank has {length} of its sequence: along cp "
+                "tokens attend to those of the same sequence"
+            )
+        if mask is not None and mask.dim() != 2:
+            raise MismatchError(
+                f"a mask over queries and keys, here of shape {tuple(mask.shape)}, cannot be cut along cp: give ps.attention "
+                "one of (batch, time), besides causal="
+            )
+        if mask is not None:
+            [mask] = self._gather_tokens([mask[:, None].to(torch.uint8)])
+            mask = mask[:, 0].bool()
+
+        if all(tensor.shape[1] % ranks == 0 for tensor in (query, key)):
+            query, key, value = self._heads_for_tokens([query, key, value])
+            mixed = attend(query, key, value, causal, mask, scale, dropout)
+            return self._tokens_for_heads(mixed)
+
+        key, value = self._gather_tokens([key, value])
+        seen = self.first_position + length if causal else sum(self._lengths)
+        mask = None if mask is None else mask[:, :seen]
+        return attend(query, key[:, :, :seen], value[:, :, :seen], causal, mask, scale, dropout)
+
+    def _heads_for_tokens(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Give away all heads but this rank's, and get those of all tokens."""
+        sent = zip(*[tensor.chunk(len(self._lengths), 1) for tensor in tensors], strict=True)
+        return self._exchange_tokens([list(heads) for heads in sent])
+
+    def _tokens_for_heads(self, mixed: Tensor) -> Tensor:
+        """Give away all tokens but this rank's, and get all heads of those."""
+        parts = mixed.split(list(self._lengths), 2)
+        shape = parts[self._index].shape
+        return torch.cat([heads for [heads] in self._exchange([[part] for part in parts], [[shape]] * len(parts))], 1)
+
+    def _gather_tokens(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return each tensor with the tokens of all ranks, which are in dimension 2."""
+        return self._exchange_tokens([tensors] * len(self._lengths))
+
+    def _exchange_tokens(self, sent: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Send to each rank its list of tensors of this rank's tokens; return them with the tokens of all ranks."""
+        shapes = [[(*tensor.shape[:2], length, *tensor.shape[3:]) for tensor in sent[self._index]] for length in self._lengths]
+        return [torch.cat(parts, 2) for parts in zip(*self._exchange(sent, shapes), strict=True)]
+
+    def _exchange(self, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[Tensor]]:
+        """Send to each rank its list of tensors; return the lists that the ranks have sent, of these shapes."""
+        sizes = [[prod(shape) for shape in row] for row in shapes]
+        flat = torch.cat([tensor.reshape(-1) for row in sent for tensor in row])
+        send_sizes = [sum(tensor.numel() for tensor in row) for row in sent]
+        received = _AllToAll.apply(flat, send_sizes, list(map(sum, sizes)), self._group)
+        parts = iter(received.split([size for row in sizes for size in row]))
+        return [[next(parts).view(tuple(shape)) for shape in row] for row in shapes]
+
+
+class _AllToAll(torch.autograd.Function):
+    """One all-to-all of a flat tensor, whose gradients go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.arguments = receive_sizes, send_sizes, group
+        return _all_to_all(flat, send_sizes, receive_sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(gradient.contiguous(), *ctx.arguments), None, None, None
+
+
+def _all_to_all(flat: Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+    received = flat.new_empty(sum(receive_sizes))
+    dist.all_to_all_single(received, flat, receive_sizes, send_sizes, group=group)
+    return received

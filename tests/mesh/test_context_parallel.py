@@ -1,0 +1,177 @@
+"""Ranks that share the tokens of each sequence: the numbers of one process, what they send, and what is refused."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import context_parallel as models
+import pytest
+import torch
+import torch.distributed as dist
+from prompt import torchrun
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock import checkpoint
+from penstock.engine.sequence import check_arguments_can_be_cut, forward_signature, sequence_length, take_tokens
+from penstock.mesh.context_parallel import ContextParallelAttention
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.fresh
+@pytest.mark.parametrize("ranks", models.MESHES)
+def test_on_every_mesh_it_has_the_numbers_of_one_process(ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    paths = os.pathsep.join([str(HERE), str(Path(ps.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    ended = torchrun(ranks, HERE / "context_parallel.py", tmp_path / "out", PYTHONPATH=paths, OMP_NUM_THREADS="1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert len(lines) == sum(len(names) for *_, names in models.MESHES[ranks])
+    assert [line for line in lines if not float(line.split(": ")[1]) < 1e-12] == []
+
+
+# -- two ranks, one start ------------------------------------------------------------------------------------------------
+
+
+def sharded(recompute: Any = None) -> tuple[ps.Pipeline, torch.optim.Optimizer]:
+    mesh = ps.comms.init_mesh(cp=2, pp=1)
+    pipe = ps.Pipeline(
+        models.model("gpt"), models.loss_fn, "1f1b", 3, ps.tokens(), mesh=mesh, data_parallel="fsdp", recompute=recompute
+    )
+    return pipe, torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+
+
+def stepped(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer, steps: int) -> list[Tensor]:
+    inputs, target = models.batch("gpt")
+    losses = []
+    for _ in range(steps):
+        losses.append(pipe.step(*inputs.values(), target=target))
+        pipe.clip_grad_norm_(0.1)
+        optimizer.step(), optimizer.zero_grad()
+    return losses
+
+
+class OwnAttention(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
+
+
+def sent_elements(pipe: ps.Pipeline) -> int:
+    """What this rank sends to the other in a step."""
+    counts, all_to_all = [], dist.all_to_all_single
+
+    def counted(received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: Any) -> None:
+        counts.append(send_sizes[1 - pipe.position.cp_index])
+        all_to_all(received, sent, receive_sizes, send_sizes, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counted)
+        tokens = torch.randint(17, (6, 12), generator=torch.Generator().manual_seed(0))
+        pipe.step(tokens, target=tokens)
+    return sum(counts)
+
+
+def worked(folder: Path) -> dict[str, Any]:
+    pipe, optimizer = sharded("block")
+    losses = stepped(pipe, optimizer, 2)
+    checkpoint.save(folder, pipe, optimizer)
+    losses += stepped(pipe, optimizer, 1)
+    other = nn.Sequential(nn.Embedding(17, 16), OwnAttention(), nn.Linear(16, 17)).double()
+    pipe = ps.Pipeline(other, models.loss_fn, microbatches=2, mesh=ps.comms.init_mesh(cp=2, pp=1))
+    inputs, target = models.batch("gpt")
+    with pytest.raises(ps.MismatchError) as error:
+        pipe.step(*inputs.values(), target=target)
+    return {"losses": losses, "refused": str(error.value)}
+
+
+def sends() -> int:
+    return sent_elements(sharded()[0])
+
+
+def shifted() -> list[str]:
+    """The warning of a loss that shifts by a token, and the error of a generation."""
+    pipe = ps.Pipeline(
+        models.model("gpt"),
+        lambda output, target: models.loss_fn(output[:, :-1], target[:, 1:]),
+        microbatches=2,
+        mesh=ps.comms.init_mesh(cp=2, pp=1),
+    )
+    inputs = models.batch("gpt")[0]["tokens"]
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        pipe.step(inputs, target=inputs)
+    texts = [str(warning.message) for warning in given]
+    with pytest.raises(ps.MismatchError) as error:
+        pipe.generate(inputs, max_new_tokens=1)
+    return [*texts, str(error.value)]
+
+
+@pytest.mark.ranks
+def test_recomputed_sharded_and_clipped_it_trains_as_one_process_which_goes_on_with_its_checkpoint(tmp_path: Path) -> None:
+    everyone = ps.launch(worked, 2, tmp_path)
+    alone = ps.Pipeline(models.model("gpt"), models.loss_fn, "1f1b", 3, ps.tokens())
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    expected = stepped(alone, optimizer, 3)
+    for result in everyone:
+        assert all(abs(ours - loss) < 1e-12 for ours, loss in zip(result["losses"], expected, strict=True))
+        assert "no layer of the model calls ps.attention" in result["refused"]
+
+    resumed = ps.Pipeline(models.model("gpt"), models.loss_fn, "1f1b", 3, ps.tokens())
+    optimizer = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
+    checkpoint.resume(tmp_path, resumed, optimizer)
+    assert resumed.step_count == 2
+    assert abs(stepped(resumed, optimizer, 1)[0] - expected[2]) < 1e-12
+
+
+@pytest.mark.ranks
+def test_a_rank_sends_half_of_its_queries_keys_values_and_outputs_and_as_much_in_the_backward() -> None:
+    rows, tokens, width, layers = 6, 12 // 2, 16, 2
+    assert ps.launch(sends, 2) == [2 * layers * 4 * rows * tokens * width // 2] * 2
+
+
+@pytest.mark.ranks
+def test_a_loss_that_shifts_inside_is_a_warning_and_text_is_not_generated() -> None:
+    first, _ = ps.launch(shifted, 2)
+    assert any("tokens is" in text and "which is no mean over tokens" in text for text in first)
+    assert "generate() does not cut tokens along cp" in first[-1]
+
+
+# -- what is refused before data flows ------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_cut_is_one_sentence() -> None:
+    tokens = torch.zeros(2, 6, dtype=torch.int64)
+    assert sequence_length((tokens, {"embeddings": torch.zeros(2, 6, 8), "scale": 1.0}), "the batch", 1) == 6
+    for other in (torch.zeros(2, 1, 6, 6), torch.zeros(2, 5)):
+        with pytest.raises(ps.MismatchError, match="a mask over queries and keys cannot be cut"):
+            sequence_length((tokens, other), "the batch", 1)
+    with pytest.raises(ps.MismatchError, match=r"the target is cut along dimension 1 .* it has \(2,\)"):
+        sequence_length(torch.zeros(2), "the target", 1)
+
+    context = ContextParallelAttention(dist.group.WORLD, 1)
+    context.begin_step([4, 3])
+    assert context.first_position == 4
+    heads = torch.zeros(2, 4, 3, 8)
+    with pytest.raises(ps.MismatchError, match=r"of shape \(2, 1, 3, 3\), cannot be cut along cp"):
+        context.attend(heads, heads, heads, True, torch.ones(2, 1, 3, 3), None, 0.0)
+    with pytest.raises(ps.MismatchError, match="attention of 3 tokens to 5, but this rank has 3"):
+        context.attend(heads, torch.zeros(2, 4, 5, 8), heads, True, None, None, 0.0)
+
+
+def test_arguments_that_mean_another_thing_once_cut_are_refused() -> None:
+    class Model(nn.Module):
+        def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, labels: Any = None) -> None:
+            pass
+
+    signature, tokens = forward_signature(Model()), torch.zeros(2, 6, dtype=torch.int64)
+    check_arguments_can_be_cut(signature, (tokens, None, torch.arange(6)[None]), {})
+    with pytest.raises(ps.MismatchError, match="labels= are shifted by a token inside"):
+        check_arguments_can_be_cut(signature, (tokens,), {"labels": tokens})
+    with pytest.raises(ps.MismatchError, match="as for packed documents"):
+        check_arguments_can_be_cut(signature, (tokens,), {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])})
+
+    part = take_tokens((tokens, ps.Replicated(torch.arange(6)[None]), ps.Rows(torch.zeros(6, 6, 2), 2), None, 3), 1, 2, 3)
+    assert [tuple(part[0].shape), tuple(part[1].tensor.shape), part[1].tensor[0, 0].item()] == [(2, 3), (1, 3), 2]
+    assert [tuple(part[2].tensor.shape), part[2].dim, part[3], part[4]] == [(6, 3, 2), 2, None, 3]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.stage import microbatch
     from penstock.stage.auxiliary import auxiliary_loss
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LostRankError",

@@ -125,7 +125,7 @@ def _noisy(table: Schedule, costs: Costs, factors: dict[tuple[Kind, int, int], f
     times, ends = costs.action_costs(table.num_stages), dict[tuple[Kind, int, int], float]()
     free = [0.0] * table.ranks
     for event in sorted(simulate(table, costs).events, key=lambda event: (event.start, event.end)):
-        kind, stage, microbatch = event.action
+        kind, stage, microbatch, _ = event.action
         after = [(Kind.F, stage - 1)] if kind is Kind.F else [(Kind.I, stage + 1), (Kind.B, stage + 1), (Kind.F, stage)]
         needed = [ends.get((*before, microbatch), 0.0) for before in after]
         factor = factors.setdefault((kind, stage, microbatch), dice.uniform(0.9, 1.1))

@@ -39,7 +39,13 @@ from penstock.view.terminal import colors, draw, summary, terminal_width
 
 WORK_OPTIONS = ("model", "batch", "layers", "width", "context")  # options of a run that make its steps longer
 SLOW_FORWARDS = 10**6  # forwards of a schedule above which proving and timing take minutes
-COSTS = {"ranks": "P", "microbatches": "M", "stages_per_rank": "V", "group_size": "N"}  # words for values in --help
+COSTS = {
+    "ranks": "P",
+    "microbatches": "M",
+    "stages_per_rank": "V",
+    "group_size": "N",
+    "slices": "K",
+}  # words for values in --help
 _LOWERED = re.compile(r"\d(SEND|RECV)_[FB]\d")
 
 
@@ -119,6 +125,8 @@ class Simulated:
     """V, the stages on each rank, for the schedules that take any number."""
     group_size: Optional[int] = None
     """Microbatches that pass through all stages of a rank together, for the interleaved schedules."""
+    slices: Optional[int] = None
+    """K, the slices that a microbatch is cut into along its sequence, for the schedules that take any number."""
     forward: float = 1.0
     """Time of a stage's forward of one microbatch."""
     backward: float = 2.0
@@ -132,7 +140,7 @@ class Simulated:
 
     def proved(self, source: str) -> tuple[Schedule, str]:
         """Return the schedule of that name or file, and the proof as text."""
-        options = {"stages_per_rank": self.stages_per_rank, "group_size": self.group_size}
+        options = {"stages_per_rank": self.stages_per_rank, "group_size": self.group_size, "slices": self.slices}
         return proved(source, self.ranks, self.microbatches, **options)
 
     def timed(self, schedule: Table, parts: float = 1) -> Timeline:

@@ -88,12 +88,12 @@ def describe_activity(memory: ActivityMemory) -> str:
 
 @cache
 def _encode_action(action: Action) -> int:
-    kind, stage, microbatch = action
-    return stage + 1 << 32 | microbatch << 3 | KIND_BITS[kind] | RUNNING_BIT
+    kind, stage, microbatch, slice_ = action
+    return slice_ << 48 | stage + 1 << 32 | microbatch << 3 | KIND_BITS[kind] | RUNNING_BIT
 
 
 def _decode_action(word: int) -> Action:
-    return Action(KINDS[word >> 1 & 3], (word >> 32) - 1, word >> 3 & 2**29 - 1)
+    return Action(KINDS[word >> 1 & 3], (word >> 32 & 2**16 - 1) - 1, word >> 3 & 2**29 - 1, word >> 48)
 
 
 class ProcessRecord(NamedTuple):

@@ -55,10 +55,10 @@ class StepActions:
 
     def forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run a forward. Return a message for each taker; none on the last stage, whose output becomes the loss."""
-        _, index, microbatch = action
+        _, index, microbatch, _ = action
         stage, batch = self.stages[index], self.batch
         has_backward = batch.training and microbatch not in self.without_backward
-        is_split = (index, microbatch) in self.program.split_backwards
+        is_split = action[1:] in self.program.split_backwards
 
         output = stage.forward(
             microbatch, batch.forward_inputs(action, values), batch.microbatch_seed(microbatch), has_backward, is_split
@@ -85,7 +85,7 @@ class StepActions:
 
     def backward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run a full backward, or one to the inputs only. Return the gradients for each source of the stage's inputs."""
-        _, index, microbatch = action
+        _, index, microbatch, _ = action
         stage, weight = self.stages[index], self.loss_shares[microbatch] * self.batch.grad_scale
 
         if index == self.last_stage:  # the only place where gradients are scaled

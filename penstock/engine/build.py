@@ -221,6 +221,10 @@ def build_table(
         name = getattr(schedule, "__name__", "a rule")
         rows = [list(schedule(rank, num_ranks, microbatches)) for rank in range(num_ranks)]
         schedule = from_rows(name, rows, **options)
+    if schedule.slices > 1:
+        raise MismatchError(
+            f"schedule {schedule.name} has {schedule.slices} slices of a microbatch, which a Pipeline does not run"
+        )
     if schedule.ranks != num_ranks:
         raise MismatchError(f"schedule {schedule.name} is for {schedule.ranks} ranks, but {num_ranks} are running")
     return schedule

@@ -170,7 +170,7 @@ class TextGeneration:
 
     def _forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run a forward. Return a message for each taker; none on the last stage, whose logits become tokens."""
-        _, index, microbatch = action
+        _, index, microbatch, _ = action
         stage, position = self.engine.stages[index], self.text.shape[1] - self._num_inputs
         with self._caches[index, microbatch].forward_at(position) if self._uses_cache else nullcontext():
             output = stage.forward(microbatch, self._batch.forward_inputs(action, values), with_backward=False)

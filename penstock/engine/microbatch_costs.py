@@ -66,7 +66,7 @@ class ActionSamples:
         self, actions: Sequence[Action], intervals: Sequence[tuple[float, float, float]], microbatches: SizesInOrder
     ) -> None:
         """After a step: what each action took until its messages were sent. `intervals`: its start, its end, and that."""
-        for (kind, stage, number), (start, _, sent) in zip(actions, intervals, strict=True):
+        for (kind, stage, number, _), (start, _, sent) in zip(actions, intervals, strict=True):
             self._samples[kind, stage].append((microbatches.rows[number], microbatches.elements[number], sent - start))
 
     def fit(self) -> dict[tuple[Kind, int], ActionFit]:

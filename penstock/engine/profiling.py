@@ -34,9 +34,9 @@ class ReceiveRanges:
 
     def receive(self, transfer: Transfer, device: torch.device) -> Any:
         """As `ReceiveChannel.receive`."""
-        kind, stage, microbatch = transfer.action
+        kind, stage, *_ = transfer.action
         receiver = transfer.skip_stage if transfer.skip_stage is not None else stage + 1 if kind is Kind.F else stage - 1
-        with record_function(f"{receiver}RECV_{_direction(kind)}{microbatch}"):
+        with record_function(f"{receiver}RECV_{_direction(kind)}{transfer.action.part_text}"):
             return self._incoming.receive(transfer, device)
 
 
@@ -48,8 +48,8 @@ class SendRanges:
 
     def send(self, transfer: Transfer, value: Any) -> None:
         """As `SendChannel.send`."""
-        kind, stage, microbatch = transfer.action
-        with record_function(f"{stage}SEND_{_direction(kind)}{microbatch}"):
+        kind, stage, *_ = transfer.action
+        with record_function(f"{stage}SEND_{_direction(kind)}{transfer.action.part_text}"):
             self._outgoing.send(transfer, value)
 
 

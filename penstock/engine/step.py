@@ -224,8 +224,8 @@ class Engine:
         if gains_nothing or action is None or action.stage or action.microbatch >= len(batch.inputs):
             return None
 
-        _, index, microbatch = action
-        stage, is_split = self.stages[index], (index, microbatch) in program.split_backwards
+        _, index, microbatch, _ = action
+        stage, is_split = self.stages[index], action[1:] in program.split_backwards
 
         def forward(action: Action, values: Sequence[Any]) -> Sequence[Any]:
             inputs = batch.forward_inputs(action, values)

@@ -25,7 +25,7 @@ from penstock.errors import PenstockError
 from penstock.integrations.chrome_trace import PROFILE, open_trace
 from penstock.schedule import Action, Kind
 
-_ACTION = re.compile(r"(?:PP:)?(\d{1,9}[FBIW]\d{1,9})")
+_ACTION = re.compile(r"(?:PP:)?(\d{1,9}[FBIW]\d{1,9}(?:\.\d{1,9})?)")
 _PAIR = re.compile(r"PP:\((\d{1,9}F\d{1,9});(\d{1,9}[BI]\d{1,9})\)OVERLAP_F_B")
 _SINGLE_STAGE = re.compile(r"(Forward|Backward) (\d{1,9})")
 _MESSAGE = re.compile(r"(?:PP:)?(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})")

@@ -152,7 +152,7 @@ class Rank:
         self.losses: dict[int, Tensor] = {}
         self.messages = Messages(self.rank)
         run = {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward_input, Kind.W: self.backward_weight}
-        for kind, stage, microbatch in self.table.actions[self.rank]:
+        for kind, stage, microbatch, _ in self.table.actions[self.rank]:
             if microbatch < count:  # a small batch has fewer
                 run[kind](stage, microbatch)
         self.messages.finish()

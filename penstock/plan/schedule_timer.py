@@ -94,7 +94,7 @@ def _operations_in_order(schedule: Schedule) -> list[tuple[int, int, int, int]]:
     last = [0] * schedule.ranks
     lines = []
     for event in order:
-        kind, stage, microbatch = event.action
+        kind, stage, microbatch, _ = event.action
         needed, border = 0, nowhere
         if kind is Kind.F and stage:
             needed, border = number[Action(Kind.F, stage - 1, microbatch)], stage - 1
@@ -111,7 +111,7 @@ def _peak_counts(row: Sequence[Action], home: Sequence[int]) -> list[tuple[int, 
     place = {stage: 2 * index for index, stage in enumerate(home)}
     now = [0] * (2 * len(home))
     seen = set()
-    for (kind, stage, _), following in zip(row, [*row[1:], None], strict=True):
+    for (kind, stage, *_), following in zip(row, [*row[1:], None], strict=True):
         at = place[stage]
         now[at] += 1 if kind is Kind.F else -1 if kind in (Kind.B, Kind.I) else 0
         now[at + 1] += 1 if kind is Kind.I else -1 if kind is Kind.W else 0

@@ -26,21 +26,21 @@ Row = Iterable[Action | tuple[Action, ...]]  # the cells of one rank: an action,
 
 
 def memory_after_actions(
-    row: Row, sizes: Sequence[ActivationSize] = (), microbatch_factors: Sequence[float] = ()
+    row: Row, sizes: Sequence[ActivationSize] = (), microbatch_factors: Sequence[float] = (), slices: int = 1
 ) -> Iterator[tuple[Action, float]]:
     """Yield the actions of a rank, each with the memory of the rank's activations once it has ended.
 
     In a pair the forward counts first, because it begins before the backward ends.
 
     `sizes`: of an activation of each stage; without, each counts 1. `microbatch_factors`: how many times that each
-    microbatch takes; without, once.
+    microbatch takes; without, once. Each of `slices` takes its share of that.
     """
-    unit, memory = ActivationSize(), 0.0
+    unit, memory, share = ActivationSize(), 0.0, 1.0 / slices
     for cell in row:
         for action in (
             (cell,) if isinstance(cell, Action) else cell if len(cell) == 1 else sorted(cell, key=changes_memory_at_end)
         ):
-            factor = microbatch_factors[action.microbatch] if microbatch_factors else 1.0
+            factor = microbatch_factors[action.microbatch] * share if microbatch_factors else share
             memory += (sizes[action.stage] if sizes else unit).memory_change(action.kind) * factor
             yield action, memory
 
@@ -50,9 +50,13 @@ def changes_memory_at_end(action: Action) -> bool:
     return action.kind is not Kind.F
 
 
-def peaks_in_flight(rows: Iterable[Row]) -> tuple[int, ...]:
-    """Return for every rank the most (stage, microbatch) activations held at once, from F to the end of B or W."""
-    return tuple(int(max((memory for _, memory in memory_after_actions(row)), default=0)) for row in rows)
+def peaks_in_flight(rows: Iterable[Row], slices: int = 1) -> tuple[float, ...]:
+    """Return for every rank the most (stage, microbatch) activations held at once, from F to the end of B or W.
+
+    Each of `slices` is its share of one: 7 of 4 slices are 1.75 activations.
+    """
+    peaks = tuple(int(max((memory for _, memory in memory_after_actions(row)), default=0)) for row in rows)
+    return peaks if slices == 1 else tuple(peak / slices for peak in peaks)
 
 
 def format_per_rank(amounts: Sequence[float], format_amount: Callable[[float], str] = "{:g}".format) -> str:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from penstock.schedule.table import Table
 from penstock.schedule.timing.simulate import Costs, simulate
 
-
 UNIT_COSTS = Costs()
 
 

@@ -113,14 +113,18 @@ class TransferTable:
 
     def __init__(self, schedule: Table, skips: Collection[Skip] = ()) -> None:
         self.channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-        self.by_stages: dict[tuple[int, int], dict[int, Transfer]] = defaultdict(dict)  # from stage, to stage: by microbatch
+        # From stage, to stage: by microbatch, and by microbatch + M x slice.
+        self.by_stages: dict[tuple[int, int], dict[int, Transfer]] = defaultdict(dict)
+        self._microbatches = schedule.microbatches
         ways, goes = self.by_stages, receiving_stages(schedule.num_stages, skips)
         comes = {Kind.F: goes[Kind.B], Kind.B: goes[Kind.F], Kind.I: goes[Kind.F], Kind.W: goes[Kind.W]}
         self._makes = {kind: [[(taker, ways[s, taker]) for taker in to] for s, to in enumerate(goes[kind])] for kind in Kind}
         self._needs = {kind: [[ways[giver, s] for giver in by] for s, by in enumerate(comes[kind])] for kind in Kind}
         for source, row in enumerate(schedule.actions):
             for action in row:
-                kind, stage, microbatch = action
+                kind, stage, microbatch, slice_ = action
+                if slice_:
+                    microbatch += slice_ * schedule.microbatches
                 for taker, way in self._makes[kind][stage]:
                     destination, far = schedule.placement[taker], taker if abs(taker - stage) > 1 else None
                     way[microbatch] = transfer = Transfer(action, source, destination, far)
@@ -129,12 +133,16 @@ class TransferTable:
 
     def outputs_of(self, action: Action) -> tuple[Transfer, ...]:
         """What takes what `action` makes to the stages that need it."""
-        kind, stage, microbatch = action
+        kind, stage, microbatch, slice_ = action
+        if slice_:
+            microbatch += slice_ * self._microbatches
         return tuple([way[microbatch] for _, way in self._makes[kind][stage]])
 
     def inputs_of(self, action: Action) -> tuple[Transfer, ...]:
         """What brings what `action` works on, as far as the table makes it."""
-        kind, stage, microbatch = action
+        kind, stage, microbatch, slice_ = action
+        if slice_:
+            microbatch += slice_ * self._microbatches
         return tuple([way[microbatch] for way in self._needs[kind][stage] if microbatch in way])
 
 

@@ -17,7 +17,7 @@ class RankProgram:
     """The steps of a rank, and what follows from them for each action."""
 
     lines: tuple[ProgramLine, ...]
-    split_backwards: frozenset[tuple[int, int]]  # (stage, microbatch) whose backward is I and W: its forward prepares for it
+    split_backwards: frozenset[tuple[int, int, int]]  # (stage, microbatch, slice) whose backward is I and W: F prepares for it
     weight_microbatches: dict[Action, tuple[int, ...]]  # W -> the microbatches whose weights' gradients it adds
     last_backwards: frozenset[Action]  # the B or W with which a stage's gradients of this step are complete
 
@@ -68,7 +68,7 @@ class RankPrograms:
         row = [step.action for step in steps]
         return RankProgram(
             steps,
-            frozenset((stage, microbatch) for kind, stage, microbatch in row if kind is Kind.I),
+            frozenset((stage, microbatch, slice_) for kind, stage, microbatch, slice_ in row if kind is Kind.I),
             _merge_weight_actions(row, self.merge),
             frozenset({action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}.values()),
         )

@@ -62,7 +62,7 @@ def parse_csv_cells(name: str, text: str) -> list[list[str]]:
 
 
 def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placement = None) -> Schedule:
-    """A schedule from its rows; the numbers of stages and microbatches are read off the actions.
+    """A schedule from its rows; the numbers of stages, microbatches and slices are read off the actions.
 
     `rows`: of each rank its cells: an action, a pair of actions that may overlap, or the text of either.
     `placement`: `loop`, `V`, or the rank of every stage; without it a stage lives where the first of its actions stands.
@@ -80,7 +80,8 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
     overlaps = frozenset(cell for row in cells for cell in row if not isinstance(cell, Action))
     stages = 1 + max((action.stage for row in table for action in row), default=-1)
     microbatches = 1 + max((action.microbatch for row in table for action in row), default=-1)
-    for what, count in (("stage", stages), ("microbatch", microbatches)):
+    slices = 1 + max((action.slice for row in table for action in row), default=0)
+    for what, count in (("stage", stages), ("microbatch", microbatches), ("slice", slices)):
         if count > MAX_TABLE_CELLS:
             raise ScheduleError(
                 f"{name} has {what} {count - 1:,}, and so more cells than a table may have, {MAX_TABLE_CELLS:,}"
@@ -91,7 +92,7 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
         if placement not in PLACEMENTS:
             raise ScheduleError(f"unknown placement {placement!r}: use {' or '.join(PLACEMENTS)}, or the rank of every stage")
         placement = PLACEMENTS[placement](stages, len(table))
-    return Schedule(name, tuple(placement), microbatches, table, overlaps)
+    return Schedule(name, tuple(placement), microbatches, table, overlaps, slices)
 
 
 def _placement_from_rows(name: str, table: Sequence[Sequence[Action]], stages: int) -> list[int]:

@@ -31,20 +31,29 @@ class Kind(enum.Enum):
 
 
 class Action(NamedTuple):
-    """One cell of a table: `kind` of work for one microbatch on one stage. Its text is `2F3`."""
+    """One cell of a table: `kind` of work for one microbatch on one stage. Its text is `2F3`.
+
+    Where microbatches are cut along their sequence, for one slice of it: `2F3` for slice 0, `2F3.1` for slice 1.
+    """
 
     kind: Kind
     stage: int
     microbatch: int
+    slice: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        return f"{self.stage}{self.kind.value}{self.part_text}"
+
+    @property
+    def part_text(self) -> str:
+        """The microbatch, or which slice of which: `3`, `3.1`."""
+        return f"{self.microbatch}.{self.slice}" if self.slice else f"{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action written as stage, kind, microbatch: `2F3`. Raises ScheduleError for anything else."""
-        if cell := re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})", text.strip()):
-            return cls(Kind(cell[2]), int(cell[1]), int(cell[3]))
+        """The action written as stage, kind, microbatch: `2F3`, or `2F3.1`. Raises ScheduleError for anything else."""
+        if cell := re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", text.strip()):
+            return cls(Kind(cell[2]), int(cell[1]), int(cell[3]), int(cell[4] or 0))
         shown = repr(text) if len(text) < 60 else f"{text[:57]!r}.."
         raise ScheduleError(f"cannot read {shown} as an action: expected stage, kind (F, B, I or W), microbatch, as in 2F3")
 
@@ -73,28 +82,35 @@ def receiving_stages(num_stages: int, skips: Collection[Skip] = ()) -> dict[Kind
     return {Kind.F: onward, Kind.B: back, Kind.I: back, Kind.W: nowhere}
 
 
-def dependencies(action: Action, num_stages: int, skips: Collection[Skip] = ()) -> Iterator[tuple[Action, ...]]:
+def dependencies(
+    action: Action, num_stages: int, skips: Collection[Skip] = (), slices: int = 1
+) -> Iterator[tuple[Action, ...]]:
     """What `action` waits for: for each dependency, the alternatives that satisfy it (I stands for B).
 
     F(s,m) waits for F(s-1,m); B or I(s,m) for F(s,m) and for B or I(s+1,m); W(s,m) for I(s,m). With a skip (s,t) also F(t,m)
-    for F(s,m), and B or I(s,m) for B or I(t,m).
+    for F(s,m), and B or I(s,m) for B or I(t,m). All of them are of one slice. Of K `slices`, a token attends to those before
+    it: F(s,m,k) waits for F(s,m,k-1) too, B or I(s,m,k) for B or I(s,m,k+1), and that of the last slice for its F.
     """
-    kind, stage, microbatch = action
+    kind, stage, microbatch, slice_ = action
     if kind is Kind.F:
         if stage > 0:
-            yield (Action(Kind.F, stage - 1, microbatch),)
+            yield (Action(Kind.F, stage - 1, microbatch, slice_),)
         for start, end in skips:
             if end == stage:
-                yield (Action(Kind.F, start, microbatch),)
+                yield (Action(Kind.F, start, microbatch, slice_),)
+        if slice_:
+            yield (Action(Kind.F, stage, microbatch, slice_ - 1),)
     elif kind is Kind.W:
-        yield (Action(Kind.I, stage, microbatch),)
+        yield (Action(Kind.I, stage, microbatch, slice_),)
     else:
-        yield (Action(Kind.F, stage, microbatch),)
+        yield (Action(Kind.F, stage, microbatch, slice_),)
         if stage < num_stages - 1:
-            yield Action(Kind.B, stage + 1, microbatch), Action(Kind.I, stage + 1, microbatch)
+            yield Action(Kind.B, stage + 1, microbatch, slice_), Action(Kind.I, stage + 1, microbatch, slice_)
         for start, end in skips:
             if start == stage:
-                yield Action(Kind.B, end, microbatch), Action(Kind.I, end, microbatch)
+                yield Action(Kind.B, end, microbatch, slice_), Action(Kind.I, end, microbatch, slice_)
+        if slice_ < slices - 1:
+            yield Action(Kind.B, stage, microbatch, slice_ + 1), Action(Kind.I, stage, microbatch, slice_ + 1)
 
 
 def loop_placement(num_stages: int, ranks: int) -> tuple[int, ...]:
@@ -120,6 +136,7 @@ class Table:
     microbatches: int
     actions: tuple[tuple[Action, ...], ...]  # rank -> its actions, in order
     overlaps: frozenset[OverlappedPair] = frozenset()  # actions that stand next to each other and may run at the same time
+    slices: int = 1  # K, into how many every microbatch is cut along its sequence
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", tuple(self.placement))
@@ -148,7 +165,7 @@ class Table:
     def has_weights_in_backward_order(self, stage: int) -> bool:
         """Whether the microbatches' W on `stage` come in the order of their I, and so do those that have a B instead."""
         row = [action for action in self.actions[self.placement[stage]] if action.stage == stage]
-        inputs, weights = ([each.microbatch for each in row if each.kind in (Kind.B, half)] for half in (Kind.I, Kind.W))
+        inputs, weights = ([each[2:] for each in row if each.kind in (Kind.B, half)] for half in (Kind.I, Kind.W))
         return inputs == weights
 
     def filter_actions(self, wanted: Callable[[Action], bool]) -> Self:

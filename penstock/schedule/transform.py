@@ -73,7 +73,7 @@ def with_overlapped_pairs(table: Schedule, time: Callable[[Schedule], float], tr
 
 def _as_pair(one: Cell, other: Cell) -> OverlappedPair | None:
     """The two if they are a forward and a backward of different microbatches."""
-    if not (isinstance(one, Action) and isinstance(other, Action)) or one.microbatch == other.microbatch:
+    if not (isinstance(one, Action) and isinstance(other, Action)) or one[2:] == other[2:]:
         return None
     kinds = {one.kind, other.kind}
     return (one, other) if Kind.F in kinds and kinds & {Kind.B, Kind.I} else None

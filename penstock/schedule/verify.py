@@ -51,7 +51,7 @@ class Proof:
     microbatches: int
     actions: int
     transfers: int
-    peak_in_flight: tuple[int, ...]  # per rank
+    peak_in_flight: tuple[float, ...]  # per rank, in microbatches: a slice counts as its share
     sends: str
     channels: str
     program: Program = field(repr=False, compare=False)  # what was proved
@@ -59,7 +59,8 @@ class Proof:
     def __str__(self) -> str:
         how = f"{self.sends} sends" + (", shared channels" if self.channels == "shared" else "")
         return (
-            f"proved: {self.name} over {self.ranks} ranks, {self.num_stages} stages, {self.microbatches} microbatches: "
+            f"proved: {self.name} over {self.ranks} ranks, {self.num_stages} stages, {self.microbatches} microbatches"
+            f"{f' in {self.program.schedule.slices} slices' if self.program.schedule.slices > 1 else ''}: "
             f"{self.actions} actions complete, {self.transfers} transfers without a circle ({how}), "
             f"in flight {format_per_rank(self.peak_in_flight)}"
         )
@@ -68,14 +69,15 @@ class Proof:
 @garbage_collection_paused()
 def verify(
     schedule: Table,
-    max_in_flight: int | Sequence[int] | None = None,
+    max_in_flight: float | Sequence[float] | None = None,
     sends: str = "async",
     channels: str = "directed",
     skips: Collection[Skip] = (),
 ) -> Proof:
     """Prove that `schedule` is complete, keeps its memory bound and cannot stop.
 
-    `max_in_flight`: the most (stage, microbatch) activations a rank may hold, one number or one for each rank.
+    `max_in_flight`: the most (stage, microbatch) activations a rank may hold, one number or one for each rank; a slice is its
+    share of one.
     `sends`: `async` (compute goes on while a send waits for its receive), or `blocking` (a rank waits for each send before
     its next action).
     `channels`: `directed` (one for each direction between two ranks), or `shared` (one for both).
@@ -93,7 +95,7 @@ def verify(
         if value not in known:
             raise ScheduleError(f"{name}={value!r}: use {' or '.join(map(repr, known))}")
     check_table(schedule)
-    peaks = peaks_in_flight(map(schedule.cells, range(schedule.ranks)))
+    peaks = peaks_in_flight(map(schedule.cells, range(schedule.ranks)), schedule.slices)
     _check_memory(schedule, peaks, max_in_flight)
     check_skips(skips, schedule.num_stages)
     program = lower(schedule, RECEIVES_AHEAD if (sends, channels) == ("async", "directed") else 0, skips)
@@ -103,15 +105,15 @@ def verify(
     return Proof(schedule.name, *size, actions, transfers, peaks, sends, channels, program)
 
 
-def _check_memory(schedule: Table, peaks: Sequence[int], bound: int | Sequence[int] | None) -> None:
+def _check_memory(schedule: Table, peaks: Sequence[float], bound: float | Sequence[float] | None) -> None:
     if bound is None:
         return
-    bounds = [bound] * schedule.ranks if isinstance(bound, int) else list(bound)
+    bounds = [bound] * schedule.ranks if isinstance(bound, int | float) else list(bound)
     if len(bounds) != schedule.ranks:
         raise ScheduleError(f"max_in_flight has {len(bounds)} numbers for {schedule.ranks} ranks")
     for rank, (peak, most) in enumerate(zip(peaks, bounds, strict=True)):
         if peak > most:
-            raise ScheduleError(f"rank {rank} holds {peak} activations in flight, max_in_flight allows {most}")
+            raise ScheduleError(f"rank {rank} holds {peak:g} activations in flight, max_in_flight allows {most:g}")
 
 
 @garbage_collection_paused()
@@ -137,7 +139,7 @@ def _check_local_order(table: Table) -> None:
         for cell in table.cells(rank):
             here = actions_of(cell)
             for action in here:
-                for options in dependencies(action, table.num_stages):
+                for options in dependencies(action, table.num_stages, slices=table.slices):
                     if before.isdisjoint(options) and options[0].stage in stages:
                         maker = next((each for each in options if each in row), options[0])
                         told = f"{action} before {maker}, which it needs"
@@ -255,21 +257,24 @@ def _placement_errors(table: Table) -> Iterator[str]:
             yield f"{table.name} places stage {stage} on rank {home}; the ranks are 0 to {ranks - 1}"
     for rank, row in enumerate(table.actions):
         for action in row:
-            _, stage, microbatch = action
+            _, stage, microbatch, slice_ = action
             if not 0 <= stage < stages:
                 yield f"rank {rank} has {action}; the stages are 0 to {stages - 1}"
             if not 0 <= microbatch < microbatches:
                 yield f"rank {rank} has {action}; the microbatches are 0 to {microbatches - 1}"
+            if not 0 <= slice_ < table.slices:
+                yield f"rank {rank} has {action}; the slices are 0 to {table.slices - 1}"
             if placement[stage] != rank:
                 yield f"rank {rank} has {action}, but stage {stage} lives on rank {placement[stage]}"
 
 
 def _completeness_errors(table: Table) -> Iterator[str]:
-    """Where not every (stage, microbatch) has its F once, and its B once or its I and W once."""
-    found = [{kind: set[int]() for kind in Kind} for _ in table.placement]  # stage, kind -> microbatches
+    """Where not every (stage, microbatch, slice) has its F once, and its B once or its I and W once."""
+    found = [{kind: set[int]() for kind in Kind} for _ in table.placement]  # stage, kind -> microbatch x K + slice
+    slices = table.slices
     for row in table.actions:
-        for kind, stage, microbatch in row:
-            found[stage][kind].add(microbatch)
+        for kind, stage, microbatch, slice_ in row:
+            found[stage][kind].add(microbatch * slices + slice_)
     if sum(len(microbatches) for each in found for microbatches in each.values()) < sum(map(len, table.actions)):
         action, times = Counter(chain.from_iterable(table.actions)).most_common(1)[0]
         yield f"rank {table.placement[action.stage]} has {action} {times} times; each action stands once"
@@ -281,16 +286,17 @@ def _completeness_errors(table: Table) -> Iterator[str]:
 def _missing_actions(stage: int, found: dict[Kind, set[int]], table: Table) -> Iterator[Action]:
     """The actions that `stage` lacks. Raises ScheduleError for a backward that is there both whole and in halves."""
     forwards, full, inputs, weights = (found[kind] for kind in Kind)
-    for microbatch in sorted(full & (inputs | weights)):
-        whole, half = (Action(kind, stage, microbatch) for kind in (Kind.B, Kind.I if microbatch in inputs else Kind.W))
+    for part in sorted(full & (inputs | weights)):
+        kinds = Kind.B, Kind.I if part in inputs else Kind.W
+        whole, half = (Action(kind, stage, *divmod(part, table.slices)) for kind in kinds)
         raise ScheduleError(f"rank {table.placement[stage]} has {whole} and {half}: a full B is I and W at once")
-    if inputs == weights and len(forwards) == len(full) + len(inputs) == table.microbatches:
+    if inputs == weights and len(forwards) == len(full) + len(inputs) == table.microbatches * table.slices:
         return
-    for microbatch in range(table.microbatches):
-        halves = microbatch in inputs or microbatch in weights
+    for part in range(table.microbatches * table.slices):
+        halves = part in inputs or part in weights
         for kind in (Kind.F, Kind.I, Kind.W) if halves else (Kind.F, Kind.B):
-            if microbatch not in found[kind]:
-                yield Action(kind, stage, microbatch)
+            if part not in found[kind]:
+                yield Action(kind, stage, *divmod(part, table.slices))
 
 
 def _pair_errors(table: Table) -> Iterator[str]:

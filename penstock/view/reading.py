@@ -109,7 +109,9 @@ def _check_order(timeline: Timeline, stages: int) -> None:
             raise ValueError(f"stage {event.action.stage} is on rank {homes[event.action.stage]} and on rank {event.rank}")
         if event.action in needs:
             raise ValueError(f"{event.action} occurs twice")
-        needs[event.action] = {action for group in dependencies(event.action, stages, timeline.skips) for action in group}
+        needs[event.action] = {
+            action for group in dependencies(event.action, stages, timeline.skips, timeline.slices) for action in group
+        }
     neighbours = [pair for row in timeline.rows for pair in pairwise(row)]
     for before, event in neighbours:
         if event.start < before.start or event.end < before.end:

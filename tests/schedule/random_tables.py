@@ -131,7 +131,7 @@ def _on_another_rank(table: Schedule, rank: int, index: int, other: int) -> Sche
 
 def near(action: Action) -> Iterator[Action]:
     """The actions that differ by one step in one place."""
-    kind, stage, microbatch = action
+    kind, stage, microbatch, _ = action
     yield from (Action(other, stage, microbatch) for other in Kind if other is not kind)
     yield from (Action(kind, stage + step, microbatch) for step in (-1, 1))
     yield from (Action(kind, stage, microbatch + step) for step in (-1, 1))

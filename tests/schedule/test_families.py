@@ -106,8 +106,8 @@ def test_the_table_is_as_drawn(name, ranks, microbatches):
 def test_every_rank_of_naive_and_gpipe_runs_the_same_on_its_own_stage():
     for name in ("naive", "gpipe"):
         for rank, row in enumerate(build(name, 5, 4).actions):
-            assert [(kind, microbatch) for kind, stage, microbatch in row if stage == rank] == [
-                (kind, microbatch) for kind, _, microbatch in build(name, 1, 4).actions[0]
+            assert [(kind, microbatch) for kind, stage, microbatch, _ in row if stage == rank] == [
+                (kind, microbatch) for kind, _, microbatch, _ in build(name, 1, 4).actions[0]
             ]
 
 

@@ -248,7 +248,7 @@ def text(instruction: Transfer | Compute, rank: int) -> str:
     if isinstance(instruction, Compute):
         cell = instruction.cell
         return str(cell) if isinstance(cell, Action) else f"({cell[0]};{cell[1]})OVERLAP_F_B"
-    kind, stage, microbatch = instruction.action
+    kind, stage, microbatch, _ = instruction.action
     letter, step = ("F", 1) if kind is Kind.F else ("B", -1)
     return f"{stage}SEND_{letter}{microbatch}" if rank == instruction.source else f"{stage + step}RECV_{letter}{microbatch}"
 

@@ -26,6 +26,7 @@ TEXTS = {
     "2B1": Action(Kind.B, 2, 1),
     "1I0": Action(Kind.I, 1, 0),
     "10W23": Action(Kind.W, 10, 23),
+    "2F3.1": Action(Kind.F, 2, 3, 1),
 }
 
 
@@ -36,7 +37,7 @@ def test_an_action_is_written_stage_kind_microbatch(text, action):
     assert Action.parse(f"  {text} ") == action
 
 
-NO_ACTIONS = ["", "0", "F", "0F", "F0", "0X0", "0f0", "-1F0", "0F-1", "0F0B1", "0 F 0", "0F1.5", "0SEND_F1"]
+NO_ACTIONS = ["", "0", "F", "0F", "F0", "0X0", "0f0", "-1F0", "0F-1", "0F0B1", "0 F 0", "0F1.", "0F.5", "0F1.5.2", "0SEND_F1"]
 
 
 @pytest.mark.parametrize("text", NO_ACTIONS)
@@ -271,7 +272,7 @@ def test_pytorch_reads_our_csv_and_we_read_its(peer, placement, tmp_path):
     peer.PipelineScheduleMulti._load_csv(theirs, tmp_path / "ours.csv")
     kinds = {kind: peer._ComputationType.from_str(kind.value) for kind in Kind}
     for rank, actions in enumerate(schedule.actions):
-        assert theirs.pipeline_order[rank] == [peer._Action(stage, kinds[kind], m) for kind, stage, m in actions]
+        assert theirs.pipeline_order[rank] == [peer._Action(stage, kinds[kind], m) for kind, stage, m, _ in actions]
     peer.PipelineScheduleMulti._dump_csv(theirs, tmp_path / "theirs.csv")
     assert Schedule.from_csv(tmp_path / "theirs.csv", placement, name="x") == schedule
 

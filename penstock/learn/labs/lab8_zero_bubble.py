@@ -134,7 +134,7 @@ def timed(table: Schedule) -> Timeline:
 def back_to_back(table: Schedule) -> Schedule:
     """Two steps of `table`, every rank beginning the second when it is done with the first."""
     rows = [
-        [*row, *(Action(kind, stage, table.microbatches + microbatch) for kind, stage, microbatch in row)]
+        [*row, *(Action(kind, stage, table.microbatches + microbatch) for kind, stage, microbatch, _ in row)]
         for row in table.actions
     ]
     return ps.schedule.from_rows(table.name, rows, table.placement)

@@ -207,7 +207,7 @@ def one_process(table: Schedule) -> dict[str, Tensor]:
     for stage, module in enumerate(ps.partition.split(model, table.num_stages)):
         order = [
             microbatch
-            for kind, where, microbatch in table.actions[table.placement[stage]]
+            for kind, where, microbatch, _ in table.actions[table.placement[stage]]
             if where == stage and kind in (Kind.B, Kind.W)
         ]
         for name, _ in module.named_parameters():

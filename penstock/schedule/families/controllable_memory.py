@@ -49,7 +49,7 @@ def v_min(ranks: int, microbatches: int) -> Rows:
 
 def _rows_from_pattern(first: Sequence[tuple[int, int, int, int]], microbatches: int) -> Rows:
     slots = [_periodic_slots(rank, len(first), offsets, microbatches) for rank, offsets in enumerate(first)]
-    bound = max(peaks_in_flight([_actions_by_slot(row) for row in slots]))
+    bound = int(max(peaks_in_flight([_actions_by_slot(row) for row in slots])))
     steady = range(
         first[0][3], SLOTS_PER_MICROBATCH * (microbatches - 1)
     )  # from the first microbatch's return to the last one's entry

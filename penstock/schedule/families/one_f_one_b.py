@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
 
-StageAndMicrobatch = tuple[int, int]  # stage, microbatch
+Place = tuple[int, int, int]  # stage, microbatch, slice
 
 
 def naive(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -24,28 +24,35 @@ def naive(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     return _alternate_forwards_and_backwards(_microbatch_order(rank, ranks, microbatches), first=0)
 
 
-def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+def gpipe(rank: int, ranks: int, microbatches: int, *, slices: int = 1) -> Iterator[Action]:
     """All forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965).
 
     Any P, any M. Bubble (P-1) T, T = one rank's forward and backward of one microbatch. M activations in flight on every
-    rank. The backwards run in ascending order, so that all schedules sum gradients alike.
+    rank. The backwards run in ascending order, so that all schedules sum gradients alike. With K slices of a microbatch, from
+    the first to the last forward and from the last to the first backward (Li et al. 2021, TeraPipe, arXiv 2102.07988): bubble
+    (P-1) T / K.
 
         rank 0 | F0 F1 F2 .. .. B0 B1 B2
         rank 1 | .. F0 F1 F2 B0 B1 B2 ..
     """
-    return _alternate_forwards_and_backwards(_microbatch_order(rank, ranks, microbatches), first=microbatches)
+    passes = _microbatch_order(rank, ranks, microbatches, slices=slices)
+    return _alternate_forwards_and_backwards(passes, first=len(passes.forwards))
 
 
-def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+def one_f_one_b(rank: int, ranks: int, microbatches: int, *, slices: int = 1) -> Iterator[Action]:
     """One forward, one backward (PipeDream-Flush: arXiv 2006.09503; Megatron-LM: arXiv 2104.04473).
 
     Warm up with w = min(P-1-r, M) forwards; then, while backwards remain: the next forward if there is one, the next
     backward. Any P, any M, also M < P. Bubble (P-1) T as GPipe's, but only min(P-r, M) activations in flight on rank r.
+    With K slices of a microbatch (Sun et al. 2024, Seq1F1B, arXiv 2406.03488) each F and B is of one slice, the backwards of
+    a microbatch from its last slice to its first, after w + K - 1 forwards. Bubble (P-1) T / K; min((P-r+K-1) / K, M)
+    microbatches in flight.
 
         rank 0 | F0 F1 .. B0 F2 B1 .. B2
         rank 1 | .. F0 B0 F1 B1 F2 B2 ..
     """
-    return _alternate_forwards_and_backwards(_microbatch_order(rank, ranks, microbatches), first=ranks - 1 - rank)
+    passes = _microbatch_order(rank, ranks, microbatches, slices=slices)
+    return _alternate_forwards_and_backwards(passes, first=ranks - 1 - rank + slices - 1)
 
 
 def looped_bfs(rank: int, ranks: int, microbatches: int, *, stages_per_rank: int = 2) -> Iterator[Action]:
@@ -62,7 +69,7 @@ def looped_bfs(rank: int, ranks: int, microbatches: int, *, stages_per_rank: int
 
 
 def interleaved_1f1b(
-    rank: int, ranks: int, microbatches: int, *, stages_per_rank: int = 2, group_size: int | None = None
+    rank: int, ranks: int, microbatches: int, *, stages_per_rank: int = 2, group_size: int | None = None, slices: int = 1
 ) -> Iterator[Action]:
     """1F1B over V stages on each rank (Narayanan et al. 2021, arXiv 2104.04473).
 
@@ -70,27 +77,32 @@ def interleaved_1f1b(
     w = min(MV, 2(P-1-r) + (V-1)g) forwards; then, for each backward: the next forward if there is one, the next backward.
     Any P, V and M; g = P where P divides M, else the batch is cut into M // P groups, as equal as they can be.
     Where P divides M: bubble (P-1) T / V, 1F1B's over V, for V times the messages. In flight on rank r, in microbatches:
-    ((V-1)P + 2(P-1-r) + 1)/V, or M if that is less.
+    ((V-1)P + 2(P-1-r) + 1)/V, or M if that is less. With K slices of a microbatch, groups are of slices (Seq1F1B, as in
+    1f1b), and the first backward comes after the forwards of all slices of its microbatch.
 
         rank 0 | 0F0 0F1 2F0 2F1 .. 2B0 .. 2B1 .. 0B0 .. 0B1
         rank 1 | .. 1F0 1F1 3F0 3B0 3F1 3B1 1B0 .. 1B1
     """
-    passes = _microbatch_order(rank, ranks, microbatches, stages_per_rank, group_size)
-    return _alternate_forwards_and_backwards(passes, first=2 * (ranks - 1 - rank) + (stages_per_rank - 1) * passes.group_size)
+    passes = _microbatch_order(rank, ranks, microbatches, stages_per_rank, group_size, slices)
+    first = (stages_per_rank - 1) * passes.group_size
+    if slices > 1:  # on the last rank: no backward before the forward of its microbatch's last slice
+        at = {place: index for index, place in enumerate(passes.forwards)}
+        first = max(at[stage, m, slices - 1] - index for index, (stage, m, _) in enumerate(passes.backwards))
+    return _alternate_forwards_and_backwards(passes, first=2 * (ranks - 1 - rank) + first)
 
 
-def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+def zb_h1(rank: int, ranks: int, microbatches: int, *, slices: int = 1) -> Iterator[Action]:
     """1F1B with the weight gradients put off, in 1F1B's memory (Qi et al. 2023, arXiv 2401.10241).
 
     F x (P-1-r); then for b in 0..M-1: the next F if there is one; I b; the next W if b >= r; then the W left. Any P, any M.
-    Bubble (P-1)(F + I - W) for M >= P and F, I >= W. P activations in flight.
+    Bubble (P-1)(F + I - W) for M >= P and F, I >= W. P activations in flight. With K slices of a microbatch, as 1f1b: K - 1
+    more F first, the bubble over K, (P+K-1) / K microbatches in flight.
 
         rank 0 | F0 F1 .. I0 W0 F2 .. I1 W1 I2 W2
         rank 1 | .. F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
-    return _alternate_forwards_and_backwards(
-        _microbatch_order(rank, ranks, microbatches), first=ranks - 1 - rank, weights_behind=rank
-    )
+    passes = _microbatch_order(rank, ranks, microbatches, slices=slices)
+    return _alternate_forwards_and_backwards(passes, first=ranks - 1 - rank + slices - 1, weights_behind=rank)
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -128,23 +140,37 @@ def interleaved_zb(
 
 
 class _MicrobatchOrder(NamedTuple):
-    """In which order microbatches pass the stages of a rank: a group through all its stages, then the next group."""
+    """In which order slices of microbatches pass the stages of a rank: a group through all its stages, then the next one."""
 
     group_size: int
-    forwards: list[StageAndMicrobatch]
-    backwards: list[StageAndMicrobatch]
+    forwards: list[Place]
+    backwards: list[Place]
 
 
 def _microbatch_order(
-    rank: int, ranks: int, microbatches: int, stages_per_rank: int = 1, group_size: int | None = None
+    rank: int,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int = 1,
+    group_size: int | None = None,
+    slices: int = 1,
 ) -> _MicrobatchOrder:
-    """Without a `group_size` M microbatches make M // P groups (one, if M < P), as equal as they can be."""
-    size = group_size or -(-microbatches // max(1, microbatches // ranks))
-    groups = [range(first, min(first + size, microbatches)) for first in range(0, microbatches, size)]
+    """Without a `group_size` N slices of all microbatches make N // P groups (one, if N < P), as equal as they can be."""
+    count = microbatches * slices
+    size = group_size or -(-count // max(1, count // ranks))
+    order = [(m, k) for m in range(microbatches) for k in range(slices)]
     down, up = (range(rank, ranks * stages_per_rank, ranks)[::step] for step in (1, -1))
     return _MicrobatchOrder(
-        size, *([(stage, m) for group in groups for stage in stages for m in group] for stages in (down, up))
+        size,
+        _in_groups(order, down, size),
+        _in_groups([(m, slices - 1 - k) for m, k in order] if slices > 1 else order, up, size),
     )
+
+
+def _in_groups(order: list[tuple[int, int]], stages: range, size: int) -> list[Place]:
+    """The slices of microbatches in `order`, a group of `size` through all `stages`, then the next one."""
+    groups = [order[first : first + size] for first in range(0, len(order), size)]
+    return [(stage, m, k) for group in groups for stage in stages for m, k in group]
 
 
 def _alternate_forwards_and_backwards(

@@ -176,7 +176,7 @@ class _CpSatModel:
         """Begin with `found`: when the n-th action of each code starts there, and whether it is a whole backward."""
         problem, starts = self.problem, defaultdict[int, list[tuple[float, bool]]](list)
         for event in simulate(found, problem.costs).events:
-            kind, stage, _ = event.action
+            kind, stage, *_ = event.action
             place = {Kind.F: 0, Kind.W: 2}.get(kind, 1)
             starts[place * problem.num_stages + stage].append((event.start, kind is Kind.B))
         for code, each in starts.items():

@@ -142,7 +142,7 @@ class SearchProblem:
         )
         return [
             number_actions_in_order(
-                (code * self.num_stages + stage for kind, stage, _ in row for code in kinds[kind]), self.microbatches
+                (code * self.num_stages + stage for kind, stage, *_ in row for code in kinds[kind]), self.microbatches
             )
             for row in table.actions
         ]

@@ -111,6 +111,10 @@ def _check_start(start: Schedule | None, placement: tuple[int, ...], microbatche
     if start is not None:
         check_is_table(start)
         verify(start)
+        if start.slices > 1:
+            raise ScheduleError(
+                f"{start.name} is no start: it has {start.slices} slices of a microbatch, the search makes whole ones"
+            )
         if (start.placement, start.microbatches) != (placement, microbatches):
             here = f"{start.microbatches} microbatches on {start.placement}"
             raise ScheduleError(f"{start.name} is no start: it has {here}, not {microbatches} on {placement}")

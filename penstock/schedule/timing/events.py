@@ -76,6 +76,11 @@ class StepEvents:
         """S, the number of stages that ran something."""
         return 1 + max((event.action.stage for event in self.events), default=-1)
 
+    @cached_property
+    def slices(self) -> int:
+        """K, the number of slices of a microbatch."""
+        return 1 + max((event.action.slice for event in self.events), default=0)
+
     def cells(self, rank: int) -> Iterator[tuple[Event, ...]]:
         """The events of `rank` in order, one at a time or as the two of an overlapped pair."""
         row, firsts = iter(self.rows[rank]), self._begins_pair
@@ -89,7 +94,7 @@ class StepEvents:
     def needed_events(self, event: Event) -> Iterator[Event]:
         """The events that `event` could not start before."""
         at = self._at
-        for options in dependencies(event.action, self.num_stages, self.skips):
+        for options in dependencies(event.action, self.num_stages, self.skips, self.slices):
             yield from [at[action] for action in options if action in at]
 
     def last_remote_need(self, cell: Iterable[Event]) -> Event | None:
@@ -110,8 +115,8 @@ class StepEvents:
         queue_began: dict[tuple[int, int], Event] = {}
         arrivals = {}
         for event in self.events:
-            kind, stage, microbatch = event.action
-            factor = self.microbatch_factors[microbatch] if self.microbatch_factors else 1.0
+            kind, stage, microbatch, _ = event.action
+            factor = (self.microbatch_factors[microbatch] if self.microbatch_factors else 1.0) / self.slices
             for taker in goes[kind][stage]:
                 ends = event.rank, home.get(taker, event.rank)
                 if ends[0] != ends[1]:

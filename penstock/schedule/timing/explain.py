@@ -128,7 +128,7 @@ def _compare_with_share(here: Measurement, rank: int, now: float) -> Straggler |
 
     fair = replace(here, seconds={kind: shared(times) for kind, times in here.seconds.items()})
     actions = table.actions[rank]
-    took, planned = (sum(each.seconds[kind][stage] for kind, stage, _ in actions) for each in (here, fair))
+    took, planned = (sum(each.seconds[kind][stage] for kind, stage, *_ in actions) for each in (here, fair))
     if took - planned <= STRAGGLER_SHARE * planned:
         return None
     times = {

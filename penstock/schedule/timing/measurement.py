@@ -227,7 +227,7 @@ def _engine_seconds(engines: Iterable[Gap], stages: int) -> Times:
     seen: Samples = defaultdict(list)
     for gap in engines:
         if gap.before:
-            kind, stage, _ = gap.before.action
+            kind, stage, *_ = gap.before.action
             for key in ((kind, stage), kind, None):
                 seen[key].append(max(0.0, gap.after.start - gap.before.end))
     return {kind: tuple(_first_median(seen, (kind, stage), kind, None) for stage in range(stages)) for kind in Kind}

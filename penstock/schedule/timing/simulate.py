@@ -8,7 +8,17 @@ from itertools import pairwise, product
 from penstock.errors import ScheduleError
 from penstock.schedule.memory import ActivationSize
 from penstock.schedule.program import check_skips
-from penstock.schedule.table import Action, Kind, Skip, Table, check_is_table, dependencies, garbage_collection_paused
+from penstock.schedule.table import (
+    Action,
+    Cell,
+    Kind,
+    Skip,
+    Table,
+    actions_of,
+    check_is_table,
+    dependencies,
+    garbage_collection_paused,
+)
 from penstock.schedule.timing.events import Channel, Event, MessageCost
 from penstock.schedule.timing.timeline import Timeline
 
@@ -32,7 +42,7 @@ class Costs:
     in halves, I lets go all but `keep`, which W still needs (None: all of `act`).
 
     Microbatches of unequal shapes: `microbatch_factors` has a number for each, and its actions, the bytes of its messages and
-    its activations cost that many times as much.
+    its activations cost that many times as much. All costs are of a whole microbatch: each of K slices costs 1/K of them.
     """
 
     forward: Cost = 1
@@ -164,11 +174,11 @@ def _check_placement(schedule: Table) -> None:
     for rank, row in enumerate(schedule.actions):
         stages, microbatches = set(schedule.stages_of(rank)), range(schedule.microbatches)
         for action in row:
-            if action.stage not in stages or action.microbatch not in microbatches:
+            if action.stage not in stages or action.microbatch not in microbatches or action.slice >= schedule.slices:
                 raise ScheduleError(f"{schedule.name} cannot be timed: rank {rank} has {action} (see verify)")
 
 
-ReadyTimes = list[float | None]  # microbatch -> when what an action needs is there; None while it is not
+ReadyTimes = list[float | None]  # microbatch + M x slice -> when what an action needs is there; None while it is not
 
 
 @dataclass(slots=True)
@@ -197,7 +207,7 @@ class _Simulation:
     def __init__(self, schedule: Table, costs: Costs) -> None:
         self.schedule, self.overlap = schedule, float(costs.overlap)
         self.action_works = _connected_works(schedule, costs)
-        self.factors = costs.factors(schedule.microbatches)
+        self.factors = [factor / schedule.slices for factor in costs.factors(schedule.microbatches)] * schedule.slices
         self.rows: list[list[Event]] = [[] for _ in schedule.actions]
         self.awaited_times: list[ReadyTimes | None] = [None] * schedule.ranks
         self.ready = list(reversed(range(schedule.ranks)))
@@ -215,11 +225,14 @@ class _Simulation:
         The one loop that runs for every action, millions of times: hence no functions in it.
         """
         row, works, waits_for, factors, free = self.rows[rank], self.action_works, self.awaited_times, self.factors, 0.0
-        for cell in self.schedule.cells(rank):
+        microbatches = self.schedule.microbatches
+        for cell in self.schedule.cells(rank) if self.schedule.slices == 1 else _cells_in_slice_order(self.schedule, rank):
             actions = (cell,) if isinstance(cell, Action) else cell
             start, cost = free, 0.0
-            for kind, stage, microbatch in actions:
+            for kind, stage, microbatch, slice_ in actions:
                 work = works[kind][stage]
+                if slice_:
+                    microbatch += slice_ * microbatches
                 for times in work.needs:
                     while (ready_time := times[microbatch]) is None:
                         yield times
@@ -227,11 +240,15 @@ class _Simulation:
                         start = ready_time
                 cost += work.cost * factors[microbatch]
             if len(actions) > 1:
-                cost -= self.overlap * min(works[kind][stage].cost * factors[number] for kind, stage, number in actions)
+                times_alone = [works[kind][stage].cost * factors[number] for kind, stage, number, _ in actions]
+                cost -= self.overlap * min(times_alone)
             free = start + cost
             for action in actions:
                 row.append(Event(rank, action, start, free))
-                work, microbatch = works[action.kind][action.stage], action.microbatch
+                kind, stage, microbatch, slice_ = action
+                work = works[kind][stage]
+                if slice_:
+                    microbatch += slice_ * microbatches
                 for times in work.leaves:
                     times[microbatch] = free
                 for route in work.sends:
@@ -239,6 +256,18 @@ class _Simulation:
                     if waits_for[route.receiver] is route.times:
                         waits_for[route.receiver] = None
                         self.ready.append(route.receiver)
+
+
+def _cells_in_slice_order(schedule: Table, rank: int) -> Iterator[Cell]:
+    """The cells of `rank` up to one whose slice of a microbatch needs another slice that the rank has not run before it."""
+    done = set[Action]()
+    for cell in schedule.cells(rank):
+        for action in actions_of(cell):
+            for options in dependencies(action, schedule.num_stages, slices=schedule.slices):
+                if options[0].stage == action.stage and options[0].slice != action.slice and done.isdisjoint(options):
+                    return
+        done.update(actions_of(cell))
+        yield cell
 
 
 def _connected_works(schedule: Table, costs: Costs) -> dict[Kind, list[_ActionWork]]:
@@ -249,10 +278,10 @@ def _connected_works(schedule: Table, costs: Costs) -> dict[Kind, list[_ActionWo
     works = {kind: [_ActionWork(cost) for cost in each] for kind, each in costs.action_costs(stages).items()}
     for kind, stage in product((Kind.F, Kind.B, Kind.W), range(stages)):  # so that a step sends in the order of the stages
         for makers in dependencies(Action(kind, stage, 0), stages, skips):
-            times: ReadyTimes = [None] * schedule.microbatches
+            times: ReadyTimes = [None] * (schedule.microbatches * schedule.slices)
             for taker in (Kind.B, Kind.I) if kind is Kind.B else (kind,):
                 works[taker][stage].needs += (times,)
-            for maker, source, _ in makers:
+            for maker, source, *_ in makers:
                 ends = home[source], home[stage]
                 if ends[0] == ends[1]:
                     works[maker][source].leaves += (times,)

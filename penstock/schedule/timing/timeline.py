@@ -62,9 +62,9 @@ class Timeline(StepEvents):
         return critical_path(self)
 
     @cached_property
-    def peak_in_flight(self) -> tuple[int, ...]:
-        """For every rank, the most (stage, microbatch) activations in flight at once."""
-        return peaks_in_flight(map(self._actions, range(self.ranks)))
+    def peak_in_flight(self) -> tuple[float, ...]:
+        """For every rank, the most (stage, microbatch) activations in flight at once; a slice is its share of one."""
+        return peaks_in_flight(map(self._actions, range(self.ranks)), self.slices)
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
@@ -85,7 +85,7 @@ class Timeline(StepEvents):
 
     def memory_after_actions(self, rank: int) -> Iterator[tuple[Action, float]]:
         """The actions of `rank`, and what its activations take once each has ended; of a pair the forward counts first."""
-        return memory_after_actions(self._actions(rank), self.activation_sizes, self.microbatch_factors)
+        return memory_after_actions(self._actions(rank), self.activation_sizes, self.microbatch_factors, self.slices)
 
     def _actions(self, rank: int) -> Iterator[tuple[Action, ...]]:
         return (tuple([event.action for event in cell]) for cell in self.cells(rank))

@@ -161,8 +161,10 @@ class _Verdict(NamedTuple):
     waits: list[tuple[str, str]]
 
 
-_ACTION = re.compile(r"\b\d+[FBIW]\d+\b")
-_WAIT = re.compile(r"waits for .*?(\d+[FBIW]\d+).*before \{?(\d+[FBIW]\d+)|has (\d+[FBIW]\d+) before (\d+[FBIW]\d+)")
+_ACTION = re.compile(r"\b\d+[FBIW]\d+(?:\.\d+)?\b")
+_WAIT = re.compile(
+    r"waits for .*?(\d+[FBIW][\d.]+).*before \{?(\d+[FBIW][\d.]*\d)|has (\d+[FBIW][\d.]+) before (\d+[FBIW][\d.]*\d)"
+)
 
 
 def _verify(schedule: Schedule, max_in_flight: int | None) -> _Verdict:

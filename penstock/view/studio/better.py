@@ -30,7 +30,7 @@ def find_better(schedule: Schedule, costs: Costs, limit: int | None, report: Rep
     counted = replace(costs, act=1, keep=None)  # the limit counts activations
     start = schedule if _runs(schedule) else None
     peaks = simulate(schedule, costs).peak_in_flight if start else None
-    limits: int | Sequence[int] | None = limit or peaks
+    limits: float | Sequence[float] | None = limit or peaks
     return search(counted, schedule.placement, schedule.microbatches, limits, "quick", start=start, progress=progress)
 
 

@@ -1,6 +1,6 @@
 // What if: questions in words or by pulling a block, answered in a sentence and by the step as it would be.
 
-const MORE = /^(\d+)([FBIW])(\d+)?\s*(?:is |at |=|as fast as )\s*(?:the )?(others|mean|[-+]?[\d.]+(?:e[-+]?\d+)?)\s*(s|ms|µs|us)?$/i, ONE = /^\d+[FBIW]\d+$/i;
+const MORE = /^(\d+)([FBIW])(\d+(?:\.\d+)?)?\s*(?:is |at |=|as fast as )\s*(?:the )?(others|mean|[-+]?[\d.]+(?:e[-+]?\d+)?)\s*(s|ms|µs|us)?$/i, ONE = /^\d+[FBIW]\d+(?:\.\d+)?$/i;
 
 /** What a question in words comes to: {text, timeline, makespan}, {problem} if it cannot be answered, or null if it is none. */
 function whatIf(record, words) {

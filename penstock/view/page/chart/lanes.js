@@ -77,7 +77,7 @@ function paintNarrow(strip, {half}, paint, left, wide, shown) {
 
 /** The longest name that has room; the two of a pair have the same form of it. */
 function drawName(chart, block, several, left, wide, middle, partner, color = chart.page.colors[`letter-${block.kind}`]) {
-  const names = ({text, kind, microbatch}) => [...(several ? [text] : []), kind + microbatch, ...(partner ? [] : [String(microbatch)])];
+  const names = ({text, kind, part}) => [...(several ? [text] : []), kind + part, ...(partner ? [] : [part])];
   const other = partner ? names(partner) : [], texts = names(block);
   const text = texts.find((each, form) => 6.4 * Math.max(each.length, (other[form] || "").length) + 5 < wide);
   if (text === undefined) return;

@@ -47,7 +47,7 @@ function unroll(chart, blocks, first) {
       c.fillStyle = colors[paintOf(block, options.hued)];
       c.fillRect(left, top, wide - 1, high);
       c.fillStyle = colors[`letter-${block.kind}`];
-      const text = fits([`rank ${block.rank} ${block.kind}${block.microbatch}`, `r${block.rank} ${block.kind}${block.microbatch}`, `r${block.rank}`], wide);
+      const text = fits([`rank ${block.rank} ${block.kind}${block.part}`, `r${block.rank} ${block.kind}${block.part}`, `r${block.rank}`], wide);
       if (text) c.fillText(text, left + wide / 2, middle + 0.5);
     }
     const from = before ? chart.x(before.end) : left, gap = left - from;

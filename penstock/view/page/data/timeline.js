@@ -39,9 +39,9 @@ class Timeline {
   }
 
   block(event, rank, index, path) {
-    const [, stage, kind, microbatch] = /^(\d+)([FBIW])(\d+)$/.exec(event.action);
+    const [, stage, kind, part, microbatch] = /^(\d+)([FBIW])((\d+)(?:\.\d+)?)$/.exec(event.action); // a part: a microbatch, or a slice of it
     const block = {
-      text: event.action, stage: Number(stage), kind, microbatch: Number(microbatch), rank, index,
+      text: event.action, stage: Number(stage), kind, part, microbatch: Number(microbatch), rank, index,
       start: event.start, end: event.end, sent: event.sent, held: event.held, waited: event.waited || 0, waitedFor: event.waited_for,
       receives: event.receives || [], critical: path.has(event.action), half: null,
     };

@@ -26,7 +26,7 @@ function describe(record, block) {
   if (block.critical) rows.push(["critical path", "yes"], ["slack", "none: the step takes as much longer as it does"]);
   else if (record.timeline.blocks.get(block.text) === block) rows.push(["slack", slack(record, block)]);
   const title = element("h3", {}, element("span", {class: `swatch paint-${block.kind}`}), `${block.text} ${KINDS[block.kind]}`);
-  const place = `stage ${block.stage}, microbatch ${block.microbatch}, rank ${block.rank}`;
+  const place = `stage ${block.stage}, microbatch ${block.part.replace(".", ", slice ")}, rank ${block.rank}`;
   return element("div", {}, title, element("div", {class: "muted"}, place), described(rows));
 }
 

@@ -36,7 +36,7 @@ function stateOf(address) {
 
 // A row for each rank, a dot between two cells; a pair that may overlap is joined.
 
-function packed(rows) { return rows.map((row) => row.map((cell) => (cell.match(/\d+[FBIW]\d+/g) || []).join("~")).join(".")).join("_"); }
+function packed(rows) { return rows.map((row) => row.map((cell) => (cell.match(/\d+[FBIW]\d+(?:\.\d+)?/g) || []).join("~")).join(".")).join("_"); }
 
 function unpacked(text) {
   const cell = (name) => (name.includes("~") ? `(${name.replace("~", ";")})OVERLAP_F_B` : name);

@@ -25,8 +25,8 @@ class Picture {
     this.let();
     this.answer = answer;
     this.stuck = new Map(answer.stuck.map((each) => {
-      const [, stage, kind, microbatch] = /^(\d+)([FBIW])(\d+)$/.exec(each.action);
-      return [each.action, {...each, text: each.action, stage: Number(stage), kind, microbatch: Number(microbatch)}];
+      const [, stage, kind, part, microbatch] = /^(\d+)([FBIW])((\d+)(?:\.\d+)?)$/.exec(each.action);
+      return [each.action, {...each, text: each.action, stage: Number(stage), kind, part, microbatch: Number(microbatch)}];
     }));
     this.end = Math.max(0, ...answer.stuck.map(({end}) => end));
   }
@@ -50,7 +50,7 @@ class Picture {
 
   /** The cells of a rank's row in the table, each with the boxes of its actions. */
   cells(rank) {
-    return this.answer.rows[rank].map((text) => (text.match(/\d+[FBIW]\d+/g) || []).map((name) => this.box(name)).filter(Boolean));
+    return this.answer.rows[rank].map((text) => (text.match(/\d+[FBIW]\d+(?:\.\d+)?/g) || []).map((name) => this.box(name)).filter(Boolean));
   }
 
   // ---- pointer

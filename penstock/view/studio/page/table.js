@@ -195,4 +195,4 @@ class Table {
 }
 
 /** The actions that a cell of the table names: one, or the two of a pair that may overlap. */
-function namesOf(text) { return text.startsWith("(") ? text.match(/\d+[FBIW]\d+/g) || [text] : [text]; }
+function namesOf(text) { return text.startsWith("(") ? text.match(/\d+[FBIW]\d+(?:\.\d+)?/g) || [text] : [text]; }

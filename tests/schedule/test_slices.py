@@ -1,0 +1,111 @@
+"""Tables whose microbatches are cut into slices along their sequence."""
+
+from itertools import product
+
+import pytest
+
+from penstock.schedule import Costs, Schedule, ScheduleError, build, from_rows, names, search, simulate, verify
+from penstock.schedule.catalog import family_options
+from penstock.schedule.table import Action, dependencies
+from penstock.view.terminal import draw
+
+SLICED = [name for name in names() if "slices" in family_options(name)]
+
+
+def test_the_families_with_slices():
+    assert SLICED == ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1"]
+    with pytest.raises(ScheduleError, match="naive has no option slices"):
+        build("naive", 2, 2, slices=2)
+
+
+def test_1f1b_is_drawn_as_seq1f1b():
+    drawn = """
+        rank 0 |   0F0 0F0.1   0F1 0B0.1 0F1.1   0B0 0B1.1   0B1
+        rank 1 |   1F0 1F0.1 1B0.1   1F1   1B0 1F1.1 1B1.1   1B1
+    """
+    assert str(build("1f1b", 2, 2, slices=2)).splitlines() == [line.strip() for line in drawn.strip().splitlines()]
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_one_slice_is_the_table_without(name):
+    for ranks, microbatches in product((1, 2, 4), (1, 3, 8)):
+        assert build(name, ranks, microbatches, slices=1) == build(name, ranks, microbatches)
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_any_number_of_slices_is_proved_and_holds_no_more_microbatches(name):
+    for ranks, microbatches, slices in product((1, 2, 3, 5), (1, 2, 5, 8), (2, 3, 4, 7)):
+        table = build(name, ranks, microbatches, slices=slices)
+        proof, whole = verify(table), verify(build(name, ranks, microbatches))
+        assert table.slices == slices
+        assert f"{microbatches} microbatches in {slices} slices" in str(proof)
+        assert proof.actions == slices * whole.actions
+        assert max(proof.peak_in_flight) <= max(whole.peak_in_flight)
+        for row in table.actions:
+            for stage, m in {action[1:3] for action in row}:
+                parts = [(each.kind.value, each.slice) for each in row if each[1:3] == (stage, m)]
+                assert [k for kind, k in parts if kind == "F"] == [*range(slices)]
+                assert [k for kind, k in parts if kind in "BI"] == [*reversed(range(slices))]
+
+
+def test_a_slice_waits_for_the_one_before_forward_and_for_the_one_after_backward():
+    wanted = {
+        "1F4.1": "0F4.1 1F4",
+        "0F4": "",
+        "1B4.1": "1F4.1 2B4.1|2I4.1 1B4.2|1I4.2",
+        "2I4.2": "2F4.2",
+        "1W4.1": "1I4.1",
+    }
+    for action, waits in wanted.items():
+        found = ["|".join(map(str, options)) for options in dependencies(Action.parse(action), 3, slices=3)]
+        assert found == waits.split()
+
+
+def test_a_wrong_order_of_slices_is_refused_with_its_actions():
+    for row, told in (
+        ("0F0.1 0F0 0B0.1 0B0", "rank 0 has 0F0.1 before 0F0, which it needs"),
+        ("0F0 0F0.1 0B0 0B0.1", "rank 0 has 0B0 before 0B0.1, which it needs"),
+        ("0F0 0F0.1 0I0.1 0I0 0W0", "rank 0 lacks 0W0.1"),
+        ("0F0 0F0.1 0F1 0B0.1 0B0 0B1", "rank 0 lacks 0F1.1, rank 0 lacks 0B1.1"),
+    ):
+        table = from_rows("x", [row.split()])
+        with pytest.raises(ScheduleError, match=told):
+            verify(table)
+        if "before" in told:
+            with pytest.raises(ScheduleError, match="rank 0 waits for ever before " + told.split()[3]):
+                simulate(table)
+
+
+def test_the_bubble_and_the_memory_of_slices():
+    whole, sliced = (simulate(build("1f1b", 4, 8, slices=slices)) for slices in (1, 4))
+    assert (round(whole.bubble, 3), whole.peak_in_flight) == (0.273, (4, 3, 2, 1))
+    assert (round(sliced.bubble, 3), sliced.peak_in_flight, sliced.peak_memory) == (0.086, *[(1.75, 1.5, 1.25, 1)] * 2)
+    assert sum(sliced.busy) == sum(whole.busy)
+    with pytest.raises(ScheduleError, match=r"rank 0 holds 1.75 activations in flight, max_in_flight allows 1.5"):
+        verify(build("1f1b", 4, 8, slices=4), max_in_flight=1.5)
+
+
+def test_messages_of_slices_are_shares_of_a_message_and_arrive_as_simulated():
+    table = build("1f1b", 3, 4, slices=2)
+    timeline = simulate(table, Costs(2, 2, 2, send=0.25, size=4, bandwidth=8, microbatch_factors=[1, 2, 1, 3]))
+    for event in timeline.events:
+        for needed in timeline.needed_events(event):
+            arrival = timeline.arrivals.get((needed.action, event.action.stage))
+            assert event.start >= (needed.end if arrival is None else arrival.time)
+    first = timeline.arrivals[Action.parse("0F0"), 1]
+    assert first.time == 1 + 4 / 8 / 2 + 0.25
+
+
+def test_a_table_of_slices_is_read_from_its_csv_and_drawn(tmp_path):
+    table = build("zb-h1", 3, 2, slices=3)
+    table.to_csv(tmp_path / "table.csv")
+    assert Schedule.from_csv(tmp_path / "table.csv", name="zb-h1") == table
+    picture = draw(simulate(table), 200, False)
+    assert "F1.2" in picture
+    assert "W0.1" in picture
+
+
+def test_the_search_refuses_slices_as_a_start():
+    table = build("1f1b", 2, 2, slices=2)
+    with pytest.raises(ScheduleError, match="no start: it has 2 slices"):
+        search(Costs(), table.placement, 2, start=table)

@@ -225,7 +225,7 @@ class Pipeline(NotAModule):
         if loss_fn is not None and self.position.stage_rank_index == 0 and self.topology.rank == self.last_rank:
             tokens_dim = sequence_dim if self.position.cp_size > 1 else None
             self._loss_checks = LossChecks(
-                loss_fn, reduction, loss_weight, self.schedule.microbatches, self.rows_dim, tokens_dim
+                loss_fn, reduction, loss_weight, self.schedule.microbatches, self.rows_dim, tokens_dim, self.position.cp_size
             )
 
         self._options = ["model", *arguments, *all_build_options()]  # read-only from here on

@@ -149,11 +149,15 @@ class LossChecks:
         microbatches: int,
         rows_dim: int,
         tokens_dim: int | None = None,
+        num_parts: int = 1,
     ) -> None:
         if loss_weight is None:
             warn_of_inner_reduction(loss_fn, reduction)
         weighs_by_rows = loss_weight is None and reduction == "mean"
-        self._unequal_weights = UnequalWeightsCheck(loss_fn, microbatches, rows_dim) if weighs_by_rows else None
+        checks = [UnequalWeightsCheck(loss_fn, microbatches, rows_dim)]
+        if tokens_dim is not None:
+            checks.append(UnequalWeightsCheck(loss_fn, num_parts, tokens_dim, "ranks along cp", "tokens"))
+        self._unequal_weights = checks if weighs_by_rows else []
         self.rowwise_check: RowwiseLossCheck | None = None
         if tokens_dim is not None:  # tokens are cut
             self.rowwise_check = RowwiseLossCheck(loss_fn, reduction, loss_weight, tokens_dim, "tokens")
@@ -162,20 +166,24 @@ class LossChecks:
 
     def check_after_step(self, target: Any, is_list: bool = False) -> None:
         """After a step or an evaluation with this `target`, or list of targets: warn if one of the checks finds something."""
-        check = self._unequal_weights
-        has_warned = check is not None and target is not None and check.check_target(target, is_list)
+        has_warned = False
+        for check in self._unequal_weights if target is not None else ():
+            has_warned |= check.check_target(target, is_list)
         if not has_warned and self.rowwise_check is not None:
             self.rowwise_check.warn()
             self.rowwise_check = None if self.rowwise_check.is_done else self.rowwise_check
 
 
 class UnequalWeightsCheck:
-    """Warns, once, if microbatches count unequally in a mean that weighs them by their rows.
+    """Warns, once, if microbatches, or the parts of ranks along cp, count unequally in a mean that weighs them by their size.
 
     It reads the target in steps 1, 2, 4, 8, ..: only those wait for a target on a GPU.
     """
 
-    def __init__(self, loss_fn: Any, microbatches: int, rows_dim: int = 0) -> None:
+    def __init__(
+        self, loss_fn: Any, microbatches: int, rows_dim: int = 0, what: str = "microbatches", unit: str = "rows"
+    ) -> None:
+        self._what, self._unit = what, unit
         parts = list(_loss_components(loss_fn))
         indices = (part.ignore_index for part in parts if part.ignore_index is not None)
         self._ignore_index = next(indices, DEFAULT_IGNORE_INDEX)
@@ -226,17 +234,18 @@ class UnequalWeightsCheck:
     def _warn(self, weights: Sequence[float]) -> None:
         numbers = ", ".join(f"{weight:.6g}" for weight in weights[:8]) + (", .." if len(weights) > 8 else "")
         by_rows = f"lambda target: target.shape[{self._rows_dim}]" if self._rows_dim else "len"
+        by_rows = "lambda target: target.numel()" if self._unit == "tokens" else by_rows
         arguments = [] if self._ignore_index == DEFAULT_IGNORE_INDEX else [f"ignore_index={self._ignore_index}"]
         if self._class_weight is None:
             index = self._ignore_index
-            finding = f"the target of the microbatches has {numbers} values that are not {index}, which the loss ignores"
+            finding = f"the target of the {self._what} has {numbers} values that are not {index}, which the loss ignores"
         else:
-            finding = f"the class weights of the microbatches' targets add up to {numbers}"
+            finding = f"the class weights in the targets of the {self._what} add up to {numbers}"
             arguments.append("weight=class_weights")
         warnings.warn(
-            f"{finding}, but microbatches are weighed by their rows, so that loss and gradients are not those of the whole "
-            f"batch: pass Pipeline(.., loss_weight=ps.tokens({', '.join(arguments)})), or loss_weight={by_rows} if rows are "
-            "right",
+            f"{finding}, but {self._what} are weighed by their {self._unit}, so that loss and gradients are not those of the "
+            f"whole batch: pass Pipeline(.., loss_weight=ps.tokens({', '.join(arguments)})), or loss_weight={by_rows} if "
+            f"{self._unit} are right",
             stacklevel=6,
         )
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock import checkpoint
+from penstock.engine.loss import LossChecks
 from penstock.engine.sequence import check_arguments_can_be_cut, forward_signature, sequence_length, take_tokens
 from penstock.mesh.context_parallel import ContextParallelAttention
 
@@ -136,6 +137,18 @@ def test_a_loss_that_shifts_inside_is_a_warning_and_text_is_not_generated() -> N
     first, _ = ps.launch(shifted, 2)
     assert any("tokens is" in text and "which is no mean over tokens" in text for text in first)
     assert "generate() does not cut tokens along cp" in first[-1]
+
+
+def test_parts_of_the_tokens_that_count_unequally_are_a_warning() -> None:
+    target = torch.ones(4, 6, dtype=torch.int64)
+    target[:, 4:] = -100
+    loss_fn = nn.CrossEntropyLoss()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LossChecks(loss_fn, "mean", None, 2, 0).check_after_step(target)
+        LossChecks(loss_fn, "mean", ps.tokens(), 2, 0, 1, 2).check_after_step(target)
+    with pytest.warns(UserWarning, match=r"of the ranks along cp has 12, 4 values .* weighed by their tokens.*ps.tokens\(\)"):
+        LossChecks(loss_fn, "mean", None, 2, 0, 1, 2).check_after_step(target)
 
 
 # -- what is refused before data flows ------------------------------------------------------------------------------------

@@ -576,7 +576,7 @@ class Pipeline(NotAModule):
 
             batches = pipe.batches(dataset, rows=64, length=lambda row: len(row["input_ids"]))
             for groups in batches:  # one epoch
-                inputs = [collate([dataset[row] for row in group]) for group in groups]
+                microbatches = [[dataset[row] for row in group] for group in groups]
 
         rows
             Of a step of this replica. The last step of an epoch has those that are left.

@@ -161,7 +161,8 @@ class MicrobatchCosts:
     def step_costs(self, microbatches: Sequence[tuple[float, float]]) -> Costs:
         """Return the costs of a step over (rows, longest) of each microbatch, in the order in which they run.
 
-            predicted = ps.schedule.simulate(pipe.schedule, costs.step_costs([(4, 100), (9, 31), ..]))
+            step_costs = costs.step_costs([(4, 30), (9, 31), (5, 60), (2, 20)])
+            predicted = ps.schedule.simulate(pipe.schedule, step_costs).makespan
 
         A microbatch takes the same multiple of the mean on every stage: that of its sum over all stages.
         """

@@ -44,6 +44,11 @@ TEXTS = """
 model, tokens = GPT(GPTConfig(context=96, width=8, layers=3)), torch.randint(256, (8, 16))
 loss_fn, target = (lambda output, target: output.float().mean()), tokens
 """
+LISTS = """
+lengths = [1 + row % 5 for row in range(64)]
+for _ in range(2):
+    pipe.step_microbatches([inputs[:9], inputs[9:12]], [targets[:9], targets[9:12]])
+"""
 BESIDE = {  # and what these take besides, by the end of their names
     "import_weights": 'checkpoint.export(pipe, "Llama-3.2-1B")',
     "ShardedMLP": "topology = ps.comms.init_distributed()",
@@ -58,6 +63,11 @@ class Model(nn.Module):
         return x
 model, tokens = Model(), torch.randn(16, 4)
 """,
+    "MicrobatchCosts": LISTS,
+    "microbatch_costs.step_costs": LISTS + "costs = pipe.plan_costs()",
+    "pipeline.plan_costs": LISTS,
+    "pipeline.batches": 'dataset = [{"input_ids": [1] * (1 + row % 5)} for row in range(70)]',
+    "GroupingCollator": "from penstock.integrations.transformers import GroupingCollator; collate = list",
     "pipeline.generate": TEXTS + "pipe, prompt = ps.Pipeline(model), tokens[:1]",
     "measuring.measure": TEXTS,
     "rows.Rows": """

@@ -11,6 +11,7 @@ What they override, and what each override needs of transformers (5.23) and acce
     is_world_process_zero, ..
     _wrap_model                     whatever is not `self.model` is left as it is: here a `ModelView` of it
     get_batch_samples               the batches of one optimizer step, before they are trained: here its microbatches
+    get_train_dataloader            collates by `data_collator`: with `group="planned"`, `get_batch_samples` does
     training_step                   once for each of them, gives its loss: here the first call runs the pipeline
     compute_loss                    not overridden; called with a `ModelView`, which gives it the last stage's outputs
     prediction_step                 losses, logits and labels of one batch: here from the last stage's rank, on every rank
@@ -24,16 +25,18 @@ What they override, and what each override needs of transformers (5.23) and acce
     _maybe_log_save_evaluate        after each step: what callbacks decided on rank 0 holds for all
 
     attention    `attn_implementation="penstock"`: their models call `ps.attention`
-    arguments    the arguments a pipeline adds, and those that cannot be beside it
-    trainer      the mixin, and Trainer
-    model_view   what stands for the model where Trainer calls it; the loss that is `compute_loss`
-    optimizer    the state of an optimizer that is spread over ranks
+    arguments           the arguments a pipeline adds, and those that cannot be beside it
+    trainer             the mixin, and Trainer
+    model_view          what stands for the model where Trainer calls it; the loss that is `compute_loss`
+    grouping_collator   rows of like lengths share a microbatch
+    optimizer           the state of an optimizer that is spread over ranks
 """
 
 from penstock.integrations.transformers.arguments import PipelineArguments, TrainingArguments
 from penstock.integrations.transformers.attention import register_attention
+from penstock.integrations.transformers.grouping_collator import GroupingCollator
 from penstock.integrations.transformers.trainer import PipelineTrainerMixin, Trainer
 
-__all__ = ["PipelineArguments", "PipelineTrainerMixin", "Trainer", "TrainingArguments"]
+__all__ = ["GroupingCollator", "PipelineArguments", "PipelineTrainerMixin", "Trainer", "TrainingArguments"]
 
 register_attention()

@@ -38,6 +38,9 @@ class PipelineArguments(Mixin):
         default=None, metadata={"help": "`block` or `stage`: what activation_checkpointing is to a pipeline (block)."}
     )
     replicas: int = field(default=1, metadata={"help": "How many pipelines share the rows, on ranks / replicas each."})
+    group: str | None = field(
+        default=None, metadata={"help": "`planned`: rows of like lengths share a batch, among those of one optimizer step."}
+    )
     plan: str | None = field(default=None, metadata={"help": "A file of `penstock plan`: schedule, cuts, recomputation."})
 
     def __post_init__(self) -> None:
@@ -110,6 +113,7 @@ def _without_launcher() -> Iterator[None]:
 
 
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda args: args.group not in (None, "planned"), "group= is None or 'planned'"),
     (lambda args: args.deepspeed, "deepspeed= cuts the model in its own way: leave it out"),
     (lambda args: args.fsdp, "fsdp= shards the model in its own way: leave it out; replicas= trains several pipelines"),
     (lambda args: args.parallelism_config, "parallelism_config= spreads the model in its own way: leave it out"),

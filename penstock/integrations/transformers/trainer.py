@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.integrations.transformers.arguments import TrainingArguments, check_arguments
+from penstock.integrations.transformers.grouping_collator import GroupingCollator, RowBatch
 from penstock.integrations.transformers.model_view import (
     ModelView,
     TrainerLoss,
@@ -40,6 +42,8 @@ class PipelineTrainerMixin(Mixin):
         args = TrainingArguments("tmp_trainer") if args is None else args
         check_arguments(args)
         super().__init__(model, args, *more, **options)
+        if args.group is not None:
+            self._check_divides_by_tokens()
         self._pipelines: dict[frozenset[str], ps.Pipeline] = {}  # by the names of the arguments that the model is called with
         self._loss = TrainerLoss(self)
         self._accumulated: list[dict[str, Any]] = []  # the batches of one optimizer step
@@ -73,9 +77,36 @@ class PipelineTrainerMixin(Mixin):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The batches of one optimizer step, which flow through the pipeline together."""
+        if self.args.group is not None:
+            epoch_iterator = self._grouped_batches(list(islice(epoch_iterator, num_batches)))
         self._accumulated, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._losses = []
         return self._accumulated, num_items
+
+    def get_train_dataloader(self) -> Any:
+        """With `group="planned"`, of rows as they are: `get_batch_samples` groups and collates them."""
+        if self.args.group is None:
+            return super().get_train_dataloader()
+        collate: Any = self.data_collator
+        self.data_collator: Any = RowBatch
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = collate
+
+    def _check_divides_by_tokens(self) -> None:
+        """Raise MismatchError where batches of unequal rows would count alike: a loss that is each batch's own mean."""
+        is_causal = getattr(self.model, "loss_type", None) == "ForCausalLM" and not self.args.label_smoothing_factor
+        if not is_causal and self.compute_loss_func is None:
+            raise ps.MismatchError(
+                "group='planned' makes batches of unequal rows, so it needs a loss divided by the tokens of the whole step: "
+                "that of a ..ForCausalLM model without label smoothing, or a compute_loss_func that uses num_items_in_batch"
+            )
+
+    def _grouped_batches(self, batches: Sequence[RowBatch]) -> Iterator[Any]:
+        """As many batches of the same rows, of like lengths."""
+        rows = [row for batch in batches for row in batch.rows]
+        return iter(GroupingCollator(self.data_collator, len(batches))(rows) if rows else ())
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """The loss of one of these batches; with the first of them, forward and backward of all."""

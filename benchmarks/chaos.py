@@ -150,7 +150,7 @@ def program(job: Job) -> None:
         if not hasattr(error, "attempts"):
             raise
         attempts, ended = error.attempts, False
-    told = [{"ranks": each.ranks, "failed_ranks": each.failed_ranks, "error": str(each.error)} for each in attempts]
+    told = [{"ranks": attempt.ranks, "failed_ranks": attempt.failed_ranks, "error": str(attempt.error)} for attempt in attempts]
     (Path(job.folder) / "attempts").write_text(json.dumps({"ended": ended, "attempts": told}))
 
 
@@ -299,7 +299,7 @@ class Run:
         while True:
             faults, program = disturb(self.job, self.torchrun, self.temporary, draw, most - len(self.faults))
             self.faults += faults
-            self.wrong += [f"left: {each}" for each in program.left()]
+            self.wrong += [f"left: {value}" for value in program.left()]
             if self._ended(program, faults):
                 return
 
@@ -315,17 +315,17 @@ class Run:
             return False
         told = json.loads(path.read_text())
         path.unlink()
-        failed = [each for each in told["attempts"] if each["error"] != "None"]
+        failed = [attempt for attempt in told["attempts"] if attempt["error"] != "None"]
         if told["ended"] and len(failed) == len(faults) - 1:  # the last one came when its rank was done
             self.faults.remove(faults.pop())
         if len(failed) != len(faults):
-            self.wrong.append(f"{len(faults)} faults ended {len(failed)} attempts: {[each['error'] for each in failed]}")
+            self.wrong.append(f"{len(faults)} faults ended {len(failed)} attempts: {[result['error'] for result in failed]}")
         said = {pid: rank for pid, rank, _ in program.starts()}
-        for fault, each in zip(faults, failed, strict=False):
+        for fault, result in zip(faults, failed, strict=False):
             rank = said.get(fault.pid, fault.rank)
             expected = {rank} if rank is not None else None  # it died before it had a number
-            if len(each["failed_ranks"]) != 1 or (expected and set(each["failed_ranks"]) != expected):
-                self.wrong.append(f"{fault.kind} of rank {rank}, told: {each['failed_ranks']}, {each['error']}")
+            if len(result["failed_ranks"]) != 1 or (expected and set(result["failed_ranks"]) != expected):
+                self.wrong.append(f"{fault.kind} of rank {rank}, told: {result['failed_ranks']}, {result['error']}")
         return bool(told["ended"])
 
     def recovery(self) -> list[float]:

@@ -133,7 +133,7 @@ class OneProcess:
         if not self.modules:
             return None
         microbatches = zip(self.input.chunk(self.microbatches), self.target.chunk(self.microbatches), strict=True)
-        return torch.stack([self._backward(*each) for each in microbatches]).sum()
+        return torch.stack([self._backward(*microbatch) for microbatch in microbatches]).sum()
 
     def _backward(self, hidden: Tensor, target: Tensor) -> Tensor:
         for module in self.modules:

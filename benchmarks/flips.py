@@ -64,7 +64,7 @@ class Subject:
         self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-2)
         self.rank = self.pipe.position.world.rank
         text = torch.randint(17, (STEPS, 4, 7))
-        self.batches = [(each[:, :-1], each[:, 1:]) for each in text]
+        self.batches = [(character[:, :-1], character[:, 1:]) for character in text]
         self.start = {name: value.clone() for name, value in self.pipe.state_dict().items()}
 
     def run(self, folder: Path, flip: Flip | None = None) -> tuple[str, str]:
@@ -87,7 +87,7 @@ class Subject:
         self.optimizer.step()
         if kind in ("weights", "optimizer"):
             state: Any = self.optimizer.state
-            hit = self._hit(rng, lambda each: [each] if kind == "weights" else list(state[each].values()))
+            hit = self._hit(rng, lambda value: [value] if kind == "weights" else list(state[value].values()))
         trail.record_step()
         self.optimizer.zero_grad()
         return hit

@@ -75,16 +75,19 @@ def in_turns(acts: dict[str, Act], options: argparse.Namespace) -> dict[str, lis
     for turn in range(WARM_UP + options.turns):
         for name in acts if turn % 2 else reversed(acts):
             times[name].append(timed(acts[name], options.device))
-    return {name: each[WARM_UP:] for name, each in times.items()}
+    return {name: duration[WARM_UP:] for name, duration in times.items()}
 
 
 def told(times: dict[str, list[float]], base: str, per: dict[str, int] | None = None) -> None:
     """A line for each: its median, and its ratio to `base` turn by turn; `per`: microseconds for each of so many actions."""
-    for name, each in times.items():
-        ratios = [one / other for one, other in zip(each, times[base], strict=True)]
+    for name, duration in times.items():
+        ratios = [one / other for one, other in zip(duration, times[base], strict=True)]
         low, middle, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        action = f", {1e6 * median(each) / (per[name] * MICROBATCHES):8.1f} us an action" if per else ""
-        print(f"  {name:22} {1e3 * median(each):9.3f} ms, {middle:.3f} of {base} ({low:.3f} to {high:.3f}){action}", flush=True)
+        action = f", {1e6 * median(duration) / (per[name] * MICROBATCHES):8.1f} us an action" if per else ""
+        print(
+            f"  {name:22} {1e3 * median(duration):9.3f} ms, {middle:.3f} of {base} ({low:.3f} to {high:.3f}){action}",
+            flush=True,
+        )
 
 
 def goal(what: str, reached: float, most: float) -> None:

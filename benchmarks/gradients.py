@@ -94,9 +94,9 @@ def _measured(options: Options, name: str, mesh: DeviceMesh, position: MeshPosit
             for parameter in pipe.parameters():
                 parameter.grad = None
     planned = simulate(table, Costs(seconds, 2 * seconds, 0))
-    each = 4 * floats / bandwidth
-    told = {kind: averaging_end_time(planned, each, overlapped=kind == "overlapped", shared=True) for kind in took}
-    return {"schedule": name, "link": table.stages * each, "table": planned.makespan, "told": told, **took}
+    value = 4 * floats / bandwidth
+    told = {kind: averaging_end_time(planned, value, overlapped=kind == "overlapped", shared=True) for kind in took}
+    return {"schedule": name, "link": table.stages * value, "table": planned.makespan, "told": told, **took}
 
 
 def _stages(table: Schedule, seconds: float, floats: int) -> list[nn.Module]:

@@ -176,8 +176,8 @@ def _predicted_waiting(table: Schedule, subject: Emulated, link: Link) -> float:
     forward, inputs, weights = subject.nominal
     message = subject.message / link.bandwidth
     crosses = link.crosses(table)
-    forwards = [forward + message * each for each in [*crosses, False]]
-    backwards = [inputs + message * each for each in [False, *crosses]]
+    forwards = [forward + message * cross for cross in [*crosses, False]]
+    backwards = [inputs + message * value for value in [False, *crosses]]
     return ps.schedule.simulate(table, Costs(forwards, backwards, weights)).makespan
 
 

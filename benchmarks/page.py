@@ -90,7 +90,7 @@ def main(options: Options) -> None:
             driver.quit()
     print(f"{options.schedule}, {options.ranks} ranks, {options.microbatches} microbatches: {len(step.events):,} actions")
     print(f"made in {made:.1f} s, {len(text) / 1e6:.1f} MB; drawn {first / 1e3:.2f} s after it was asked for")
-    print(", ".join(f"{move} {1e3 / each:.0f} frames a second" for move, each in frames.items()))
+    print(", ".join(f"{move} {1e3 / frame:.0f} frames a second" for move, frame in frames.items()))
     print(f"the studio answers {' '.join(map(str, LARGE.values()))} in {min(answered() for _ in range(options.times)):.2f} s")
 
 

@@ -90,7 +90,7 @@ def model_of(ranks: int) -> nn.Sequential:
 
 def layers_of(ranks: int) -> ModelProfile:
     """What they cost, each sleep a little longer than told; and what they would hold."""
-    times = [tuple(each + OVERSLEPT for each in seconds) for seconds in seconds_of(ranks)]
+    times = [tuple(duration + OVERSLEPT for duration in seconds) for seconds in seconds_of(ranks)]
     rest = ACTIVATION, KEEP, 0.0, OUTPUT
     return ModelProfile.from_layers([LayerCost(str(number), f, i, w, *rest) for number, (f, i, w) in enumerate(times)], ROWS)
 
@@ -219,13 +219,13 @@ def compared(plans: Sequence[Plan], default: Fixed, make: Callable[[int], Task],
     while len(rounds) < options.rounds and (not rounds or time.perf_counter() - begin < options.seconds):
         rounds.append(ps.launch(run_plans, default.schedule.ranks, every, make, options.steps)[0])
         told = ", ".join(
-            f"{1e3 * took:.0f} ({took / each.seconds - 1:+.1%})" for took, each in zip(rounds[-1], every, strict=True)
+            f"{1e3 * took:.0f} ({took / result.seconds - 1:+.1%})" for took, result in zip(rounds[-1], every, strict=True)
         )
         print(
             f"{default.schedule.ranks} ranks, round {len(rounds)} of {options.rounds}: {told} ms", file=sys.stderr, flush=True
         )
     took = list(map(median, zip(*rounds, strict=True)))
-    seconds = [each.seconds for each in every]
+    seconds = [result.seconds for result in every]
     pairs = [
         (took[one] < took[other]) == (seconds[one] < seconds[other])
         for one, other in combinations(range(len(every)), 2)
@@ -238,7 +238,7 @@ def compared(plans: Sequence[Plan], default: Fixed, make: Callable[[int], Task],
         "error %": 100 * (took[0] / seconds[0] - 1),
         "default ms": 1e3 * took[-1],
         "less %": 100 * (1 - took[0] / took[-1]),
-        "largest error %": max((100 * (each / said - 1) for each, said in zip(took, seconds, strict=True)), key=abs),
+        "largest error %": max((100 * (value / said - 1) for value, said in zip(took, seconds, strict=True)), key=abs),
     }
     return row, pairs
 

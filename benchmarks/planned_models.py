@@ -55,14 +55,14 @@ def head(tokens: int, width: int, vocabulary: int) -> LayerCost:
 
 def gpt(blocks: int, tokens: int, width: int, vocabulary: int) -> ModelProfile:
     """A decoder, dense throughout."""
-    middle = [block(f"blocks.{each}", tokens, width) for each in range(blocks)]
+    middle = [block(f"blocks.{index}", tokens, width) for index in range(blocks)]
     return ModelProfile.from_layers([embedding(tokens, width), *middle, head(tokens, width, vocabulary)])
 
 
 def encoder_decoder(blocks: int, tokens: int, answer: int, width: int, vocabulary: int) -> ModelProfile:
     """Encoder blocks over long rows, decoder blocks over short ones that look at what the encoder gave."""
-    encoder = [block(f"encoder.{each}", tokens, width) for each in range(blocks)]
-    decoder = [block(f"decoder.{each}", answer, width, seen=tokens) for each in range(blocks)]
+    encoder = [block(f"encoder.{index}", tokens, width) for index in range(blocks)]
+    decoder = [block(f"decoder.{index}", answer, width, seen=tokens) for index in range(blocks)]
     return ModelProfile.from_layers([embedding(tokens, width), *encoder, *decoder, head(answer, width, vocabulary)])
 
 
@@ -70,13 +70,13 @@ def hierarchical_vit() -> ModelProfile:
     """Four groups of blocks: each has a quarter of the tokens of the one before, and twice its width."""
     depths, tokens, width, layers = (2, 2, 18, 2), 96 * 96, 192, []
     for group, depth in enumerate(depths):
-        layers += [block(f"groups.{group}.{each}", tokens // 4**group, width * 2**group) for each in range(depth)]
+        layers += [block(f"groups.{group}.{index}", tokens // 4**group, width * 2**group) for index in range(depth)]
     return ModelProfile.from_layers([embedding(tokens, width), *layers, head(1, width * 8, 21_000)])
 
 
 def mixture(blocks: int, tokens: int, width: int, vocabulary: int) -> ModelProfile:
     """Every second block has sixteen experts, two of which work on a token."""
-    middle = [block(f"blocks.{each}", tokens, width, 2.5, used=1 + each % 2) for each in range(blocks)]
+    middle = [block(f"blocks.{index}", tokens, width, 2.5, used=1 + index % 2) for index in range(blocks)]
     return ModelProfile.from_layers([embedding(tokens, width), *middle, head(tokens, width, vocabulary)])
 
 
@@ -139,7 +139,7 @@ def large_models(effort: Effort) -> list[Row]:
                 effort=effort,
             )[0]
             took = time.process_time() - begin
-            even = even_cut(layers, terms, BATCH, COUNTS, [each for each in FAMILIES if each != "naive"])
+            even = even_cut(layers, terms, BATCH, COUNTS, [family for family in FAMILIES if family != "naive"])
             rows.append(
                 {
                     "model": name,

@@ -122,7 +122,7 @@ def run_fair_and_slow(steps: int) -> list[MeasuredTimeline]:
     """On each of four ranks: the fastest step where all are alike, and where one is slow; their steps in turns."""
     stages = [[nn.Sequential(*(EmulatedLayer(DIM, *SECONDS) for _ in range(2))) for _ in range(4)] for _ in range(2)]
     stages[1][SLOW_RANK].append(Slower())
-    pipes = [ps.Pipeline(each, nn.functional.mse_loss, "1f1b", 8) for each in stages]
+    pipes = [ps.Pipeline(stage, nn.functional.mse_loss, "1f1b", 8) for stage in stages]
     inputs, target = torch.randn(2, ROWS * 8, DIM)
     timelines: list[list[MeasuredTimeline]] = [[], []]
     for _ in range(steps + 1):
@@ -176,9 +176,9 @@ def main(options: Options) -> None:
 
 
 def _add(ran: dict[Case, Ran], ranks: int, cases: list[Case], steps: int) -> None:
-    for case, each in zip(cases, ps.launch(run_cases, ranks, cases, steps)[0], strict=True):
-        ran[case].seconds.extend(each.seconds)
-        ran[case].timelines.extend(each.timelines)
+    for case, result in zip(cases, ps.launch(run_cases, ranks, cases, steps)[0], strict=True):
+        ran[case].seconds.extend(result.seconds)
+        ran[case].timelines.extend(result.timelines)
 
 
 def _sizes(options: Options) -> list[tuple[int, bool]]:

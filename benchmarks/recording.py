@@ -96,13 +96,13 @@ def main(options: Options) -> None:
     with_record, without = zip(*turns, strict=True)
     ratios = [100 * (one / other - 1) for one, other in turns]
     low, middle, high = quantiles(ratios, n=4)
-    each = alone()
+    alone_run = alone()
     size = f"{options.ranks} ranks, {2 * options.microbatches} actions of {options.action_ms:g} ms a rank"
     print(f"{options.turns} steps of each kind, {size}")
     print(f"a step with the record {1e3 * median(with_record):.2f} ms, without {1e3 * median(without):.2f} ms")
     uncertain = 0.93 * (high - low) / options.turns**0.5  # standard error of a median
     print(f"the record costs {middle:+.2f} +- {uncertain:.2f} % of a step (turn by turn; quartiles {low:+.2f}, {high:+.2f} %)")
-    print(f"the clock alone: {1e9 * each:.0f} ns an action, {100 * each / (options.action_ms / 1e3):.3f} % of one")
+    print(f"the clock alone: {1e9 * alone_run:.0f} ns an action, {100 * alone_run / (options.action_ms / 1e3):.3f} % of one")
 
 
 if __name__ == "__main__":

@@ -52,13 +52,13 @@ def train(folders: list[str], width: int) -> str:
 
     size = sum(value.nbytes for value in pipe.state_dict().values()) * 3 / 1e6
     told = []
-    for name, each in times.items():
-        wall, own = (median(column) for column in zip(*each[WARM_UP:], strict=True))
+    for name, duration in times.items():
+        wall, own = (median(column) for column in zip(*duration[WARM_UP:], strict=True))
         told.append(f"{name} {wall:.1f} ({own:.1f})")
     return f"width {width}, {size:.1f} MB a rank: ms (of this rank's processor): {', '.join(told)}"
 
 
 if __name__ == "__main__":
-    for each in map(int, sys.argv[1:] or ("64", "512", "1024")):
+    for item in map(int, sys.argv[1:] or ("64", "512", "1024")):
         with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-            print(ps.launch(train, 2, [disk, memory], each)[0], flush=True)
+            print(ps.launch(train, 2, [disk, memory], item)[0], flush=True)

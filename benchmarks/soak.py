@@ -99,7 +99,7 @@ def soak(options: Options) -> dict[str, list[Look]]:
 def slope(found: list[Look], what: str) -> float:
     """How much `what` grows each time, by least squares."""
     settled = found[len(found) // 4 :]
-    times, values = [each.done for each in settled], [getattr(each, what) for each in settled]
+    times, values = [timeline.done for timeline in settled], [getattr(timeline, what) for timeline in settled]
     middle, mean = sum(times) / len(times), sum(values) / len(values)
     spread = sum((time - middle) ** 2 for time in times)
     return sum((time - middle) * (value - mean) for time, value in zip(times, values, strict=True)) / spread
@@ -108,7 +108,7 @@ def slope(found: list[Look], what: str) -> float:
 def is_flat(found: list[Look]) -> bool:
     """Whether descriptors and threads stay as many."""
     settled = found[len(found) // 4 :]
-    return len({(each.descriptors, each.threads) for each in settled}) == 1
+    return len({(timeline.descriptors, timeline.threads) for timeline in settled}) == 1
 
 
 def main(options: Options) -> None:
@@ -116,10 +116,10 @@ def main(options: Options) -> None:
     grown = False
     for rank, told in enumerate(ps.launch(soak, options.ranks, options)):
         for what, found in told.items():
-            last, each = found[-1], slope(found, "memory")
-            grown |= not is_flat(found) or each > MOST[what]
+            last, value = found[-1], slope(found, "memory")
+            grown |= not is_flat(found) or value > MOST[what]
             counts = f"{last.descriptors} descriptors, {last.threads} threads{'' if is_flat(found) else ' (not flat!)'}"
-            memory = f"{last.memory / 2**20:.0f} MiB, {each / 1e3:+.2f} kB for each"
+            memory = f"{last.memory / 2**20:.0f} MiB, {value / 1e3:+.2f} kB for each"
             print(f"rank {rank}, {getattr(options, what):,} {what}: {counts}, {memory}")
     sys.exit(int(grown))
 

@@ -126,8 +126,8 @@ def _check(engines: Iterable[StageEngine], module: nn.Module, value: Tensor, gra
         _lap(engine, value, gradient)
         engine.end()
         found.append([parameter.grad for parameter in module.parameters()])
-    for each in found[1:]:
-        torch.testing.assert_close(each, found[0])
+    for result in found[1:]:
+        torch.testing.assert_close(result, found[0])
 
 
 def _lap(engine: StageEngine, value: Tensor, gradient: Tensor) -> Lap:

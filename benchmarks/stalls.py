@@ -54,16 +54,16 @@ def stalls(events: Iterable[Mapping[str, Any]], most: int = 10) -> Stalls:
         name = event["name"]
         if (
             event.get("cat") == "cuda_runtime"
-            and any(each in name for each in WAITS)
-            and not any(each in name for each in NEVER)
+            and any(wait in name for wait in WAITS)
+            and not any(value in name for value in NEVER)
         ):
             count[name] += 1
             seconds[name] += event["dur"]
-    waits = {name: (count[name], float(seconds[name])) for name in sorted(count, key=lambda each: -seconds[each])}
+    waits = {name: (count[name], float(seconds[name])) for name in sorted(count, key=lambda value: -seconds[value])}
     longest = sorted((gap for gap in gaps if gap[0] > GAP), reverse=True)[:most]
     return Stalls(busy_until - work[0][0] if work else 0.0, sum(gap for gap, _ in gaps), longest, waits)
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:]:
-        print(f"{each}\n{read(Path(each))}")
+    for argument in sys.argv[1:]:
+        print(f"{argument}\n{read(Path(argument))}")

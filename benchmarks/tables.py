@@ -17,5 +17,5 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
     if type(value) is tuple:
-        return " ".join(_text(each) if each is None else f"{each:.3f}" for each in value)
+        return " ".join(_text(item) if item is None else f"{item:.3f}" for item in value)
     return "-" if value is None else str(value)

@@ -38,6 +38,6 @@ def results_of(script: str, ranks: int, rate: str, setup: str = "true") -> tuple
         results, cable = Path(folder) / "results.json", on[0].sent()
         commands = hosts.torchrun(on, ranks, script, *sys.argv[1:], "--results", str(results))
         ended = hosts.run(on, commands, timeout=TIMEOUT)
-        if any(each.code for each in ended):
-            sys.exit("\n".join(each.output for each in ended))
+        if any(process.code for process in ended):
+            sys.exit("\n".join(process.output for process in ended))
         return json.loads(results.read_text()), on[0].sent() - cable

@@ -160,7 +160,7 @@ def _taken(case: Case, kind: Kind, timelines: tuple[Timeline, ...]) -> tuple[flo
     nominal = {Kind.F: forward, Kind.B: inputs + weights, Kind.I: inputs, Kind.W: weights}[kind]
     stages = range(1, case.table().num_stages)
     times = [[time for stage in stages for time in times_of(timeline, kind, stage)] for timeline in timelines]
-    return tuple(fmean(each) / nominal for each in times) if all(times) else None
+    return tuple(fmean(duration) / nominal for duration in times) if all(times) else None
 
 
 def _compute_row(case: Case, records: list[Record]) -> Row:

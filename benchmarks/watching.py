@@ -76,7 +76,7 @@ def steps(options: Options, folder: str) -> Measured:
     pipes = {name: ps.Pipeline(deepcopy(model), loss, "1f1b", options.microbatches, **asked.get(name, {})) for name in names}
     optimizers = {name: torch.optim.Adam(pipe.parameters()) for name, pipe in pipes.items()}
     batch, turns = torch.randn(2, options.rows * options.microbatches, width), []
-    beating = next(each for each in threading.enumerate() if each.name == "penstock-heartbeat")
+    beating = next(thread for thread in threading.enumerate() if thread.name == "penstock-heartbeat")
     beats, begin = time.pthread_getcpuclockid(beating.ident or 0), time.monotonic()
     for turn in range(WARM_UP + options.turns):
         times, first = {}, turn % len(names)  # none always goes first
@@ -85,8 +85,8 @@ def steps(options: Options, folder: str) -> Measured:
             times[name] = _step(pipes[name], optimizers[name], batch, trail)
         turns.append(times)
     heartbeat = time.clock_gettime(beats) / (time.monotonic() - begin)
-    forwards = [each.end - each.start for each in pipes[BARE].timeline().events if each.action.kind is Kind.F]
-    parameters = sum(each.nbytes for each in pipes[BARE].parameters())
+    forwards = [event.end - event.start for event in pipes[BARE].timeline().events if event.action.kind is Kind.F]
+    parameters = sum(parameter.nbytes for parameter in pipes[BARE].parameters())
     digested = 4 * parameters + batch[0].nbytes * 2 * options.layers
     return Measured(turns[WARM_UP:], median(forwards), digested, heartbeat)
 
@@ -124,8 +124,8 @@ def shares(everyone: list[Measured], name: str, interval: int) -> str:
     """What `name` adds to a step, in per cent of one without: of the ranks' processor time, and of the slowest's seconds."""
     told = []
     for what, total in (("processor", sum), ("clock", max)):
-        sides = [[total(getattr(each[side], what) for each in turn) for side in (name, BARE)]
-                 for turn in zip(*[each.turns for each in everyone], strict=True)]  # fmt: skip
+        sides = [[total(getattr(action[side], what) for action in turn) for side in (name, BARE)]
+                 for turn in zip(*[result.turns for result in everyone], strict=True)]  # fmt: skip
         low, middle, high = quantiles([100 * (with_it / without - 1) / interval for with_it, without in sides], n=4)
         told.append(f"{middle:6.2f} ({low:.2f} to {high:.2f})")
     return f"{told[0]:24} {told[1]}"
@@ -137,13 +137,13 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as folder:
         everyone = ps.launch(steps, options.ranks, options, folder)
     first, ranks = everyone[0], options.ranks
-    clock = 1e3 * median(each[BARE].clock for each in first.turns)
+    clock = 1e3 * median(turn[BARE].clock for turn in first.turns)
     print(f"{options.turns} steps of each kind on {ranks} ranks: {clock:.0f} ms, a forward {1e3 * first.forward:.1f} ms")
     print(f"a rank's digests of one step are of {first.digested / 1e6:.0f} MB")
     print(f"\n{'per cent of a step (quartiles of the turns)':44} {'processor time':24} clock")
     for name, interval in INTERVALS.items():
         print(f"{name:44} {shares(everyone, name, interval)}")
-    print(f"{'heartbeat, per cent of one core':44} {100 * max(each.heartbeat for each in everyone):6.2f}")
+    print(f"{'heartbeat, per cent of one core':44} {100 * max(result.heartbeat for result in everyone):6.2f}")
 
 
 if __name__ == "__main__":

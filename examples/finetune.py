@@ -26,7 +26,7 @@ def collate(texts: list[str]) -> dict[str, Tensor]:
     """Bytes as tokens, padded to one length, with the mask and the labels that say so."""
     tokens = [torch.tensor(list(text.encode())) for text in texts]
     ids = nn.utils.rnn.pad_sequence(tokens, batch_first=True)
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in tokens], batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(tensor) for tensor in tokens], batch_first=True)
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
 
 

@@ -24,7 +24,7 @@ def next_token_loss(output: Any, tokens: Tensor) -> Tensor:
 def steps(model: nn.Module, tokens: Tensor, schedule: str, count: int) -> list[float]:
     """Some steps over all ranks; what is frozen stays frozen."""
     pipe = ps.Pipeline(model, next_token_loss, schedule, 4, example_kwargs={"input_ids": tokens[:2]})
-    optimizer = torch.optim.AdamW([each for each in pipe.parameters() if each.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([parameter for parameter in pipe.parameters() if parameter.requires_grad], lr=1e-2)
     losses = []
     for _ in range(count):
         losses.append(pipe.step(input_ids=tokens, target=tokens).item())

@@ -29,7 +29,7 @@ def lines() -> list[dict[str, list[int]]]:
     source = Path(str(text.__file__)).read_bytes()
     starts = range(0, 64 * len(LENGTHS), len(LENGTHS))
     texts = [list(source[start : start + LENGTHS[number % len(LENGTHS)]]) for number, start in enumerate(starts)]
-    return [{"input_ids": each, "labels": each} for each in texts]
+    return [{"input_ids": value, "labels": value} for value in texts]
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:

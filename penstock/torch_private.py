@@ -388,7 +388,11 @@ def is_set_grad_call(target: object) -> bool:
 def mutated_arguments(operation: OpOverload) -> list[tuple[int, str]]:
     """Place and name of each argument that an operation writes to, which only its schema says."""
     arguments = enumerate(operation._schema.arguments)
-    return [(place, each.name) for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [
+        (place, argument.name)
+        for place, argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 # ---- DistributedDataParallel and fully_shard (mesh) -----------------------------------------------------------------
@@ -436,7 +440,7 @@ def replicate_with_fsdp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def is_replicate_module(module: nn.Module) -> bool:
     """Whether `replicate` has made it."""
-    return any(each.__name__ == "ReplicateModule" for each in type(module).__mro__)
+    return any(value.__name__ == "ReplicateModule" for value in type(module).__mro__)
 
 
 def fsdp_casts_inputs_or_outputs(module: nn.Module) -> bool:
@@ -490,7 +494,7 @@ def reduce_fsdp_gradients(modules: Sequence[Any]) -> None:
 
 def fsdp_parameters(module: Any) -> list[Any]:
     """For each parameter that `module` itself shards: what keeps it and its gradient."""
-    return [each for group in _fsdp_groups(module) for each in group.fsdp_params]
+    return [fsdp_param for group in _fsdp_groups(module) for fsdp_param in group.fsdp_params]
 
 
 def has_unreduced_grad(parameter: Any) -> bool:

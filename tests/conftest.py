@@ -43,8 +43,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_addoption(parser):
-    told = "have ranks use communicators with NCCL's manners (nccl_like.py): lazy, eager or ahead"
-    parser.addoption("--over-nccl", metavar="MANNERS", help=told)
+    message = "have ranks use communicators with NCCL's manners (nccl_like.py): lazy, eager or ahead"
+    parser.addoption("--over-nccl", metavar="MANNERS", help=message)
 
 
 def pytest_configure(config):

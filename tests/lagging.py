@@ -114,9 +114,9 @@ def ahead(stream: Stream, modules: Iterable[nn.Module]) -> Iterator[None]:
     for key in [key for key, memory in _there.items() if memory.expired()]:
         del _there[key]
     for module in modules:
-        for each in (*module.parameters(), *module.buffers()):
-            put(local_shard(each))
-            put(local_shard(each.grad))
+        for parameter in (*module.parameters(), *module.buffers()):
+            put(local_shard(parameter))
+            put(local_shard(parameter.grad))
     _here.stream = stream
     try:
         with _Ahead():
@@ -149,7 +149,7 @@ class _Ahead(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(map(is_traceable_wrapper_subclass, tensors)):
             return NotImplemented  # it is taken apart first
         if not any(map(is_there, tensors)):
@@ -166,42 +166,42 @@ class _Ahead(TorchDispatchMode):
                 return _later(func, args, kwargs)
         compute().synchronize()
         made = func(*args, **kwargs)
-        for each in tree_leaves(made):
-            put(each)
+        for leaf in tree_leaves(made):
+            put(leaf)
         return made
 
 
 def _is_refused(func: Any, tensors: Sequence[Tensor]) -> bool:
     """Whether it is a product that the host refuses, though its shapes fit."""
-    return func.overloadpacket in PRODUCTS and len({each.dtype for each in tensors}) > 1
+    return func.overloadpacket in PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1
 
 
 def _later(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operation gives, before it is done. Raises NotImplementedError where that is not known."""
     names, returns = func._schema.arguments, func._schema.returns
     written = [
-        args[place] if place < len(args) else kwargs[each.name]
-        for place, each in enumerate(names)
-        if each.alias_info is not None and each.alias_info.is_write
+        args[place] if place < len(args) else kwargs[name.name]
+        for place, name in enumerate(names)
+        if name.alias_info is not None and name.alias_info.is_write
     ]
     if written:
-        if any(each.alias_info is None for each in returns):
+        if any(value.alias_info is None for value in returns):
             raise NotImplementedError
-        for each in tree_leaves(written):
-            put(each)
+        for leaf in tree_leaves(written):
+            put(leaf)
         compute().do(func, *args, **kwargs)
         return None if not returns else written[0] if len(returns) == 1 else tuple(written)
     if kwargs.get("device") == META:
         return func(*args, **kwargs)
     there = {**kwargs, "device": META} if isinstance(kwargs.get("device"), torch.device) else kwargs
     shapes = func(*tree_map_only(Tensor, _shape, args), **tree_map_only(Tensor, _shape, there))
-    if not all(isinstance(each, Tensor | None) for each in tree_leaves(shapes)):
+    if not all(isinstance(leaf, Tensor | None) for leaf in tree_leaves(shapes)):
         raise NotImplementedError
-    made = tree_map_only(Tensor, lambda each: torch.empty_strided(each.size(), each.stride(), dtype=each.dtype), shapes)
-    for each in tree_leaves(made):
-        if each is not None:
-            put(each)
-            poison(each)
+    made = tree_map_only(Tensor, lambda value: torch.empty_strided(value.size(), value.stride(), dtype=value.dtype), shapes)
+    for leaf in tree_leaves(made):
+        if leaf is not None:
+            put(leaf)
+            poison(leaf)
     compute().do(_fill, made, func, *args, **kwargs)
     return made
 
@@ -211,14 +211,14 @@ def _shape(tensor: Tensor) -> Tensor:
 
 
 def _fill(made: Any, func: Any, *args: Any, **kwargs: Any) -> None:
-    for to, each in zip(tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True):
-        if to is not None and each is not None and to.shape == each.shape:  # else it is of no use: nobody has asked for it
-            to.copy_(each)
+    for to, leaf in zip(tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True):
+        if to is not None and leaf is not None and to.shape == leaf.shape:  # else it is of no use: nobody has asked for it
+            to.copy_(leaf)
 
 
 def _place() -> str:
     """The innermost line of the package that is running, if one is."""
-    frames = [each for each in traceback.extract_stack() if Path(each.filename).is_relative_to(HOUSE)]
+    frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(HOUSE)]
     return f"{Path(frames[-1].filename).relative_to(HOUSE)} {frames[-1].name}: {frames[-1].line}" if frames else "elsewhere"
 
 
@@ -237,8 +237,8 @@ def _reads(name: str) -> None:
     setattr(Tensor, name, read)
 
 
-for each in ("tolist", "numpy", "cpu"):
-    _reads(each)
+for value in ("tolist", "numpy", "cpu"):
+    _reads(value)
 
 
 class Event:

@@ -58,9 +58,9 @@ def evaluate(model: nn.Module, batch: Batch, microbatches: int) -> Any:
     count = min(microbatches, rows_of(batch.target))
     model.eval()
     with torch.no_grad():
-        outputs = [model(*args, **kwargs) for args, _, kwargs in (piece(tuple(batch), each, count) for each in range(count))]
+        outputs = [model(*args, **kwargs) for args, _, kwargs in (piece(tuple(batch), index, count) for index in range(count))]
     model.train()
-    return tree_map(lambda *each: torch.cat(each) if isinstance(each[0], Tensor) else each[0], *outputs)
+    return tree_map(lambda *value: torch.cat(value) if isinstance(value[0], Tensor) else value[0], *outputs)
 
 
 def differing(ours: Any, expected: Any) -> list[str]:
@@ -186,8 +186,8 @@ def translation_loss(output: dict[str, Any], target: Tensor) -> Tensor:
     """Over the first `length` tokens of each row."""
     logits, length = output["logits"], output["length"]
     counted = torch.arange(logits.shape[1])[None] < length[:, None]
-    each = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
-    return (each * counted).sum() / counted.sum()
+    value = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
+    return (value * counted).sum() / counted.sum()
 
 
 # -- tied ------------------------------------------------------------------------------------------------------------

@@ -10,4 +10,4 @@ def open_files(process: int | str = "self") -> list[str]:
     for number in os.listdir(folder):
         with suppress(FileNotFoundError):  # closed meanwhile, by another thread
             found.append(os.readlink(f"{folder}/{number}"))
-    return [each for each in found if not each.startswith("/proc/")]
+    return [result for result in found if not result.startswith("/proc/")]

@@ -22,7 +22,7 @@ def accumulate(
     """Loss and gradients of one batch, microbatch by microbatch; `order` is that of the backwards."""
     inputs, targets = (pieces(tensor, count) for tensor in batch)
     weights = [float(weight(target)) for target in targets]
-    shares = [each / sum(weights) for each in weights]
+    shares = [weight / sum(weights) for weight in weights]
     counted = [m for m in range(len(inputs)) if weights[m]]
     losses = {m: loss_fn(model(inputs[m]), targets[m]) for m in counted}
     for m in order or counted:

@@ -186,7 +186,10 @@ def rows(batch: dict[str, Any], count: int) -> list[dict[str, Any]]:
     """The batch in `count` microbatches."""
     size = ROWS // count
     return [
-        {name: each[size * number :][:size] if isinstance(each, Tensor) else each for name, each in batch.items()}
+        {
+            name: microbatch[size * number :][:size] if isinstance(microbatch, Tensor) else microbatch
+            for name, microbatch in batch.items()
+        }
         for number in range(count)
     ]
 
@@ -214,12 +217,12 @@ def difference(name: str, device: str, schedule: str) -> float:
     pipe = ps.Pipeline(model, loss_of, schedule, MICROBATCHES, example_kwargs=rows(batch, MICROBATCHES)[0])
     pipe.load_state_dict(whole.state_dict())
     found = [abs(pipe.step(**batch, target=target_of(name)) - expected) / expected]
-    theirs = {key: each.grad for key, each in whole.named_parameters(remove_duplicate=False)}
+    theirs = {key: parameter.grad for key, parameter in whole.named_parameters(remove_duplicate=False)}
     for key, parameter in pipe.named_parameters():
         mine, gradient = parameter.grad, theirs[key]
         if mine is not None and gradient is not None:
             found.append((mine - gradient).abs().max() / gradient.abs().max().clamp(min=1e-30))
-    return max(each.item() for each in found)
+    return max(result.item() for result in found)
 
 
 def rank_differences(names: Sequence[str], device: str, schedule: str) -> list[float | str]:
@@ -236,19 +239,19 @@ def rank_differences(names: Sequence[str], device: str, schedule: str) -> list[f
 def outcomes(names: Sequence[str], ranks: int, device: str, schedule: str) -> list[str]:
     """A cell of the table for each of `names`."""
     everyone = ps.launch(rank_differences, ranks, names, device, schedule)
-    return [_cell([each[number] for each in everyone]) for number in range(len(names))]
+    return [_cell([result[number] for result in everyone]) for number in range(len(names))]
 
 
 def _cell(told: Sequence[float | str]) -> str:
-    refused = [each for each in told if isinstance(each, str)]
-    most = max((each for each in told if not isinstance(each, str)), default=0.0)
+    refused = [message for message in told if isinstance(message, str)]
+    most = max((message for message in told if not isinstance(message, str)), default=0.0)
     return f"refused: {refused[0]}" if refused else "bits" if most == 0 else f"{most:.0e}"
 
 
 def by_names(name: str) -> str:
     """Whether the model is cut without an example."""
     model = ARCHITECTURES[name].model(kind(name), "meta")
-    second = next(f"{key}.1" for key, each in model.named_modules() if isinstance(each, nn.ModuleList))
+    second = next(f"{key}.1" for key, module in model.named_modules() if isinstance(module, nn.ModuleList))
     try:
         ps.partition.split(model, 2, cuts=[second])
     except ps.PenstockError:
@@ -260,7 +263,7 @@ def table(names: Sequence[str]) -> dict[str, str]:
     """The rows of `names`."""
     memory, meta = outcomes(names, 2, "cpu", "zb-v"), outcomes(names, 3, "meta", "1f1b")
     cells = zip(names, memory, meta, map(by_names, names), strict=True)
-    return {each[0]: f"| {' | '.join(each)} |" for each in cells}
+    return {cell[0]: f"| {' | '.join(cell)} |" for cell in cells}
 
 
 def written() -> dict[str, str]:

@@ -99,12 +99,14 @@ def exists(folder: Folder | Sequence[Folder]) -> bool:
 
     Each rank answers for what it sees: on several machines, whose memories differ, ask of the disk alone.
     """
-    return any(each.is_dir() and bool(manifest.checkpoints_newest_first(each)) for each in _folder_paths(folder))
+    return any(
+        folder_path.is_dir() and bool(manifest.checkpoints_newest_first(folder_path)) for folder_path in _folder_paths(folder)
+    )
 
 
 def _folder_paths(folder: Folder | Sequence[Folder]) -> list[Path]:
     """One folder, or several, as paths. Raises PenstockError for none."""
-    folders = [Path(folder)] if isinstance(folder, str | os.PathLike) else [Path(each) for each in folder]
+    folders = [Path(folder)] if isinstance(folder, str | os.PathLike) else [Path(value) for value in folder]
     if not folders:
         raise PenstockError("there is no folder in an empty list: give one, or several, that `save` wrote to")
     return folders
@@ -127,7 +129,7 @@ def _stored_value(stored_name: str, content: Mapping[str, Any], files: TensorFil
 
 def _check_same_types(saved_state: Mapping[str, Any], model_state: Mapping[str, Any]) -> None:
     for name, value in model_state.items():
-        saved_type, model_type = (_type_name(each) for each in (saved_state[name], value))
+        saved_type, model_type = (_type_name(item) for item in (saved_state[name], value))
         if saved_type != model_type and (isinstance(value, Tensor) or isinstance(saved_state[name], Tensor)):
             raise MismatchError(
                 f"{name} is {saved_type} in the checkpoint, but {model_type} in this model: build the model in that "

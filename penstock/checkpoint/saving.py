@@ -77,13 +77,13 @@ def save(
         final = Path(folder) / name
         if not is_whole_number(keep, 1):
             raise PenstockError(f"keep={keep!r} would keep no checkpoint: use a whole number of 1 or more")
-        for argument, each in {"optimizer": optimizer, "scheduler": scheduler}.items():
-            if each is not None and not hasattr(each, "state_dict"):
-                raise MismatchError(f"save() takes something with a state_dict as {argument}, not a {type(each).__name__}")
+        for argument, value in {"optimizer": optimizer, "scheduler": scheduler}.items():
+            if value is not None and not hasattr(value, "state_dict"):
+                raise MismatchError(f"save() takes something with a state_dict as {argument}, not a {type(value).__name__}")
         if not isinstance(extra, Mapping | None):
             raise MismatchError(f"save() takes a dict as extra, not a {type(extra).__name__}")
         held = folder_lock.acquire(final.parent, pipe) if control.topology.rank == 0 else None
-        whether = ["none" if each is None else "one" for each in (optimizer, scheduler)]
+        whether = ["none" if value is None else "one" for value in (optimizer, scheduler)]
         given = [str(final.parent), str(keep), *whether]
         rows = control.all_gather_row([pipe.step_count, zlib.crc32(repr(given).encode())], "to save")
         check_same_step_count([int(step) for step, _ in rows])
@@ -123,9 +123,9 @@ def check_same_step_count(step_counts: Sequence[int]) -> None:
 def check_same_arguments(arguments_of_ranks: Sequence[Sequence[str]]) -> None:
     """Raises MismatchError unless all ranks have given the same: folder, keep=, whether an optimizer and a scheduler."""
     for number, name in enumerate(("folder", "keep", "optimizer", "scheduler")):
-        for rank, each in enumerate(arguments_of_ranks):
-            if each[number] != arguments_of_ranks[0][number]:
-                given = f"rank 0 gives {arguments_of_ranks[0][number]}, rank {rank} {each[number]}"
+        for rank, arguments_of_rank in enumerate(arguments_of_ranks):
+            if arguments_of_rank[number] != arguments_of_ranks[0][number]:
+                given = f"rank 0 gives {arguments_of_ranks[0][number]}, rank {rank} {arguments_of_rank[number]}"
                 raise MismatchError(f"the ranks do not save alike, by {name}: {given}; give all of them the same")
 
 

@@ -74,12 +74,12 @@ def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizer: Any =
     own_digests: dict[str, dict[str, str]] = {}
     for kind, name, parameter, value in _training_tensors(pipe, optimizer, only_names):
         if kind != "gradients":
-            shard = "".join(f", shard {each}" for each in shard_coordinates(parameter))
+            shard = "".join(f", shard {shard_coordinate}" for shard_coordinate in shard_coordinates(parameter))
             own_digests.setdefault(kind, {})[name + shard] = value_digest(tree_map_only(Tensor, local_shard, value))
     for kind, named in _merge_digests(control.all_gather_value(own_digests, "to compare replicas"), ()).items():
-        for name, each in named.items():
-            if isinstance(each, dict):
-                ranks = describe_ranks_by_digest(each)
+        for name, item in named.items():
+            if isinstance(item, dict):
+                ranks = describe_ranks_by_digest(item)
                 differ = f"{tensor_description(kind, name)} is not the same on all ranks that have it: {ranks}"
                 raise MismatchError(f"{differ}; {MISMATCH_CAUSES}" if name in pipe._engine.tied.owners else differ)
 
@@ -164,7 +164,7 @@ class DigestLog:
         """Leave what goes on, and say with what it does."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         pipe, names, done = self.pipe, self.pipe._engine.parameters, self.pipe.step_count
-        records = [each for each in json_lines.read(self.path) if each["step"] < done + ("run" not in each)]
+        records = [value for value in json_lines.read(self.path) if value["step"] < done + ("run" not in value)]
         run = {
             "settings": {**settings, "microbatches": pipe.schedule.microbatches, "layers' seed": pipe.seed},
             "conditions": reproducibility_conditions(pipe),
@@ -200,7 +200,7 @@ def reproducibility_conditions(pipe: Pipeline) -> dict[str, Any]:
         "dp": pipe.position.replicas,
         "cp": pipe.position.cp_size,
         "tp": pipe.position.num_stage_ranks // len(pipe.position.part_pipelines),
-        "sharded": any(hasattr(each, "placements") for each in pipe.parameters()),
+        "sharded": any(hasattr(parameter, "placements") for parameter in pipe.parameters()),
         "order": _gradient_sum_order(pipe),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "deterministic": device.type == "cpu" or torch.are_deterministic_algorithms_enabled(),
@@ -215,7 +215,7 @@ def _gradient_sum_order(pipe: Pipeline) -> str:
     table = pipe.schedule
     for stage in range(table.num_stages):
         row = table.actions[table.placement[stage]]
-        added = [each.microbatch for each in row if each.stage == stage and each.kind in (Kind.B, Kind.W)]
+        added = [cell.microbatch for cell in row if cell.stage == stage and cell.kind in (Kind.B, Kind.W)]
         if added != sorted(added) or pipe.merge_weight_gradients:
             return f"{table.name} {table.digest()[:12]}{' merged' if pipe.merge_weight_gradients else ''}"
     return "of the microbatches"
@@ -274,7 +274,7 @@ def compare_runs(a: Path, b: Path) -> tuple[bool, str]:
             for folder, named in ((a, one), (b, other)):
                 value = named[kind].get(name, "nothing")
                 lines.append(f"  {describe_ranks_by_digest(value) if isinstance(value, dict) else value} in {folder}")
-            counts = [f"{n} of {len(one[each])} {each}" for each, n in Counter(each for each, _ in found).items()]
+            counts = [f"{n} of {len(one[value])} {value}" for value, n in Counter(result for result, _ in found).items()]
             lines.append(f"  different in that step: {', '.join(counts)}")
             if (between := number - equal) > 1:
                 lines.append(f"  it began in one of the {between} steps up to that: --digests-every 1 (every=1) tells in which")

@@ -154,7 +154,7 @@ def unpack_scaler_state(chosen: Path, scaler: Any, saved: Any, tensors: Mapping[
     if scaler is None or saved is None or not scaler.is_enabled():
         return {}
     state: dict[str, Any] = unpack(saved, tensors)
-    fits = state.keys() == scaler.state_dict().keys() and all(isinstance(each, int | float) for each in state.values())
+    fits = state.keys() == scaler.state_dict().keys() and all(isinstance(value, int | float) for value in state.values())
     if state and not fits:
         raise MismatchError(f"{chosen} holds the state of another scaler than this {type(scaler).__name__}: give that one")
     return state

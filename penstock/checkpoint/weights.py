@@ -85,7 +85,7 @@ def transformers_configs(pipe: Pipeline) -> dict[str, Any]:
     if origin is None or not hasattr(origin.config, "to_json_string"):
         return {}
     files = {"config.json": origin.config, "generation_config.json": origin.generation_config}
-    contents = {file: json.loads(each.to_json_string()) for file, each in files.items() if each is not None}
+    contents = {file: json.loads(value.to_json_string()) for file, value in files.items() if value is not None}
     dtypes = [parameter.dtype for parameter in pipe.parameters() if parameter.is_floating_point()]
     contents["config.json"] |= {"architectures": [origin.model_class.__name__], "dtype": str(dtypes[0]).removeprefix("torch.")}
     return contents

@@ -85,8 +85,8 @@ def measured(count: int) -> tuple[float, Tensor, int]:
             dist.barrier()
             start = time.perf_counter()
             loss.backward()
-            for each in sending:
-                each.result()
+            for handle in sending:
+                handle.result()
             times.append(time.perf_counter() - start)
     return min(times), torch.cat([gradient(layer) for layer in layers]), early
 

@@ -1,6 +1,6 @@
 """The collectives by hand: each is a few sends and receives, posted together and then waited for.
 
-`mine` is what a rank has: a piece for each rank, (ranks, ..); `piece` is one of them.
+`tensor` is what a rank has: a piece for each rank, (ranks, ..). `piece` is one of these.
 """
 
 from collections.abc import Callable
@@ -14,26 +14,26 @@ import penstock as ps
 
 
 @dataclass
-class Here:
-    """This rank among `ranks`, and how many bytes it has sent."""
+class RankGroup:
+    """This rank, the number of ranks, and the bytes that this rank has sent."""
 
     rank: int
     ranks: int
     sent: int = 0
 
     @classmethod
-    def join(cls) -> "Here":
-        """The ranks that were started."""
+    def join(cls) -> "RankGroup":
+        """Join the ranks that were started."""
         topology = ps.comms.init_distributed(backend="gloo")
         return cls(topology.rank, topology.world_size)
 
     @property
     def all(self) -> range:
-        """Every rank, this one too."""
+        """Return the numbers of all ranks, this one too."""
         return range(self.ranks)
 
     def exchange(self, sends: dict[int, Tensor], like: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Post all sends (to whom, what) and receives (from whom, of which shape); wait. Returns what came from whom."""
+        """Post `sends` (rank -> tensor) and receives `like` tensors (rank -> shape), then wait. Return the received tensors."""
         came = {source: torch.empty_like(tensor) for source, tensor in like.items()}
         promises = [dist.irecv(tensor, source) for source, tensor in came.items() if source != self.rank]
         for to, tensor in sends.items():
@@ -48,65 +48,65 @@ class Here:
         return came
 
 
-def broadcast(here: Here, mine: Tensor) -> Tensor:
-    """Rank 0 sends all it has to all."""
-    return here.exchange(dict.fromkeys(here.all, mine) if here.rank == 0 else {}, {0: mine})[0]
+def broadcast(group: RankGroup, tensor: Tensor) -> Tensor:
+    """Send all pieces of rank 0 to all ranks."""
+    return group.exchange(dict.fromkeys(group.all, tensor) if group.rank == 0 else {}, {0: tensor})[0]
 
 
-def reduce(here: Here, mine: Tensor) -> Tensor | None:
-    """All send all they have to rank 0, which adds."""
-    came = here.exchange({0: mine}, dict.fromkeys(here.all, mine) if here.rank == 0 else {})
-    return sum(came.values(), torch.zeros_like(mine)) if came else None
+def reduce(group: RankGroup, tensor: Tensor) -> Tensor | None:
+    """Send all pieces to rank 0, which adds them up. Return the sum there, None elsewhere."""
+    came = group.exchange({0: tensor}, dict.fromkeys(group.all, tensor) if group.rank == 0 else {})
+    return sum(came.values(), torch.zeros_like(tensor)) if came else None
 
 
-def scatter(here: Here, mine: Tensor) -> Tensor:
-    """Rank 0 sends each its piece."""
-    return here.exchange(dict(enumerate(mine)) if here.rank == 0 else {}, {0: mine[0]})[0]
+def scatter(group: RankGroup, tensor: Tensor) -> Tensor:
+    """Send each rank its piece from rank 0."""
+    return group.exchange(dict(enumerate(tensor)) if group.rank == 0 else {}, {0: tensor[0]})[0]
 
 
-def gather(here: Here, piece: Tensor) -> Tensor | None:
-    """All send their piece to rank 0."""
-    came = here.exchange({0: piece}, dict.fromkeys(here.all, piece) if here.rank == 0 else {})
+def gather(group: RankGroup, piece: Tensor) -> Tensor | None:
+    """Send each rank's piece to rank 0. Return all pieces there, None elsewhere."""
+    came = group.exchange({0: piece}, dict.fromkeys(group.all, piece) if group.rank == 0 else {})
     return torch.stack([*came.values()]) if came else None
 
 
-def all_gather(here: Here, piece: Tensor) -> Tensor:
-    """All send their piece to all."""
-    return torch.stack([*here.exchange(dict.fromkeys(here.all, piece), dict.fromkeys(here.all, piece)).values()])
+def all_gather(group: RankGroup, piece: Tensor) -> Tensor:
+    """Send each rank's piece to all ranks."""
+    return torch.stack([*group.exchange(dict.fromkeys(group.all, piece), dict.fromkeys(group.all, piece)).values()])
 
 
-def reduce_scatter(here: Here, mine: Tensor) -> Tensor:
-    """All send each its piece; each adds what it got."""
-    return all_to_all(here, mine).sum(dim=0)
+def reduce_scatter(group: RankGroup, tensor: Tensor) -> Tensor:
+    """Send each rank its piece from all ranks, and add up what arrives."""
+    return all_to_all(group, tensor).sum(dim=0)
 
 
-def all_reduce(here: Here, mine: Tensor) -> Tensor:
-    """Rank 0 adds, and sends the sum to all."""
-    total = reduce(here, mine)
-    return broadcast(here, mine if total is None else total)
+def all_reduce(group: RankGroup, tensor: Tensor) -> Tensor:
+    """Add up on rank 0, and send the sum to all ranks."""
+    total = reduce(group, tensor)
+    return broadcast(group, tensor if total is None else total)
 
 
-def all_to_all(here: Here, mine: Tensor) -> Tensor:
-    """All send each its piece."""
-    return torch.stack([*here.exchange(dict(enumerate(mine)), dict.fromkeys(here.all, mine[0])).values()])
+def all_to_all(group: RankGroup, tensor: Tensor) -> Tensor:
+    """Send each rank its piece from all ranks."""
+    return torch.stack([*group.exchange(dict(enumerate(tensor)), dict.fromkeys(group.all, tensor[0])).values()])
 
 
-def ring_all_reduce(here: Here, mine: Tensor, watch: Callable[[Tensor], None] = lambda pieces: None) -> Tensor:
-    """Reduce-scatter, then all-gather, and nobody talks to anybody but the rank after and the rank before."""
-    pieces, n = mine.clone(), here.ranks
-    after, before = (here.rank + 1) % n, (here.rank - 1) % n
+def ring_all_reduce(group: RankGroup, tensor: Tensor, watch: Callable[[Tensor], None] = lambda pieces: None) -> Tensor:
+    """Reduce-scatter, then all-gather; a rank sends to the next rank only. `watch` gets the pieces after every step."""
+    pieces, n = tensor.clone(), group.ranks
+    after, before = (group.rank + 1) % n, (group.rank - 1) % n
     watch(pieces)
     for step in range(n - 1):  # add what comes; in the end piece rank + 1 is whole
-        goes, comes = (here.rank - step) % n, (here.rank - step - 1) % n
-        pieces[comes] += here.exchange({after: pieces[goes]}, {before: pieces[comes]})[before]
+        goes, comes = (group.rank - step) % n, (group.rank - step - 1) % n
+        pieces[comes] += group.exchange({after: pieces[goes]}, {before: pieces[comes]})[before]
         watch(pieces)
     for step in range(n - 1):  # keep what comes: it is whole
-        goes, comes = (here.rank + 1 - step) % n, (here.rank - step) % n
-        pieces[comes] = here.exchange({after: pieces[goes]}, {before: pieces[comes]})[before]
+        goes, comes = (group.rank + 1 - step) % n, (group.rank - step) % n
+        pieces[comes] = group.exchange({after: pieces[goes]}, {before: pieces[comes]})[before]
         watch(pieces)
     return pieces
 
 
-def everything_to_everyone(here: Here, mine: Tensor) -> Tensor:
-    """All send all they have to all; each adds."""
-    return all_gather(here, mine).sum(dim=0)
+def everything_to_everyone(group: RankGroup, tensor: Tensor) -> Tensor:
+    """Send all pieces to all ranks; each rank adds them up."""
+    return all_gather(group, tensor).sum(dim=0)

@@ -54,7 +54,7 @@ def make_data_parallel(
         apply = torch_private.replicate_with_fsdp  # DistributedDataParallel does not take parameters that are shared along `tp`
     wrap = partial(apply, module, mesh)
     if apply is apply_ddp and not any(
-        each.requires_grad and name not in ignored_names for name, each in module.named_parameters()
+        parameter.requires_grad and name not in ignored_names for name, parameter in module.named_parameters()
     ):
         return DDPReplication(module, None, group, wrap)
     wrapped = wrap()
@@ -80,7 +80,7 @@ def replication_of(
 def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
     """After a step: the buffers that are state, BatchNorm's statistics for instance, become replica 0's."""
     state = module.state_dict(keep_vars=True)
-    broadcast_from_first([each for name, each in module.named_buffers() if name in state], group)
+    broadcast_from_first([named_buffer for name, named_buffer in module.named_buffers() if name in state], group)
 
 
 def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:

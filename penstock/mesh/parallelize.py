@@ -53,7 +53,7 @@ def parallelize_stages(
                 raise MismatchError(f"stage {stage} is data parallel already: give it as it is, the mesh has an axis dp")
             borrowed = [name for group in tied for owner, name in group if owner == stage != group[0][0]]
             replication_of_stage[stage] = data_parallel.make_data_parallel(module, position, apply, borrowed)
-    if len({type(each) for each in replication_of_stage.values() if not isinstance(each, NoReplication)}) > 1:
+    if len({type(value) for value in replication_of_stage.values() if not isinstance(value, NoReplication)}) > 1:
         raise MismatchError(
             "data_parallel= makes DistributedDataParallel of one stage and shards another: do the same with all"
         )

@@ -95,10 +95,12 @@ def install_optimizer_check() -> None:
 def _check_no_mixed_groups(optimizer: torch.optim.Optimizer) -> None:
     """Raises MismatchError for a group of tensors and DTensors that `foreach` or `fused` would update at once."""
     for number, group in enumerate(optimizer.param_groups):
-        parameters = [each for each in group["params"] if each.grad is not None]
+        parameters = [param for param in group["params"] if param.grad is not None]
         asked = group.get("foreach") or group.get("fused")
-        by_default = "foreach" in group and group["foreach"] is None and all(each.device.type != "cpu" for each in parameters)
-        if (asked or by_default) and len({hasattr(each, "placements") for each in parameters}) > 1:
+        by_default = (
+            "foreach" in group and group["foreach"] is None and all(parameter.device.type != "cpu" for parameter in parameters)
+        )
+        if (asked or by_default) and len({hasattr(parameter, "placements") for parameter in parameters}) > 1:
             raise MismatchError(
                 f"group {number} of the {type(optimizer).__name__} has tensors and DTensors, since tensor_parallel shares some "
                 "parameters only, and torch's foreach and fused kernels do not mix them: give it foreach=False, or make one "

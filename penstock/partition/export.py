@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind
 
 from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
-from penstock.partition.graph_inputs import GraphInputs, InputParameter, TensorSpec, bind_arguments
+from penstock.partition.graph_inputs import GraphInputs, InputParameter, InputTensorSpec, bind_arguments
 from penstock.partition.materialise import META
 from penstock.partition.model_graph import DEVICE_ATTRIBUTE, NO_GRAD, ModelGraph, first_line, train_then_eval
 from penstock.partition.opaque_units import UNIT_OPERATION, UnitCall, opaque_units
@@ -189,7 +189,7 @@ def _leaf_spec(leaf: Any, node: fx.Node, rows_dim: int | None) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     sizes = tuple(size if isinstance(size, int) else None for size in node.meta["val"].shape)
-    return TensorSpec(leaf.dtype, sizes, rows_dim)
+    return InputTensorSpec(leaf.dtype, sizes, rows_dim)
 
 
 # -- from the program to the graph -------------------------------------------------------------------------------------
@@ -288,5 +288,9 @@ class _Unflattener:
 
 def _inner_nodes(module: nn.Module, node: fx.Node) -> list[fx.Node]:
     """Return the nodes of the graphs that are arguments of `node`."""
-    arguments = [getattr(module, str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]
+    arguments = [
+        getattr(module, str(all_input_node.target))
+        for all_input_node in node.all_input_nodes
+        if all_input_node.op == "get_attr"
+    ]
     return [inner for argument in arguments if isinstance(argument, fx.GraphModule) for inner in argument.graph.nodes]

@@ -12,7 +12,7 @@ from penstock.errors import MismatchError
 from penstock.torch_private import TreeSpec, compile_guard, tree_flatten
 
 
-class TensorSpec(NamedTuple):
+class InputTensorSpec(NamedTuple):
     """Which tensors fit one of the example's.
 
     A size of None is any; except for rows it must not be 1, which `torch.export` rules out.
@@ -35,7 +35,7 @@ class InputParameter(NamedTuple):
 
     name: str
     structure: TreeSpec | None = None
-    leaves: tuple[Any, ...] = ()  # TensorSpec, or the value itself, which is a constant of the graph
+    leaves: tuple[Any, ...] = ()  # InputTensorSpec, or the value itself, which is a constant of the graph
 
 
 class GraphInputs(NamedTuple):
@@ -84,10 +84,10 @@ def _matching_leaves(parameter: InputParameter, value: Any, cast: torch.dtype | 
             f"the model was cut for another structure of {parameter.name}: {parameter.structure}, not {structure}"
         )
     for leaf, expected in zip(leaves, parameter.leaves, strict=True):
-        if cast is not None and isinstance(expected, TensorSpec) and expected.dtype.is_floating_point:
+        if cast is not None and isinstance(expected, InputTensorSpec) and expected.dtype.is_floating_point:
             expected = expected._replace(dtype=cast)
         if not _matches(leaf, expected):
-            actual = str(TensorSpec(leaf.dtype, tuple(leaf.shape))) if isinstance(leaf, Tensor) else repr(leaf)
+            actual = str(InputTensorSpec(leaf.dtype, tuple(leaf.shape))) if isinstance(leaf, Tensor) else repr(leaf)
             hint = "give an example like this batch" + ", with a size of 1 where this has one" * _has_other_size_1(
                 leaf, expected
             )
@@ -97,14 +97,14 @@ def _matching_leaves(parameter: InputParameter, value: Any, cast: torch.dtype | 
 
 def _has_other_size_1(leaf: Any, expected: Any) -> bool:
     """Return whether the leaf has a size of 1, other than its rows, where the example had another."""
-    if not isinstance(leaf, Tensor) or not isinstance(expected, TensorSpec):
+    if not isinstance(leaf, Tensor) or not isinstance(expected, InputTensorSpec):
         return False
     sizes = enumerate(zip(expected.sizes, leaf.shape, strict=False))
     return any(dim != expected.rows_dim and expected_size != 1 == size for dim, (expected_size, size) in sizes)
 
 
 def _matches(leaf: Any, expected: Any) -> bool:
-    if not isinstance(expected, TensorSpec):
+    if not isinstance(expected, InputTensorSpec):
         return type(leaf) is type(expected) and bool(leaf == expected)
     if not isinstance(leaf, Tensor) or leaf.dtype != expected.dtype or leaf.dim() != len(expected.sizes):
         return False

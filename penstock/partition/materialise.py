@@ -135,7 +135,7 @@ def _name_in_model(name: str, slots: Sequence[TensorSlot], names: Mapping[str, s
 
 def _model_inits(module: nn.Module) -> dict[str, Init]:
     """Return the `_init_weights(submodule)` of the submodules that have one, by their names."""
-    methods: dict[str, Any] = {name: getattr(each, "_init_weights", None) for name, each in module.named_modules()}
+    methods: dict[str, Any] = {name: getattr(value, "_init_weights", None) for name, value in module.named_modules()}
     parameters = {name: [*inspect.signature(method).parameters] for name, method in methods.items() if callable(method)}
     return {name: methods[name] for name, parameter_names in parameters.items() if parameter_names in (["module"], ["m"])}
 

@@ -70,7 +70,11 @@ class _Tracer(fx.Tracer):
         for parameter in parameters:
             if parameter.kind is parameter.VAR_POSITIONAL:
                 raise varargs_error(parameter.name)
-        names = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+        names = [
+            parameter.name
+            for parameter in parameters
+            if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        ]
         values = [self.create_proxy("placeholder", name, (), {}) for name in names]
         return lambda model, *args: forward(model, **dict(zip(names, args, strict=True))), [self.root, *values]
 

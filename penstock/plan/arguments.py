@@ -40,31 +40,31 @@ def integers(name: str, value: int | Sequence[int]) -> list[int]:
     asked = list(dict.fromkeys(value)) if isinstance(value, Iterable) else [value]
     if not asked or not all(map(is_whole_number, asked)):
         raise PenstockError(f"{name}={value!r}: give a whole number, or several to choose from")
-    return [int(each) for each in asked]
+    return [int(value) for value in asked]
 
 
 def memory_of_ranks(memory: float | str | Sequence[float | str], ranks: int) -> tuple[float, ...]:
     """Bytes of every rank."""
-    each = list(memory) if isinstance(memory, Iterable) and not isinstance(memory, str) else [memory] * ranks
-    read: list[object] = [parse_memory_size(one) if isinstance(one, str) else one for one in each]
+    value = list(memory) if isinstance(memory, Iterable) and not isinstance(memory, str) else [memory] * ranks
+    read: list[object] = [parse_memory_size(one) if isinstance(one, str) else one for one in value]
     limits = tuple(float(one) for one in read if isinstance(one, SupportsFloat) and float(one) > 0)
-    if not len(limits) == len(each) == ranks:
+    if not len(limits) == len(value) == ranks:
         raise PenstockError(f"memory is {memory} for {ranks} ranks: give bytes above 0, once or for each rank of a pipeline")
     return limits
 
 
 def speeds_of_ranks(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
     """Of every rank, or none."""
-    each: tuple[float, ...] = tuple(speeds) if isinstance(speeds, Iterable) else (speeds,)
-    if each and (len(each) != ranks or not all(isinstance(one, SupportsFloat) and 0 < one < math.inf for one in each)):
+    value: tuple[float, ...] = tuple(speeds) if isinstance(speeds, Iterable) else (speeds,)
+    if value and (len(value) != ranks or not all(isinstance(one, SupportsFloat) and 0 < one < math.inf for one in value)):
         raise PenstockError(f"speeds are {speeds} for {ranks} ranks: give a number above 0 for each rank of a pipeline")
-    return tuple(map(float, each))
+    return tuple(map(float, value))
 
 
 def replica_counts(dp: int | Sequence[int], ranks: int, batch: int) -> list[int]:
     """Numbers of replicas that are tried: of those asked for the ones that divide both."""
     asked = integers("dp", dp)
-    if not (found := [each for each in asked if each > 0 and ranks % each == 0 and batch % each == 0]):
+    if not (found := [value for value in asked if value > 0 and ranks % value == 0 and batch % value == 0]):
         most = math.gcd(ranks, batch)
         raise PenstockError(f"dp={dp}: give replicas that divide {ranks} ranks and {batch} rows, such as {most}")
     return found
@@ -104,7 +104,7 @@ def nothing_fits_message(cutting: PartitionSearch, best: EvaluatedPartition, alt
     choice, stages = best.choices[rank], cutting.stage_costs(best.starts)
     always, buffers = cutting.static_bytes(rank, [stages[stage] for stage in cutting.timer.stages_of_rank[rank]])
     held = choice.peak_bytes - always - buffers
-    needed = max(each.peak_bytes for each in best.choices)
+    needed = max(choice.peak_bytes for choice in best.choices)
     schedule, needs = cutting.timer.schedule, f"{format_bytes(choice.excess_bytes)} of {format_bytes(choice.peak_bytes)}"
     told = (
         f"nothing fits: at best ({schedule.name}, {schedule.microbatches} microbatches) rank {rank} misses {needs}: "

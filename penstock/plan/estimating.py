@@ -78,9 +78,9 @@ def _count_unit(unit: RecordedUnit, speed: float) -> LayerCost:
         output = module(given)
     inputs = _backward_operations(output, [tensor for tensor in given if tensor.requires_grad])
     both = _backward_operations(output, [tensor for tensor in [*given, *parameters] if tensor.requires_grad])
-    times = [each / speed for each in (forward.get_total_flops(), inputs, both - inputs)]
+    times = [get_total_flop / speed for get_total_flop in (forward.get_total_flops(), inputs, both - inputs)]
     size = sum(kept.values())
-    ends = sum(each.nbytes for each in parameters), sum(tensor.nbytes for tensor in output)
+    ends = sum(parameter.nbytes for parameter in parameters), sum(tensor.nbytes for tensor in output)
     return LayerCost._make((unit.name, *times, size, size, *ends, 0.0, 0.0))
 
 
@@ -141,7 +141,7 @@ def profile_of_run(measured: Measurement, balance: Balance, parameters: Sequence
         for place in range(start, end):
             share = balance.costs[place] / balance.stage_costs[stage] if balance.stage_costs[stage] else 1 / (end - start)
             forward, full, inputs, weights = (share * times[kind][stage] for kind in Kind)
-            activation, keep = (share * each for each in sizes[stage])
+            activation, keep = (share * size for size in sizes[stage])
             layer = LayerCost(balance.names[place], forward, full - weights, weights, activation, keep, parameters[place])
             layers.append(layer._replace(split=max(0.0, inputs + weights - full)))
     return ModelProfile.from_layers(layers, rows)

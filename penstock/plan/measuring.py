@@ -125,11 +125,11 @@ def _measure_units(units: Sequence[RecordedUnit], device: torch.device | None, r
     times: list[list[ActionSeconds]] = [[] for _ in units]
     until = perf_counter() + seconds
     while len(times[0]) < rounds or (perf_counter() < until and len(times[0]) < MAX_ROUNDS):
-        for unit, each in zip(units, times, strict=True):
-            each.append(_run_as_stage(unit, device, _measure_seconds))
+        for unit, duration in zip(units, times, strict=True):
+            duration.append(_run_as_stage(unit, device, _measure_seconds))
     found = []
-    for unit, each in zip(units, times, strict=True):
-        forward, backward, *in_two = (median(column) for column in zip(*each, strict=True))
+    for unit, duration in zip(units, times, strict=True):
+        forward, backward, *in_two = (median(column) for column in zip(*duration, strict=True))
         weights = min(in_two[-1], backward)
         longer = max(0.0, sum(in_two) - forward - backward)
         size = _run_as_stage(unit, device, _measure_bytes)
@@ -209,7 +209,7 @@ def _run_as_stage(unit: RecordedUnit, device: torch.device | None, measurement: 
         torch.enable_grad(),
     ):
         for parameter, hook in [
-            (each, hook) for each, some in zip(unit.module.parameters(), hooks, strict=True) for hook in some
+            (parameter, hook) for parameter, some in zip(unit.module.parameters(), hooks, strict=True) for hook in some
         ]:
             parameter.register_hook(hook)
         module = TensorsToTensors(unit)

@@ -58,7 +58,7 @@ class ModelProfile:
 
     def __post_init__(self) -> None:
         names = [[layer.name for layer in sample.layers] for sample in self.samples]
-        if not names or not names[0] or any(each != names[0] for each in names):
+        if not names or not names[0] or any(name != names[0] for name in names):
             raise PenstockError("the samples of a model's layers name the same layers, one or more")
         rows = [sample.rows for sample in self.samples]
         if rows != sorted(set(rows)) or rows[0] < 1:
@@ -123,8 +123,8 @@ class ModelProfile:
                 raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
             return cls(
                 tuple(
-                    ProfileSample(int(each["rows"]), tuple(map(_layer_cost_from_json, each["layers"])))
-                    for each in data["samples"]
+                    ProfileSample(int(sample["rows"]), tuple(map(_layer_cost_from_json, sample["layers"])))
+                    for sample in data["samples"]
                 )
             )
         except OSError as error:
@@ -156,7 +156,7 @@ def as_profile(layers: "ModelProfile | Sequence[LayerCost]") -> ModelProfile:
     """`layers`; a plain sequence is of microbatches of one row."""
     if isinstance(layers, ModelProfile):
         return layers
-    each = list(layers) if isinstance(layers, Iterable) else [layers]
-    if not all(isinstance(layer, LayerCost) for layer in each):
+    value = list(layers) if isinstance(layers, Iterable) else [layers]
+    if not all(isinstance(layer, LayerCost) for layer in value):
         raise PenstockError("layers are what ps.plan.measure gives, or a list of ps.plan.Layer")
-    return ModelProfile.from_layers(each)
+    return ModelProfile.from_layers(value)

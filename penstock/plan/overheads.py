@@ -61,7 +61,7 @@ def measure_overheads() -> Overheads:
     action = fmean(
         sum(times) for kind in (Kind.F, Kind.B) for times in zip(small.seconds[kind], small.engine_seconds[kind], strict=True)
     )
-    send, longer = (fmean(each.message_seconds or (0.0,)) for each in (small, large))
+    send, longer = (fmean(value.message_seconds or (0.0,)) for value in (small, large))
     size = 4.0 * (MESSAGE_FLOATS[1] - MESSAGE_FLOATS[0])
     return Overheads(alone, action, send, size / (longer - send) if longer > send else float("inf"))
 

@@ -54,7 +54,7 @@ def script_from_compute_comms_rows(name: str, rows: Sequence[Iterable[str]]) -> 
     check_table(schedule)
     transfers = TransferTable(schedule)
     script = Script(schedule, tuple(tuple(_row(rank, row, schedule, transfers)) for rank, row in enumerate(parsed)))
-    sent = {each for rank, row in enumerate(script.rows) for each in row if isinstance(each, Transfer) and each.source == rank}
+    sent = {cell for rank, row in enumerate(script.rows) for cell in row if isinstance(cell, Transfer) and cell.source == rank}
     for transfer in chain.from_iterable(transfers.channels.values()):
         if transfer not in sent:
             raise ScheduleError(f"rank {transfer.source} never sends the {transfer}, which rank {transfer.destination} needs")
@@ -78,7 +78,7 @@ def _row(rank: int, cells: Sequence[Cell | _Post], schedule: Schedule, transfers
             if cell.waits:
                 if transfer not in posted:
                     raise ScheduleError(f"rank {rank} has {cell.text}, but before it no send of the {transfer}")
-                yield Compute(next((each for each in cells[number:] if not isinstance(each, _Post)), None), (transfer,))
+                yield Compute(next((cell for cell in cells[number:] if not isinstance(cell, _Post)), None), (transfer,))
                 continue
             if transfer in posted:
                 raise ScheduleError(f"rank {rank} has {cell.text} twice")

@@ -64,8 +64,10 @@ def open_aliased(messages: Sequence[Any]) -> tuple[Sequence[Any], Versions]:
     """Return `messages` without marks, and the tensors in them that share memory."""
     if AliasedMessage not in map(type, messages):  # the common case
         return messages, ()
-    tensors = [tree_leaves(each.message)[n] for each in messages if type(each) is AliasedMessage for n in each.leaf_numbers]
-    return [each.message if type(each) is AliasedMessage else each for each in messages], record_versions(tensors)
+    tensors = [
+        tree_leaves(message.message)[n] for message in messages if type(message) is AliasedMessage for n in message.leaf_numbers
+    ]
+    return [message.message if type(message) is AliasedMessage else message for message in messages], record_versions(tensors)
 
 
 def record_versions(tensors: Iterable[Tensor]) -> Versions:

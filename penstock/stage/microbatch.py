@@ -165,7 +165,7 @@ def _join_leaves(rows_dim: int, *outputs: Any) -> Any:
 def microbatch_weights(targets: Sequence[Any], loss_weight: Callable[[Any], Any]) -> list[float]:
     """Return the weight of each microbatch in the batch's loss. Raises MismatchError unless it is finite, 0 or more."""
     scalars = [loss_weight(target) for target in targets]
-    if any(each.numel() != 1 if isinstance(each, Tensor) else not isinstance(each, int | float) for each in scalars):
+    if any(scalar.numel() != 1 if isinstance(scalar, Tensor) else not isinstance(scalar, int | float) for scalar in scalars):
         raise MismatchError(f"loss_weight(target) must be one number for a microbatch, got {_describe_kind(scalars[0])}")
 
     weights = scalars_to_floats(scalars)

@@ -110,7 +110,7 @@ class Stage:
         """Take the parameters of this step from `slots`."""
         self._splitter.begin_step(slots)
         parameters = [slot.parameter for slot in slots]
-        self._without_gradient = [each for each in parameters if each.grad is None and each.requires_grad]
+        self._without_gradient = [parameter for parameter in parameters if parameter.grad is None and parameter.requires_grad]
 
     # -- forward -----------------------------------------------------------------------------------------------------
 

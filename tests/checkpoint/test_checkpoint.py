@@ -72,15 +72,15 @@ def copy(saved, tmp_path):
     return tmp_path / "copy"
 
 
-def resumed(folder, step, *told):
+def resumed(folder, step, *message):
     """Resume in this process; it must come to `step`, having warned of each checkpoint in `told`."""
     pipe = pipeline()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         extra = checkpoint.resume(folder, pipe)
-    texts = [str(each.message) for each in caught]
-    assert len(texts) == len(told), texts
-    assert all(each in text for each, text in zip(told, texts, strict=True)), texts
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == len(message), texts
+    assert all(value in text for value, text in zip(message, texts, strict=True)), texts
     assert (pipe.step_count, extra) == (step, {"position": step})
     assert holds(pipe, step)
     return pipe
@@ -205,7 +205,7 @@ def rank_resume(folder):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         checkpoint.resume(folder, pipe, torch.optim.Adam(pipe.parameters()))
-        texts = [str(each.message) for each in caught]
+        texts = [str(warning.message) for warning in caught]
     try:
         checkpoint.resume(folder / "step-00000003", pipe)
     except ps.MismatchError as error:
@@ -216,10 +216,10 @@ def test_all_ranks_agree_whichever_of_them_looked_at_the_damaged_file(copy):
     path = next((copy / "step-00000003").glob("shard-00002*"))
     flip(path, 1000)
     everyone = ps.launch(rank_resume, 3, copy)
-    assert [each[:2] for each in everyone] == [(2, True)] * 3
-    assert [len(each[2]) for each in everyone] == [1, 0, 0]
+    assert [result[:2] for result in everyone] == [(2, True)] * 3
+    assert [len(result[2]) for result in everyone] == [1, 0, 0]
     assert str(path) in everyone[0][2][0]
-    assert len({each[3] for each in everyone}) == 1
+    assert len({result[3] for result in everyone}) == 1
     assert str(path) in everyone[0][3]
 
 
@@ -271,8 +271,8 @@ def rank_saves_until_killed(folder, victim, delay, wait):
         saving = checkpoint.save(folder, pipe, optimizer, extra={"position": step}, keep=2, wait=wait)
         done = step if wait else before and before[1]  # the save before has ended when another begins
         if rank == 0 and done:
-            with (folder / "done").open("a") as told:
-                told.write(f"{done}\n")
+            with (folder / "done").open("a") as file:
+                file.write(f"{done}\n")
         before = saving, step
         if step == 2 and rank == victim:
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -404,7 +404,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_restored(saved):
     half = pipeline(0.5)
     half.stages[0].bfloat16()
     two = torch.optim.Adam([{"params": [p]} for p in list(pipe.parameters())[:2]])
-    for work, told in [
+    for work, result in [
         (lambda: checkpoint.resume(saved, wider), r"1 of another shape \(0\.weight\)"),
         (lambda: checkpoint.resume(saved, half), r"0\.weight is torch\.float32 in the checkpoint, but torch\.bfloat16"),
         (lambda: checkpoint.resume(saved, pipe, torch.optim.SGD(pipe.parameters())), "the state of Adam, not of SGD"),
@@ -415,7 +415,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_restored(saved):
         ),
         (lambda: checkpoint.save(saved, pipe, keep=0), "keep=0 would keep no checkpoint"),
     ]:
-        with pytest.raises(ps.PenstockError, match=told):
+        with pytest.raises(ps.PenstockError, match=result):
             work()
     assert holds(pipe, 0.5)
     assert holds(wider, 0.5)

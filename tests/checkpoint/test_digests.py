@@ -53,7 +53,7 @@ def test_a_digest_is_of_the_values_and_not_of_how_they_lie_in_memory():
     assert value_digest(tensor.t().contiguous().t()) == value_digest(tensor)
     assert value_digest(nn.Parameter(tensor)) == value_digest(tensor)
     others = [tensor.view(6, 4), tensor.double(), tensor.t(), tensor.clone().neg(), [tensor]]
-    assert len({value_digest(each) for each in [tensor, *others]}) == len(others) + 1
+    assert len({value_digest(value) for value in [tensor, *others]}) == len(others) + 1
     assert value_digest(torch.empty(0, 3)) != value_digest(torch.empty(3, 0))
 
 
@@ -87,7 +87,7 @@ def test_digests_are_those_of_one_process_for_any_cut_and_schedule_tied_paramete
     assert alone[0] != alone[1]
     for schedule in schedules:
         everyone = ps.launch(rank_digests, 2, name, schedule)
-        assert all(each == alone for each in everyone)
+        assert all(result == alone for result in everyone)
     assert ("head.weight" in alone[0]["weights"]) == (name == "gpt")
     frozen = {"1.weight", "1.bias", "3.weight"} if name == "mixed" else set()
     assert alone[0]["weights"].keys() - alone[0]["gradients"].keys() == frozen
@@ -111,13 +111,13 @@ def rank_replicas(folder, shape, what, schedule="1f1b"):
     plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()} if tp > 1 else None
     pipe = ps.Pipeline(model, loss_fn, schedule, 2, mesh=mesh, tensor_parallel=plan)
     optimizer = torch.optim.AdamW(pipe.parameters())
-    inputs, target = (each.tensor_split(dp)[pipe.position.replica] for each in data("gpt", 8))
+    inputs, target = (batch.tensor_split(dp)[pipe.position.replica] for batch in data("gpt", 8))
     pipe.step(inputs, target=target)
     optimizer.step()
     checkpoint.save(folder, pipe, optimizer)
     before = checkpoint.digests(pipe, optimizer)
     if pipe.position.world.rank == pp * dp * tp - 1:
-        parameter = next(each for name, each in pipe.named_parameters() if name.endswith("norm2.weight"))
+        parameter = next(parameter for name, parameter in pipe.named_parameters() if name.endswith("norm2.weight"))
         flip(parameter if what == "weight" else optimizer.state[parameter]["exp_avg"])
     after = checkpoint.digests(pipe, optimizer)
     pipe.step_count += 1
@@ -132,16 +132,16 @@ def rank_replicas(folder, shape, what, schedule="1f1b"):
 )
 def test_replicas_that_differ_in_one_bit_are_not_saved_and_named(tmp_path, shape, what):
     everyone = ps.launch(rank_replicas, shape[0] * shape[1] * shape[2], tmp_path, shape, what)
-    before, after, told = everyone[0]
-    assert all(each == everyone[0] for each in everyone)
-    assert not any(isinstance(each, dict) for named in before.values() for each in named.values())
+    before, after, result = everyone[0]
+    assert all(result == everyone[0] for result in everyone)
+    assert not any(isinstance(parameter, dict) for named in before.values() for parameter in named.values())
     kind = "weights" if what == "weight" else what
-    ((name, by_rank),) = [(name, each) for name, each in after[kind].items() if isinstance(each, dict)]
+    ((name, by_rank),) = [(name, value) for name, value in after[kind].items() if isinstance(value, dict)]
     assert name.endswith("norm2.weight")
     assert len(by_rank) == 2
     whose = name if what == "weight" else f"the optimizer's state of {name}"
-    ranks = ", ".join(f"rank {rank} {each}" for rank, each in by_rank.items())
-    assert f"{whose} is not the same on all ranks that have it: {ranks}" in told
+    ranks = ", ".join(f"rank {rank} {value}" for rank, value in by_rank.items())
+    assert f"{whose} is not the same on all ranks that have it: {ranks}" in result
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000001"]
 
 
@@ -149,7 +149,7 @@ def rank_sharded():
     """Digests before and after a step of parameters that two replicas have shards of; and of the whole, as it is gathered."""
     pipe = ps.Pipeline(*make("gpt"), "1f1b", 2, mesh=ps.comms.init_mesh(pp=1, dp=2), data_parallel="fsdp")
     optimizer = torch.optim.AdamW(pipe.parameters())
-    inputs, target = (each.tensor_split(2)[pipe.position.replica] for each in data("gpt", 8))
+    inputs, target = (batch.tensor_split(2)[pipe.position.replica] for batch in data("gpt", 8))
     before = checkpoint.digests(pipe, optimizer)
     pipe.step(inputs, target=target)
     optimizer.step()
@@ -202,43 +202,46 @@ def with_conditions(folder, **changed):
 
 def test_runs_that_are_the_same_are_told_so_and_others_by_their_first_step(tmp_path):
     a, b, c = recorded(tmp_path / "a"), recorded(tmp_path / "b", every=1), recorded(tmp_path / "c", seed=9)
-    same, told = compare_runs(a, b)
+    same, result = compare_runs(a, b)
     assert same
-    assert told.startswith("the same to the bit in 2 steps, 2 to 4: ")
-    same, told = compare_runs(a, c)
+    assert result.startswith("the same to the bit in 2 steps, 2 to 4: ")
+    same, result = compare_runs(a, c)
     assert not same
-    assert told.splitlines()[0] == "step 2 is the first that differs: the gradient of 10.bias"
-    assert [line.endswith(f" in {folder}") for line, folder in zip(told.splitlines()[1:3], (a, c), strict=True)] == [True, True]
-    assert "it began in one of the 2 steps up to that" in told
+    assert result.splitlines()[0] == "step 2 is the first that differs: the gradient of 10.bias"
+    assert [line.endswith(f" in {folder}") for line, folder in zip(result.splitlines()[1:3], (a, c), strict=True)] == [
+        True,
+        True,
+    ]
+    assert "it began in one of the 2 steps up to that" in result
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"dp": 2}, "dp 1 and 2)"),
         ({"threads": 99}, "threads "),
         ({"deterministic": False}, "deterministic True and False)"),
     ],
 )
-def test_where_bits_are_not_promised_a_difference_is_no_verdict(tmp_path, changed, told):
+def test_where_bits_are_not_promised_a_difference_is_no_verdict(tmp_path, changed, message):
     a = recorded(tmp_path / "a")
     recorded(tmp_path / "b", seed=9)
     recorded(tmp_path / "same")
     with pytest.raises(RunsNotComparableError) as error:
         compare_runs(a, with_conditions(tmp_path / "b", **changed))
-    assert f"no bits are promised between these runs ({told}" in str(error.value)
+    assert f"no bits are promised between these runs ({message}" in str(error.value)
     assert compare_runs(a, with_conditions(tmp_path / "same", **changed))[0]  # if they are the same, they are
 
 
 def test_runs_of_other_settings_or_steps_are_not_compared(tmp_path):
     a = recorded(tmp_path / "a")
-    for folder, options, told in [
+    for folder, options, result in [
         ("rate", {"learning_rate": 0.2}, "the runs cannot be compared, they have learning_rate 0.1 and 0.2"),
         ("steps", {"steps": 3, "every": 3}, "the runs have no step in common: 2 steps, 2 to 4 in "),
     ]:
         with pytest.raises(RunsNotComparableError) as error:
             compare_runs(a, recorded(tmp_path / folder, **options))
-        assert told in str(error.value)
+        assert result in str(error.value)
 
 
 def test_a_run_that_goes_on_keeps_the_lines_up_to_there(tmp_path):
@@ -249,7 +252,7 @@ def test_a_run_that_goes_on_keeps_the_lines_up_to_there(tmp_path):
     pipe.step_count = 4
     checkpoint.DigestLog(tmp_path, pipe)
     lines = [json.loads(line) for line in (tmp_path / "digests.jsonl").read_text().splitlines()]
-    assert [(each["step"], "run" in each) for each in lines] == [(0, True), (2, False), (4, False), (4, True)]
+    assert [(line["step"], "run" in line) for line in lines] == [(0, True), (2, False), (4, False), (4, True)]
 
 
 def rank_has_no_room(folder):
@@ -267,8 +270,10 @@ def rank_has_no_room(folder):
 @pytest.mark.ranks
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a full disk at hand")
 def test_a_full_disk_is_told_on_every_rank(tmp_path):
-    told = f"digests cannot be written to {tmp_path}/digests.jsonl: No space left on device; make room there, or train without"
-    assert [each.startswith(told) for each in ps.launch(rank_has_no_room, 2, tmp_path)] == [True, True]
+    message = (
+        f"digests cannot be written to {tmp_path}/digests.jsonl: No space left on device; make room there, or train without"
+    )
+    assert [result.startswith(message) for result in ps.launch(rank_has_no_room, 2, tmp_path)] == [True, True]
 
 
 class Once(nn.Module):
@@ -294,8 +299,8 @@ def test_a_step_that_was_run_again_is_the_same_as_one_that_was_not(tmp_path):
             pipe.step(torch.ones(4, 2), target=torch.ones(4, 2))
         trail.record_step()
         runs.append(tmp_path / str(spoiled))
-    same, told = compare_runs(*runs)
-    assert same, told
+    same, result = compare_runs(*runs)
+    assert same, result
 
 
 def test_the_command_ends_with_0_if_runs_are_the_same_1_if_not_2_if_that_cannot_be_said(tmp_path, capsys):
@@ -309,9 +314,9 @@ def test_the_command_ends_with_0_if_runs_are_the_same_1_if_not_2_if_that_cannot_
             Audit(tmp_path / "a", tmp_path / other).run()
         codes.append(ended.value.code)
     assert codes == [0, 0, 1, 2, 2, 2, 2]
-    told = capsys.readouterr()
-    assert "step 2 is the first that differs" in told.out
-    assert told.err.splitlines()[0] == "penstock: the runs cannot be compared, they have learning_rate 0.1 and 0.2"
-    assert "has no digests.jsonl: give the folder of a run that keeps digests" in told.err
-    assert "nowhere does not exist" in told.err
-    assert "digests.jsonl is damaged, it is not what this Penstock writes there" in told.err
+    output = capsys.readouterr()
+    assert "step 2 is the first that differs" in output.out
+    assert output.err.splitlines()[0] == "penstock: the runs cannot be compared, they have learning_rate 0.1 and 0.2"
+    assert "has no digests.jsonl: give the folder of a run that keeps digests" in output.err
+    assert "nowhere does not exist" in output.err
+    assert "digests.jsonl is damaged, it is not what this Penstock writes there" in output.err

@@ -41,8 +41,8 @@ class Run:
     def state(self):
         """All of it, as values that can be compared."""
         tensors = {**self.pipe.state_dict(), "random": torch.get_rng_state()}
-        for number, (parameter, each) in enumerate(self.optimizer.state.items()):
-            tensors |= {f"{number}.{key}": value for key, value in each.items()} | {f"{number}": parameter}
+        for number, (parameter, item) in enumerate(self.optimizer.state.items()):
+            tensors |= {f"{number}.{key}": value for key, value in item.items()} | {f"{number}": parameter}
         options = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
         bits = {name: value.detach().clone() for name, value in tensors.items()}
         return bits, repr((options, self.rate.state_dict(), self.pipe.step_count))
@@ -80,24 +80,24 @@ def rewritten(folder, change):
     (folder / "manifest.json").write_bytes(manifest._encode(content))
 
 
-def passed_over(folder, *told):
+def passed_over(folder, *message):
     """`resume` takes the checkpoint before, and says why in a sentence."""
     run = Run(2.0)
     with pytest.warns(UserWarning, match="is passed over") as caught:
         checkpoint.resume(folder, *run.given)
     assert run.pipe.step_count == 1
-    (text,) = {str(each.message) for each in caught}
-    assert all(each in text for each in told), text
+    (text,) = {str(warning.message) for warning in caught}
+    assert all(value in text for value in message), text
     assert "\n" not in text
-    refused(folder / NEWEST, *told)
+    refused(folder / NEWEST, *message)
 
 
-def refused(folder, *told):
+def refused(folder, *message):
     run = Run(2.0)
     before = run.state()
     with pytest.raises(ps.MismatchError) as caught:
         checkpoint.resume(folder, *run.given)
-    assert all(each in str(caught.value) for each in told), str(caught.value)
+    assert all(value in str(caught.value) for value in message), str(caught.value)
     assert same(run.state(), before)
 
 
@@ -128,7 +128,7 @@ FILE = {"bytes": 5, "sha256": "0" * 64}
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (without("step"), "it has no 'step'"),
         (with_("2", "step"), "it.step is '2', not a whole number"),
@@ -150,9 +150,9 @@ FILE = {"bytes": 5, "sha256": "0" * 64}
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_manifest_that_says_something_else_is_passed_over_and_its_place_named(copy, change, told):
+def test_a_manifest_that_says_something_else_is_passed_over_and_its_place_named(copy, change, message):
     rewritten(copy / NEWEST, change)
-    passed_over(copy, NEWEST, told)
+    passed_over(copy, NEWEST, message)
 
 
 def nested(depth):
@@ -181,7 +181,7 @@ def test_state_that_could_not_be_read_again_is_not_saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (with_("fast", "optimizer", "groups", 0, "options", "dict", "lr"), "has lr 0.001, but 'fast' in the checkpoint"),
         (with_([], "optimizer", "groups", 0, "options", "dict", "params"), "cannot have params"),
@@ -191,9 +191,9 @@ def test_state_that_could_not_be_read_again_is_not_saved(tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_state_that_this_training_cannot_take_is_refused_before_anything_changes(copy, change, told):
+def test_state_that_this_training_cannot_take_is_refused_before_anything_changes(copy, change, message):
     rewritten(copy / NEWEST, change)
-    refused(copy / NEWEST, told)
+    refused(copy / NEWEST, message)
 
 
 class Stubborn(torch.optim.Adam):
@@ -237,17 +237,17 @@ KINDS += [(a_socket, "it is a socket, not a file")]
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "shard-00001-model-00001-of-00001.safetensors"])
-@pytest.mark.parametrize(("make", "told"), KINDS)
-def test_what_is_no_file_is_passed_over_without_waiting(copy, name, make, told, monkeypatch):
+@pytest.mark.parametrize(("make", "message"), KINDS)
+def test_what_is_no_file_is_passed_over_without_waiting(copy, name, make, message, monkeypatch):
     path, outside = copy / NEWEST / name, copy.parent / "outside"
     path.rename(outside)  # right in every byte
     monkeypatch.chdir(copy)
     make(path, outside)
-    passed_over(copy, str(path), told)
+    passed_over(copy, str(path), message)
 
 
-@pytest.mark.parametrize(("make", "told"), [each for each in KINDS if each[0] is not link])
-def test_weights_of_others_may_be_links_but_must_be_files(copy, make, told, monkeypatch):
+@pytest.mark.parametrize(("make", "expected_message"), [kind for kind in KINDS if kind[0] is not link])
+def test_weights_of_others_may_be_links_but_must_be_files(copy, make, expected_message, monkeypatch):
     pipe = Run(1.0).pipe
     checkpoint.export(pipe, copy / "blob.safetensors")
     (copy / "model.safetensors").symlink_to("blob.safetensors")
@@ -256,8 +256,8 @@ def test_weights_of_others_may_be_links_but_must_be_files(copy, make, told, monk
     (copy / "hub").mkdir()
     for name in ("model.safetensors", "model.safetensors.index.json"):
         make(copy / "hub" / name, copy)
-        told = "has neither" if make is folder else told
-        with pytest.raises(ps.MismatchError, match=told):
+        expected_message = "has neither" if make is folder else expected_message
+        with pytest.raises(ps.MismatchError, match=expected_message):
             checkpoint.import_weights(pipe, copy / "hub" / name)
     (copy / "index.json").write_text(json.dumps({"weight_map": {"0.weight": "../blob.safetensors"}}))
     with pytest.raises(ps.MismatchError, match="may only name safetensors files beside it"):
@@ -298,7 +298,7 @@ def test_left_overs_that_are_links_or_files_are_deleted_and_not_what_they_lead_t
 KEYS = st.sampled_from(["tensor", "tuple", "dict", "items", "x"])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
-    lambda each: st.lists(each, max_size=3) | st.dictionaries(KEYS, each, max_size=2),
+    lambda value: st.lists(value, max_size=3) | st.dictionaries(KEYS, value, max_size=2),
     max_leaves=5,
 )
 
@@ -306,9 +306,9 @@ JSON = st.recursive(
 def places(value, path=()):
     """Every place in a manifest."""
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in parts:
+    for key, part in parts:
         yield (*path, key)
-        yield from places(each, (*path, key))
+        yield from places(part, (*path, key))
 
 
 def outcome(run, folder):
@@ -397,8 +397,8 @@ def test_no_tensor_file_makes_resume_raise_anything_else_or_change_anything(fuzz
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            for each in TensorFiles(tensors).values():
-                each.numel()
+            for file in TensorFiles(tensors).values():
+                file.numel()
         except DamagedFileError:
             pass
 

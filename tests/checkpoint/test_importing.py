@@ -53,8 +53,8 @@ def test_ranks_open_the_files_of_their_own_tensors_and_all_tell_what_does_not_fi
     write(unfit, {"0.weight": torch.zeros(2, 2)}, {"surplus": torch.zeros(1), **second})
     everyone = ps.launch(rank_imports, 3, tmp_path, unfit)
     assert [opened for opened, _ in everyone] == [[FIRST], [SECOND], [SECOND]]
-    told = "6 missing (0.bias, 1.weight, 1.bias, ..); 1 unknown (surplus); 1 of another shape (0.weight)"
-    assert [errors for _, errors in everyone] == [[f"{unfit} does not fit this model: {told}"] * 2] * 3
+    message = "6 missing (0.bias, 1.weight, 1.bias, ..); 1 unknown (surplus); 1 of another shape (0.weight)"
+    assert [errors for _, errors in everyone] == [[f"{unfit} does not fit this model: {message}"] * 2] * 3
 
 
 def test_without_strict_what_is_missing_stays_and_is_told(tmp_path):
@@ -89,7 +89,7 @@ def header(text, data=b""):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"", "is no safetensors file"),
         (b"PK\x03\x04 a pickle of torch", "is no safetensors file"),
@@ -106,14 +106,14 @@ def header(text, data=b""):
         (header(b'{"0.weight": 3}'), "is no safetensors file"),
     ],
 )
-def test_a_file_that_is_damaged_or_none_is_refused_in_a_sentence(tmp_path, content, told):
+def test_a_file_that_is_damaged_or_none_is_refused_in_a_sentence(tmp_path, content, message):
     (tmp_path / "it.safetensors").write_bytes(content)
-    with pytest.raises(ps.MismatchError, match=rf"it\.safetensors {told}"):
+    with pytest.raises(ps.MismatchError, match=rf"it\.safetensors {message}"):
         checkpoint.import_weights(pipeline(), tmp_path / "it.safetensors")
 
 
 @pytest.mark.parametrize(
-    ("index", "told"),
+    ("index", "message"),
     [
         ({"weight_map": {"0.weight": "../secret.safetensors"}}, "names '../secret.safetensors', but an index may only name"),
         ({"weight_map": {"0.weight": "/etc/passwd"}}, "names '/etc/passwd', but an index may only name"),
@@ -125,12 +125,12 @@ def test_a_file_that_is_damaged_or_none_is_refused_in_a_sentence(tmp_path, conte
         (None, "has neither model.safetensors nor model.safetensors.index.json in it"),
     ],
 )
-def test_an_index_that_is_not_to_be_trusted_is_refused_in_a_sentence(tmp_path, index, told):
+def test_an_index_that_is_not_to_be_trusted_is_refused_in_a_sentence(tmp_path, index, message):
     write(tmp_path, *halves(3))
     (tmp_path / INDEX).unlink()
     if index is not None:
         (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ps.MismatchError, match=told):
+    with pytest.raises(ps.MismatchError, match=message):
         checkpoint.import_weights(pipeline(), tmp_path)
 
 

@@ -129,7 +129,7 @@ def test_the_newest_of_several_folders_is_taken_and_of_the_same_step_the_first_f
 
 def test_folders_that_cannot_be_searched_together_are_refused(tmp_path):
     saved(tmp_path / "run", 1)
-    for folders, told in [
+    for folders, result in [
         ([], "there is no folder in an empty list: give one, or several"),
         ([tmp_path / "a", tmp_path / "b"], f"there is no checkpoint in {tmp_path}/a, {tmp_path}/b: give a folder"),
         (
@@ -137,7 +137,7 @@ def test_folders_that_cannot_be_searched_together_are_refused(tmp_path):
             "step-00000001 is a checkpoint, not a folder of them: give it alone",
         ),
     ]:
-        with pytest.raises(ps.PenstockError, match=told):
+        with pytest.raises(ps.PenstockError, match=result):
             checkpoint.resume(folders, training()[0])
 
 

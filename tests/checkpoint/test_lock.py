@@ -48,7 +48,7 @@ def everyone():
 def rank_is_a_run_of_its_own(folder):
     """Rank 0's run has the folder, rank 1's wants it."""
     folder_lock.ACQUIRE_TIMEOUT_SECONDS = 0.2
-    rank, told = ps.comms.init_distributed().rank, []
+    rank, expected_message = ps.comms.init_distributed().rank, []
     pipe = alone(rank)
     if rank == 0:
         checkpoint.save(folder, pipe)
@@ -56,7 +56,7 @@ def rank_is_a_run_of_its_own(folder):
     everyone()
     if rank == 1:
         before = contents(folder)
-        told = [refusal(folder, pipe), refusal(folder, pipe, wait=False)]
+        expected_message = [refusal(folder, pipe), refusal(folder, pipe, wait=False)]
         with pytest.raises(ps.PenstockError, match="is written to by process"):
             lock_run_folder(folder, pipe)
         assert contents(folder) == before
@@ -76,12 +76,12 @@ def rank_is_a_run_of_its_own(folder):
     if rank == 0:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return told, os.getpid()
+    return expected_message, os.getpid()
 
 
 def test_a_second_writer_is_refused_by_name_before_it_writes_or_deletes_anything(tmp_path):
-    (_, first), (told, _) = ps.launch(rank_is_a_run_of_its_own, 2, tmp_path / "run")
-    for text in told:
+    (_, first), (result, _) = ps.launch(rank_is_a_run_of_its_own, 2, tmp_path / "run")
+    for text in result:
         assert re.search(rf"run is written to by process {first} on \S+: two runs .*: end that one, or save elsewhere", text)
     assert not (tmp_path / "run" / ".step-00000007.part").exists()  # left by nobody, once the lock had ended
 
@@ -129,10 +129,10 @@ def test_a_file_system_without_locks_is_told_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     pipe = alone()
-    with pytest.warns(UserWarning, match="a file system without locks: see that no other run saves there") as told:
+    with pytest.warns(UserWarning, match="a file system without locks: see that no other run saves there") as warned:
         checkpoint.save(tmp_path, pipe)
     checkpoint.save(tmp_path, pipe)
-    assert len(told) == 1
+    assert len(warned) == 1
     assert checkpoint.resume(tmp_path, alone()) == {}
 
 
@@ -154,13 +154,13 @@ def rank_fails_beside(folder):
     with pytest.raises(ps.PenstockError, match=r"rank 1 could not write the checkpoint .*File too large") as caught:
         train(pipe, batch)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    told = pipe.step_count
+    step_count = pipe.step_count
     assert all(parameter.grad is None for parameter in pipe.parameters())  # the step has not begun
     loss = pipe.step(batch, target=torch.zeros(4, 2))
     with pytest.raises(ps.PenstockError, match="File too large"):
         saving.wait()  # what is asked for is told again
     checkpoint.save(folder, pipe)
-    return told, pipe.step_count, str(caught.value), loss.item()
+    return step_count, pipe.step_count, str(caught.value), loss.item()
 
 
 class Writing(Future):

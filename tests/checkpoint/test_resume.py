@@ -129,7 +129,7 @@ def test_any_optimizer_and_any_tensor_goes_on_with_its_bits(tmp_path):
     everyone = ps.launch(rank_optimize, 3, tmp_path, False)
     again = ps.launch(rank_optimize, 1, tmp_path, True)[0]
     for name in OPTIMIZERS:
-        assert_same(again[name], merged([each[name] for each in everyone]))
+        assert_same(again[name], merged([result[name] for result in everyone]))
     shutil.rmtree(tmp_path / "RAdam")
     with pytest.warns(UserWarning, match="_extra_state"):
         checkpoint.export_checkpoint(tmp_path / "Adam", tmp_path / "out.safetensors")
@@ -286,7 +286,7 @@ def test_penstock_train_goes_on_with_a_run_and_export_writes_its_weights(tmp_pat
     assert "3 ranks  step 6/6" in again.stdout
     assert_same(load_file(run / "model.safetensors"), expected)
     resumed = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [(each["step"], each["loss"]) for each in resumed] == [(each["step"], each["loss"]) for each in records]
+    assert [(result["step"], result["loss"]) for result in resumed] == [(record["step"], record["loss"]) for record in records]
     assert json.loads((run / "run.json").read_text())["losses"] == [record["loss"] for record in records]
     assert [path.name for path in sorted(run.glob("*step-*"))] == ["step-00000004", "step-00000006"]
 
@@ -345,7 +345,7 @@ def rank_saves_between(folder):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             checkpoint.save(folder, pipe, given)
-        counts.append([str(each.message) for each in caught])
+        counts.append([str(warning.message) for warning in caught])
 
     save(optimizer)  # before the first step
     for _ in range(2):
@@ -365,6 +365,6 @@ def rank_saves_between(folder):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_save_in_the_middle_of_an_accumulation_is_a_warning(tmp_path, ranks):
     counts = ps.launch(rank_saves_between, ranks, tmp_path)
-    assert [len(each) for each in counts[0]] == [0, 1, 1, 0, 0, 0]
+    assert [len(count) for count in counts[0]] == [0, 1, 1, 0, 0, 0]
     assert counts[0][1][0].startswith("checkpoint.save() comes between pipe.step() and optimizer.step()")
     assert not any(map(any, counts[1:]))

@@ -141,7 +141,7 @@ def test_a_folder_of_more_files_than_descriptors_is_read(tmp_path):
         found = [files.mapped_tensor(f"t{number}").clone() for number in range(80)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert [each[0].item() for each in found] == list(range(80))
+    assert [result[0].item() for result in found] == list(range(80))
 
 
 def test_a_rank_whose_first_tensor_is_empty_writes_it(tmp_path):

@@ -127,8 +127,8 @@ def test_what_save_pretrained_wrote_trains_as_uncut_and_from_pretrained_loads_wh
         assert all(json.loads((out / file).read_text()) == json.loads((original / file).read_text()) for file in SETTINGS)
         expected = transformers.AutoModelForCausalLM.from_pretrained(original)
         for folder in (out, one):
-            again, told = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-            assert not any(told.values()), told
+            again, result = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+            assert not any(result.values()), result
             assert type(again) is type(expected)
             assert_same(again.state_dict(), expected.state_dict())
 

@@ -35,7 +35,7 @@ def test_one_file_holds_the_uncut_model_and_each_rank_reads_its_own_part_of_one(
     path = tmp_path / "deep" / "model.safetensors"
     path.parent.mkdir()
     whole = merged(ps.launch(rank_export, 2, path))
-    assert [each.name for each in path.parent.iterdir()] == ["model.safetensors"]
+    assert [value.name for value in path.parent.iterdir()] == ["model.safetensors"]
     loaded = load_file(path)
     assert_same(loaded, whole)
     nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2)).load_state_dict(loaded)

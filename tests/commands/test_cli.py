@@ -89,16 +89,16 @@ for words in json.loads(sys.argv[1]):
 def test_a_wrong_option_fails_before_torch_is_imported_with_the_nearest_that_works():
     done = fresh(json.dumps([words for words, _ in WRONG_OPTIONS]), launcher=("-c", TYPED))
     assert (done.returncode, done.stderr) == (0, "")
-    for (words, told), line in zip(WRONG_OPTIONS, done.stdout.splitlines(), strict=True):
+    for (words, message), line in zip(WRONG_OPTIONS, done.stdout.splitlines(), strict=True):
         printed, code, imported = json.loads(line)
         assert not imported, words
         assert code not in (0, None), words
-        assert told in f"{printed}{code}", words
+        assert message in f"{printed}{code}", words
         assert "Traceback" not in printed, words
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("train --schedule damaged.csv", "damaged.csv is damaged, or no CSV table: 'utf-8' codec can't decode byte 0xff"),
         ("train --schedule folder.csv", "the table folder.csv does not exist"),
@@ -136,7 +136,7 @@ def test_a_wrong_option_fails_before_torch_is_imported_with_the_nearest_that_wor
         ("studio --port 99999", "--port 99999 cannot be used: ports are numbers up to 65535; leave it out to take a free one"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(line, told, tmp_path, monkeypatch):
+def test_a_mistake_is_told_in_one_line(line, message, tmp_path, monkeypatch):
     (tmp_path / "damaged.csv").write_bytes(b"0F0,0B0\n\xff\xfe")
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "words.csv").write_text("hello,world\n")
@@ -151,7 +151,7 @@ def test_a_mistake_is_told_in_one_line(line, told, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["penstock", *line.split()])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert str(ended.value).startswith(f"penstock: {told}")
+    assert str(ended.value).startswith(f"penstock: {message}")
     assert "\n" not in str(ended.value)
 
 
@@ -214,7 +214,7 @@ def test_settings_of_other_types_are_told(wrong, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--width", "1000000000000"], "this machine has no room for that, give smaller numbers: RuntimeError: .*memory"),
         pytest.param(
@@ -224,9 +224,9 @@ def test_settings_of_other_types_are_told(wrong, tmp_path):
         ),
     ],
 )
-def test_what_this_machine_does_not_have_is_told_in_one_line(words, told, tmp_path, monkeypatch):
+def test_what_this_machine_does_not_have_is_told_in_one_line(words, message, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["penstock", "train", "--ranks", "1", *SMALL, "--out", str(tmp_path), *words])
-    with pytest.raises(SystemExit, match=f"^penstock: {told}"):
+    with pytest.raises(SystemExit, match=f"^penstock: {message}"):
         cli.main()
 
 
@@ -357,9 +357,9 @@ def test_bench_and_doctor_say_what_they_measured(monkeypatch, capsys):
         steps = ["bench", "--ranks", "2", "--forward", "2", "--steps", "2", "--microbatches", *words]
         monkeypatch.setattr(sys, "argv", ["penstock", *steps])
         cli.main()
-        told = capsys.readouterr().out
-        assert "the table, at nominal costs" in told
-        assert "the table, at the actions' own costs" in told
+        output = capsys.readouterr().out
+        assert "the table, at nominal costs" in output
+        assert "the table, at the actions' own costs" in output
     examined = fresh("doctor")
     messages = [line for line in examined.stdout.splitlines() if line.startswith("+ a message")]
     assert len(messages) == 6, examined.stderr  # of three sizes: the pipeline's way, and by Gloo
@@ -367,9 +367,11 @@ def test_bench_and_doctor_say_what_they_measured(monkeypatch, capsys):
     assert all(("by Gloo" in line) == (number >= 3) for number, line in enumerate(messages))
 
 
-@pytest.mark.parametrize(("version", "told"), [("2.15.0+cpu", ""), ("2.16.0", "- Penstock is tested with torch up to 2.15: ")])
-def test_doctor_says_when_torch_is_newer_than_what_was_tested(capsys, version, told):
+@pytest.mark.parametrize(
+    ("version", "message"), [("2.15.0+cpu", ""), ("2.16.0", "- Penstock is tested with torch up to 2.15: ")]
+)
+def test_doctor_says_when_torch_is_newer_than_what_was_tested(capsys, version, message):
     doctor._warn_if_untested(version)
     said = capsys.readouterr().out
-    assert said.startswith(told)
-    assert bool(said) == bool(told)
+    assert said.startswith(message)
+    assert bool(said) == bool(message)

@@ -78,7 +78,7 @@ def test_the_bench_prints_every_operation_and_writes_table_and_plot(tmp_path, mo
         speed = int(row["bytes"]) / float(row["median_s"]) / 1e9
         assert math.isclose(float(row["algorithm_GBps"]), speed, rel_tol=1e-3)
         assert math.isclose(float(row["bus_GBps"]), speed * float(row["bus_factor"]), rel_tol=1e-3)
-    texts = [each.text for each in ElementTree.parse(plot).getroot().iter("{http://www.w3.org/2000/svg}text")]
+    texts = [element.text for element in ElementTree.parse(plot).getroot().iter("{http://www.w3.org/2000/svg}text")]
     assert {"all_reduce", "send", "1 KB", "64 KB", "bus GB/s"} <= set(texts)
 
 

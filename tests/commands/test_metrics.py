@@ -36,7 +36,7 @@ def rank_metrics():
 def test_a_step_tells_its_waits_by_cause_and_every_ranks_memory_the_same_on_all_ranks():
     everyone = ps.launch(rank_metrics, 2)
     found, timeline, report = everyone[0]
-    assert all(each[0] == found for each in everyone)
+    assert all(result[0] == found for result in everyone)
     assert sum(timeline.explain().shares.values()) == pytest.approx(1, abs=1e-6)
     waits = {name: value for name, value in found.items() if name.startswith("wait/")}
     assert waits == {f"wait/{cause}": share for cause, share in timeline.causes.items()}
@@ -125,13 +125,13 @@ def test_ranks_that_share_cores_are_told_so():
 def test_what_a_run_came_to_is_told_where_its_records_are_lost_and_its_folder_has_any_name(tmp_path, capsys):
     alone = TrainResult(1, losses=[3.0, 2.0], seconds=[1.0, 1.0], idle_shares=[0.0, 0.0], validation_loss=2.0)
     closing(TrainResult(2, validation_loss=2.0), alone, tmp_path / "runs [v2] [/x]")
-    told = capsys.readouterr().out
-    assert told.startswith("\nloss on the held-out part 2.0000\n")
-    assert "are in " + str(tmp_path / "runs [v2] [/x]") in told
+    output = capsys.readouterr().out
+    assert output.startswith("\nloss on the held-out part 2.0000\n")
+    assert "are in " + str(tmp_path / "runs [v2] [/x]") in output
     run = TrainResult(2, losses=[2.0], seconds=[1.0], idle_shares=[0.0], validation_loss=2.0)
     closing(run, alone, tmp_path)
-    assert "The same 1 steps" in (told := capsys.readouterr().out)
-    assert "equal to the last bit, all steps" in told
+    assert "The same 1 steps" in (output := capsys.readouterr().out)
+    assert "equal to the last bit, all steps" in output
 
 
 def test_the_result_of_a_run_fits_a_screen(tmp_path, monkeypatch, capsys):

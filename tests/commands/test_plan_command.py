@@ -49,11 +49,11 @@ def run(monkeypatch, *words):
 def test_plan_tells_plans_what_memory_would_buy_and_how_robust_the_best_is(costs, tmp_path, monkeypatch, capsys):
     out, words = tmp_path / "plan.json", ("--memory", "70MB", "--batch", "8", "--effort", "quick")
     run(monkeypatch, "plan", "--costs", costs, "--ranks", "4", *words, "--out", out)
-    told = capsys.readouterr().out
-    assert re.search(r"^1  +[\d.]+ ms  +[\d.]+%", told, re.MULTILINE)
-    assert re.search(r"with [\d.]+ MB a rank: [\d.]+ ms, [\d.]+% less", told)
-    assert "in the middle of 200 draws" in told
-    assert load(out).why in told
+    output = capsys.readouterr().out
+    assert re.search(r"^1  +[\d.]+ ms  +[\d.]+%", output, re.MULTILINE)
+    assert re.search(r"with [\d.]+ MB a rank: [\d.]+ ms, [\d.]+% less", output)
+    assert "in the middle of 200 draws" in output
+    assert load(out).why in output
     run(monkeypatch, "show", out)
     assert f"makespan {1e3 * load(out).seconds:.4g} ms" in capsys.readouterr().out
     run(monkeypatch, "compare", out, out)
@@ -102,9 +102,9 @@ def test_ctrl_c_takes_the_best_so_far():
 
 def test_search_writes_a_table_that_keeps_the_limit(costs, tmp_path, capsys):
     Search(costs, ranks=4, microbatches=4, memory="64MB", effort="quick", csv=tmp_path / "found.csv").run()
-    told = capsys.readouterr().out
-    assert "no table within the limit is below" in told
-    assert "the best published table" in told
+    output = capsys.readouterr().out
+    assert "no table within the limit is below" in output
+    assert "the best published table" in output
     assert Schedule.from_csv(tmp_path / "found.csv").num_stages == 8
     with pytest.raises(PenstockError, match="8 stages, which do not divide by --ranks 0"):
         Search(costs, ranks=0).run()
@@ -144,9 +144,9 @@ def test_the_command_that_a_run_ends_with_writes_the_plan_that_it_tells(tmp_path
     monkeypatch.setattr("penstock.commands.train.planned.count_cores", lambda: 2)
     folder = tmp_path / "a run"
     folder.mkdir()
-    told = advice(TrainConfig(ranks=2, microbatches=4, batch=8), folder, balance, dict.fromkeys("abcdef", 1e6), measured)
+    result = advice(TrainConfig(ranks=2, microbatches=4, batch=8), folder, balance, dict.fromkeys("abcdef", 1e6), measured)
     words = r"planner: (\S+) on 2 ranks, (\d+) micro.*: (\S+) ms, .*; penstock (.*) plan.json"
-    name, count, step, command = re.findall(words, told)[0]
+    name, count, step, command = re.findall(words, result)[0]
     run(monkeypatch, *shlex.split(command), tmp_path / "plan.json")
     found = load(tmp_path / "plan.json")
     assert (found.schedule.name, str(found.microbatches), f"{1e3 * found.seconds:.4g}") == (name, count, step)
@@ -155,15 +155,15 @@ def test_the_command_that_a_run_ends_with_writes_the_plan_that_it_tells(tmp_path
 @pytest.mark.ranks
 def test_train_plans_runs_the_plan_and_says_how_they_compare(tmp_path, monkeypatch, capfd):
     run(monkeypatch, "train", "--ranks", "2", "--plan", "auto", "--compare", "--out", tmp_path, *SMALL)
-    told = capfd.readouterr().out
-    assert re.search(r"planned: \S+ on [12] ranks", told)
-    assert re.search(r"a step of the table: planned [\d.]+ ms, measured [\d.]+ ms", told) or "on 1 ranks" in told
-    assert len(re.findall(r"^tried: .* planned [\d.]+ ms, a whole step [\d.]+ ms$", told, re.MULTILINE)) in (2, 3)
-    assert re.search(r"^chosen: .*\d ranks, \d+ microbatches: the fastest of those tried", told, re.MULTILINE)
-    assert "equal to the last bit, all steps" in told
+    output = capfd.readouterr().out
+    assert re.search(r"planned: \S+ on [12] ranks", output)
+    assert re.search(r"a step of the table: planned [\d.]+ ms, measured [\d.]+ ms", output) or "on 1 ranks" in output
+    assert len(re.findall(r"^tried: .* planned [\d.]+ ms, a whole step [\d.]+ ms$", output, re.MULTILINE)) in (2, 3)
+    assert re.search(r"^chosen: .*\d ranks, \d+ microbatches: the fastest of those tried", output, re.MULTILINE)
+    assert "equal to the last bit, all steps" in output
     (folder,) = tmp_path.iterdir()
     explained = (folder / "report.txt").read_text()
-    assert re.search(r"rank 0 works [\d.]+ ms, [\d.]+ ms; holds .* of activations", explained) or "on 1 ranks" in told
+    assert re.search(r"rank 0 works [\d.]+ ms, [\d.]+ ms; holds .* of activations", explained) or "on 1 ranks" in output
     found = load(folder / "plan.json")
     assert json.loads((folder / "run.json").read_text())["config"]["microbatches"] == found.microbatches
     moved = folder.rename(tmp_path / "moved")

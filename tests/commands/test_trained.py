@@ -68,15 +68,18 @@ def test_a_run_that_was_trained_on_a_gpu_is_used_where_there_is_none(tmp_path):
 def test_generate_prints_the_prompt_and_what_the_uncut_model_makes_of_it(run, monkeypatch):
     expected = ps.Pipeline(model()).generate(torch.tensor([list(b"def f")]), max_new_tokens=20, temperature=0.7, seed=1)
     text = bytes(expected[0].tolist()).decode(errors="replace")
-    told: list[str] = []
+    results: list[str] = []
 
     def rank_texts(work: Any, ranks: int, *args: Any) -> list[None]:
-        told.extend(ps.launch(printed, ranks, work, *args))
+        results.extend(ps.launch(printed, ranks, work, *args))
         return [None] * ranks
 
     monkeypatch.setattr(trained, "launch", rank_texts)
     penstock(monkeypatch, "generate", next(run.glob("step-*")), "--prompt", "def f", "--max-new-tokens", 20, "--seed", 1)
-    assert told == ["".join(each if each.isprintable() or each in "\n\t" else "?" for each in text) + "\n", ""]
+    assert results == [
+        "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text) + "\n",
+        "",
+    ]
 
 
 def test_eval_tells_the_mean_loss_over_every_byte(run, monkeypatch, capfd, tmp_path):
@@ -97,7 +100,7 @@ def test_eval_tells_the_mean_loss_over_every_byte(run, monkeypatch, capfd, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["generate", "{run}", "--prompt", ""], "--prompt is empty: give it a letter or more"),
         (["generate", "{run}", "--ranks", "9"], "--ranks 9 are more than the model's 6 layers: use fewer"),
@@ -110,8 +113,8 @@ def test_eval_tells_the_mean_loss_over_every_byte(run, monkeypatch, capfd, tmp_p
         (["eval", "test", "--data", "README.md"], "test is no run, it has no run.json (did you mean tests?)"),
     ],
 )
-def test_a_wrong_option_is_told_before_any_rank_starts(run, monkeypatch, words, told):
+def test_a_wrong_option_is_told_before_any_rank_starts(run, monkeypatch, words, message):
     monkeypatch.setattr("penstock.commands.trained.start_forkserver_early", lambda: pytest.fail("ranks were started"))
     with pytest.raises(SystemExit) as end:
         penstock(monkeypatch, *[word.format(run=run) for word in words])
-    assert end.value.code == f"penstock: {told}"
+    assert end.value.code == f"penstock: {message}"

@@ -131,26 +131,27 @@ def run(
             outputs.append(Path(folder) / host.name)
             with outputs[-1].open("w") as output:
                 command = host.within(*command)
-                each = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-                running.append(each)
+                process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+                running.append(process)
         seconds: dict[int, float] = {}
         while len(seconds) < len(running) and time.monotonic() - begin < timeout:
             time.sleep(0.01)
             seconds |= {
                 index: time.monotonic() - begin
-                for index, each in enumerate(running)
-                if index not in seconds and each.poll() is not None
+                for index, process in enumerate(running)
+                if index not in seconds and process.poll() is not None
             }
         late = [host.name for index, host in enumerate(on) if index not in seconds]
-        for index, each in enumerate(running):
+        for index, process in enumerate(running):
             if index not in seconds:
-                each.kill()  # what it started ends with the host
-                each.wait()
-        told = [output.read_text(errors="replace") for output in outputs]
+                process.kill()  # what it started ends with the host
+                process.wait()
+        expected_message = [output.read_text(errors="replace") for output in outputs]
         if late:
-            raise HostsError(f"{', '.join(late)} did not end within {timeout:g} s:\n" + "\n".join(told))
+            raise HostsError(f"{', '.join(late)} did not end within {timeout:g} s:\n" + "\n".join(expected_message))
         return [
-            Ended(each.returncode, text, seconds[index]) for index, (each, text) in enumerate(zip(running, told, strict=True))
+            Ended(process.returncode, text, seconds[index])
+            for index, (process, text) in enumerate(zip(running, expected_message, strict=True))
         ]
 
 
@@ -172,9 +173,9 @@ def _host(number: int, count: int, folder: str, keepers: list["subprocess.Popen[
     keeper = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     keepers.append(keeper)
     assert keeper.stdout is not None
-    told = keeper.stdout.readline().strip()
-    if told != "ready":
-        raise HostsError(told or "it ended at once")
+    output = keeper.stdout.readline().strip()
+    if output != "ready":
+        raise HostsError(output or "it ended at once")
     return Host(number, int(Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text().split()[0]))
 
 

@@ -16,26 +16,26 @@ from penstock.comms.topology import Topology
 def rank_aborts():
     """Rank 1 does; ranks 0 and 2 wait for that one and pass it on; rank 3 waits for rank 0 only."""
     topology = ps.comms.init_distributed()
-    group, told = ProcessGroups(topology, "broken").world_group, ""
+    group, message = ProcessGroups(topology, "broken").world_group, ""
     if topology.rank != 1:
         with pytest.raises(RuntimeError) as error:
             group.recv([torch.empty(1)], 0 if topology.rank == 3 else 1, 0).wait()
-        told = str(error.value)
+        message = str(error.value)
     abort_backend(group)
     _ = ProcessGroups(topology, "afterwards").world_group  # until then nobody's group goes of itself
-    return told
+    return message
 
 
 @pytest.mark.ranks
 def test_whoever_is_waited_for_and_whoever_broke_off_first_nobody_waits_for_the_timeout():
-    assert not [told for told in ps.launch(rank_aborts, 4) if "Timed out" in told]
+    assert not [result for result in ps.launch(rank_aborts, 4) if "Timed out" in result]
 
 
-@pytest.mark.parametrize(("is_over", "seconds", "told"), [(True, 60, "another rank has failed"), (False, 0, "timed out")])
-def test_who_comes_last_where_another_has_given_up_does_not_go_on_to_connect_to_it(is_over, seconds, told):
+@pytest.mark.parametrize(("is_over", "seconds", "message"), [(True, 60, "another rank has failed"), (False, 0, "timed out")])
+def test_who_comes_last_where_another_has_given_up_does_not_go_on_to_connect_to_it(is_over, seconds, message):
     store = dist.HashStore()
     for over, patience in ((is_over, seconds), (False, 60)):
-        with pytest.raises(dist.DistError, match=told):
+        with pytest.raises(dist.DistError, match=message):
             wait_for_all(store, 2, timedelta(seconds=patience), lambda over=over: over)
 
 

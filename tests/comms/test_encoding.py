@@ -160,8 +160,8 @@ def test_a_value_too_large_is_refused_at_both_ends(monkeypatch):
 # ---- what another might send
 
 
-def written(told, raw=b"") -> bytes:
-    text = told if isinstance(told, bytes) else json.dumps(told).encode()
+def written(message, raw=b"") -> bytes:
+    text = message if isinstance(message, bytes) else json.dumps(message).encode()
     return JSON_LENGTH.pack(len(text)) + text + raw
 
 
@@ -216,7 +216,7 @@ SPEC = TensorSpec((2, 3), (3, 1), torch.float32, False, 24)
 
 
 @pytest.mark.parametrize(
-    "told",
+    "message",
     [
         None, 1, ("x",), (0, [SPEC], 1), (0, SPEC), (0, []), (1, [SPEC]), ([0, 1], [SPEC]), (0, [[]]), (0, [1]), (0, [(1, 2)]),
         (0, [SPEC._replace(bytes=25)]), (0, [SPEC._replace(shape=(2, -3))]), (0, [SPEC._replace(stride=(30, 1))]),
@@ -225,9 +225,9 @@ SPEC = TensorSpec((2, 3), (3, 1), torch.float32, False, 24)
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_describes_no_message_is_refused(told):
+def test_what_describes_no_message_is_refused(message):
     with pytest.raises(ps.MismatchError, match="describe no message"):
-        message_spec.unpack_spec(torch.frombuffer(bytearray(encode(told)), dtype=torch.uint8))
+        message_spec.unpack_spec(torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8))
 
 
 MESSAGE = {"hidden": torch.ones(2, 3), "rest": (Pair(torch.zeros(1), "x"), [None, 2.5], Registered(torch.ones(1)))}
@@ -258,13 +258,13 @@ WORDS = re.compile("|".join([*MODULES, *CALLS, r"torch\s*\.\s*load"]))  # withou
 def unpickles(node: ast.AST) -> bool:
     match node:
         case ast.Import(names):
-            return any(each.name.split(".")[0] in MODULES for each in names)
+            return any(name.name.split(".")[0] in MODULES for name in names)
         case ast.ImportFrom(module):
             return (module or "").split(".")[0] in MODULES
         case ast.Call(
             ast.Attribute(ast.Name("torch"), "load"), keywords=keywords
         ):  # with weights_only: tensors and plain values
-            return not any(each.arg == "weights_only" and ast.unparse(each.value) == "True" for each in keywords)
+            return not any(keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True" for keyword in keywords)
         case ast.Call(ast.Attribute(_, name)):
             return name in CALLS
     return False

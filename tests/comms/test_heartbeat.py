@@ -99,9 +99,9 @@ def test_a_store_that_is_gone_is_not_asked_again_and_one_that_fails_once_is(monk
 def test_a_rank_that_did_not_answer_in_time_is_not_told_as_gone_whatever_was_waited_for():
     groups = SimpleNamespace(ranks=range(2), topology=SimpleNamespace(store=torch.distributed.HashStore()))
     report = FailureReport(0, 0.0, text="to connect to the other ranks", end="no answer within 5 s")
-    told = diagnose(groups, [report], {})
-    assert str(told) == "rank 1 does not answer: rank 0 waited to connect to the other ranks: no answer within 5 s"
-    assert told.ranks == (1,)
+    diagnosis = diagnose(groups, [report], {})
+    assert str(diagnosis) == "rank 1 does not answer: rank 0 waited to connect to the other ranks: no answer within 5 s"
+    assert diagnosis.ranks == (1,)
 
 
 class StandsStill:
@@ -131,7 +131,7 @@ def test_a_rank_that_leaves_once_it_has_told_all_is_heard_by_who_looked_just_bef
     reports, left_here = collect_reports(
         SimpleNamespace(ranks=range(2), store=store, topology=SimpleNamespace(store=job)), mine
     )
-    assert [each.text for each in reports] == ["in a scatter", "in a broadcast"]
+    assert [report.text for report in reports] == ["in a scatter", "in a broadcast"]
     assert left_here == {}
 
 

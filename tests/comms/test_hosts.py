@@ -46,7 +46,7 @@ needs_hosts = pytest.mark.skipif("why_not() is not None", reason=why_not() or ""
 def rank_numbers(folder):
     """Train with every schedule and write down what came out, by what messages travelled, and how the clocks compare."""
     topology = ps.comms.init_distributed()
-    told = {"host": socket.gethostname(), "runs": {}}
+    results = {"host": socket.gethostname(), "runs": {}}
     for schedule in SCHEDULES if topology.world_size == 4 else SCHEDULES[:1]:
         pipe, losses = trained(schedule)
         timeline = pipe.timeline()
@@ -57,8 +57,8 @@ def rank_numbers(folder):
             "lines": lines,
             "skew": pipe._engine.clock_skew,
         }
-        told["runs"][schedule] = one | {"timeline": timeline, "error": pipe.clock_error}
-    torch.save(told, folder / f"rank-{topology.rank}.pt")
+        results["runs"][schedule] = one | {"timeline": timeline, "error": pipe.clock_error}
+    torch.save(results, folder / f"rank-{topology.rank}.pt")
 
 
 def trained(schedule):
@@ -81,8 +81,8 @@ def rank_killed(folder):
     try:
         pipe.step(*batch(0)[:1], target=batch(0)[1])
     except ps.PenstockError as error:
-        told = {"kind": type(error).__name__, "text": str(error)}
-        (folder / f"rank-{topology.rank}.json").write_text(json.dumps(told))
+        results = {"kind": type(error).__name__, "text": str(error)}
+        (folder / f"rank-{topology.rank}.json").write_text(json.dumps(results))
         raise
 
 
@@ -94,24 +94,24 @@ def check_numbers(folder, ranks, host_of):
     everyone = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(ranks)]
     model, loss_fn = make_model("gpt", depth=8)
     losses = [accumulate(model, loss_fn, batch(step), MICROBATCHES) for step in range(STEPS)]
-    for rank, told in enumerate(everyone):
-        assert told["host"] == host_of(rank)
+    for rank, result in enumerate(everyone):
+        assert result["host"] == host_of(rank)
     for schedule in everyone[0]["runs"]:
-        runs = [told["runs"][schedule] for told in everyone]
-        assert_same(merged([each["gradients"] for each in runs]), gradients(model.named_parameters()))
-        for rank, each in enumerate(runs):
-            assert all(map(torch.equal, each["losses"], losses)), (schedule, rank)
-            for peer, line in each["lines"].items():
+        runs = [result["runs"][schedule] for result in everyone]
+        assert_same(merged([value["gradients"] for value in runs]), gradients(model.named_parameters()))
+        for rank, value in enumerate(runs):
+            assert all(map(torch.equal, value["losses"], losses)), (schedule, rank)
+            for peer, line in value["lines"].items():
                 assert line == ("MemorySender" if host_of(peer) == host_of(rank) else "GroupSender"), (schedule, rank, peer)
     return everyone
 
 
-def check_clocks(told):
+def check_clocks(message):
     """The hosts' clocks are a thousand seconds apart, and no message arrives before it is sent."""
-    for rank, each in enumerate(told):
-        for one in each["runs"].values():
-            assert one["skew"].offset == pytest.approx(-1000 * int(each["host"][-1]), abs=max(0.1, one["skew"].error)), rank
-    for schedule, one in told[0]["runs"].items():
+    for rank, value in enumerate(message):
+        for one in value["runs"].values():
+            assert one["skew"].offset == pytest.approx(-1000 * int(value["host"][-1]), abs=max(0.1, one["skew"].error)), rank
+    for schedule, one in message[0]["runs"].items():
         at = {event.action: event for event in one["timeline"].events}
         for event in at.values():
             for options in dependencies(event.action, 4 if schedule == "1f1b" else 8):
@@ -135,9 +135,9 @@ def test_the_documented_lines_train_on_two_machines_with_the_numbers_of_one_proc
         before = [host.sent() for host in on]
         ended = run(on, [[*TORCHRUN, *line, __file__, "numbers", str(tmp_path)] for line in lines])
         crossed = [host.sent() - count for host, count in zip(on, before, strict=True)]
-    assert [each.code for each in ended] == [0, 0], "\n".join(each.output for each in ended)
-    told = check_numbers(tmp_path, 4, lambda rank: f"host-{rank // 2}")
-    check_clocks(told)
+    assert [process.code for process in ended] == [0, 0], "\n".join(process.output for process in ended)
+    result = check_numbers(tmp_path, 4, lambda rank: f"host-{rank // 2}")
+    check_clocks(result)
     activation = 4 * ROWS * 6 * 8  # bytes: (rows, time, width) floats
     assert min(crossed) > activation * STEPS * (1 + 2 + 3)  # borders of the three schedules that lie between the hosts
 
@@ -147,13 +147,13 @@ def test_a_rank_killed_on_one_of_three_machines_is_named_on_the_others(tmp_path)
     with hosts(3) as on:
         commands = torchrun(on, 1, __file__, "killed", str(tmp_path))
         ended = run(on, commands, env={"OMP_NUM_THREADS": "1"})  # torchrun sets it only for several ranks
-    assert all(each.code for each in ended)
+    assert all(process.code for process in ended)
     check_numbers(tmp_path, 3, lambda rank: f"host-{rank}")
     for rank in range(2):
-        told = json.loads((tmp_path / f"rank-{rank}.json").read_text())
-        assert told["kind"] == "LostRankError"
-        assert told["text"].startswith("rank 2 is gone: rank ")
-        assert f"LostRankError: {told['text']}" in ended[rank].output
+        output = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert output["kind"] == "LostRankError"
+        assert output["text"].startswith("rank 2 is gone: rank ")
+        assert f"LostRankError: {output['text']}" in ended[rank].output
 
 
 @needs_hosts
@@ -163,10 +163,10 @@ def test_penstock_train_runs_by_the_documented_line_that_is_the_same_on_every_ma
     program = ["-m", "penstock", "train", "--data", __file__, "--out", str(tmp_path), *small]
     with hosts(2) as on:
         ended = run(on, [[*TORCHRUN, *line, *program]] * 2)
-    assert [each.code for each in ended] == [0, 0], "\n".join(each.output for each in ended)
-    told = "".join(each.output for each in ended)
-    assert len(re.findall(r"^loss [\d.]+ -> [\d.]+, on the held-out part", told, re.MULTILINE)) == 1
-    assert re.search(r"^clocks of different machines: compared, to \d+ us$", told, re.MULTILINE)
+    assert [process.code for process in ended] == [0, 0], "\n".join(process.output for process in ended)
+    output = "".join(process.output for process in ended)
+    assert len(re.findall(r"^loss [\d.]+ -> [\d.]+, on the held-out part", output, re.MULTILINE)) == 1
+    assert re.search(r"^clocks of different machines: compared, to \d+ us$", output, re.MULTILINE)
     assert len(list(tmp_path.glob("*/model.safetensors"))) == 1
 
 
@@ -180,10 +180,10 @@ def test_every_start_of_the_ranks_has_a_name_of_its_own_whoever_comes_first():
             for rank in order:
                 coming.append(ranks.submit(agree_on_run_id, store, rank, len(order), timeout))
                 time.sleep(0.02)
-            return {each.result() for each in coming}
+            return {message.result() for message in coming}
 
     names = [started(order) for order in ([0, 1, 2], [1, 2, 0], [2, 0, 1])]
-    assert [len(each) for each in names] == [1, 1, 1]
+    assert [len(name) for name in names] == [1, 1, 1]
     assert len(set.union(*names)) == 3
     with pytest.raises(ps.LostRankError, match=r"rank 1 waited 0.1 s for the other ranks to start"):
         agree_on_run_id(store, 1, 2, timedelta(seconds=0.1))

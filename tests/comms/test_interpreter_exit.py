@@ -32,14 +32,14 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Any:
         started = {how: threads.submit(torchrun, 2, SCRIPT, how, folder / how, PYTHONPATH=paths) for how in WAYS}
         alone = [sys.executable, SCRIPT, "end", folder / "alone"]
         done = subprocess.run(alone, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
-        return {how: each.result() for how, each in started.items()} | {"alone": done}, folder
+        return {how: process.result() for how, process in started.items()} | {"alone": done}, folder
 
 
 @pytest.mark.parametrize("how", WAYS)
 def test_a_script_under_torchrun_ends_without_noise_of_ours(ended: Any, how: str) -> None:
     done, (status, tracebacks) = ended[0][how], WAYS[how]
-    told = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
-    ours = [line for line in told if line.endswith("Traceback (most recent call last):")]
+    results = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
+    ours = [line for line in results if line.endswith("Traceback (most recent call last):")]
     assert done.returncode == status, done.stderr
     assert len({line.split(":")[0] for line in ours}) == tracebacks, done.stderr
     assert not [word for word in NOISE if word in done.stderr], done.stderr

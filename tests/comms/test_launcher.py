@@ -99,9 +99,9 @@ def test_whoever_waits_for_a_rank_that_has_finished_is_told_so(when, waited, tmp
     with pytest.raises(ps.LostRankError, match=f"^{words}$") as raised:
         ps.launch(rank_leaves, 3, when, tmp_path)
     assert "gloo" not in str(raised.value.__cause__)
-    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert told.keys() == {"0", "2"}
-    assert all("rank 1 has finished" in each for each in told.values())
+    output = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert output.keys() == {"0", "2"}
+    assert all("rank 1 has finished" in line for line in output.values())
 
 
 @pytest.mark.ranks
@@ -118,10 +118,10 @@ def test_under_torchrun_too_they_are_told_of_one_that_has_finished(tmp_path):
     ended = torchrun(2, __file__, tmp_path)
     assert ended.returncode
     assert "gloo" not in ended.stderr
-    told = [path.read_text() for path in tmp_path.iterdir()]
-    assert told
-    for each in told:
-        assert each.endswith("F0, but rank 1 has finished: every rank must make the same calls")
+    output = [path.read_text() for path in tmp_path.iterdir()]
+    assert output
+    for line in output:
+        assert line.endswith("F0, but rank 1 has finished: every rank must make the same calls")
 
 
 UNGUARDED = """
@@ -187,7 +187,7 @@ def test_a_ctrl_c_while_a_rank_starts_leaves_none_behind(monkeypatch):
     @contextmanager
     def held():
         yield
-        if any(each.is_there for each in begun):
+        if any(process.is_there for process in begun):
             raise KeyboardInterrupt  # which has come meanwhile
 
     monkeypatch.setattr(rank_processes, "hold_signals", held)
@@ -197,7 +197,7 @@ def test_a_ctrl_c_while_a_rank_starts_leaves_none_behind(monkeypatch):
         rank_processes.start_ranks(RankTask(b"", 2, {}), context, torch.distributed.HashStore()),
     ):
         pass
-    assert [each.is_there for each in begun] == [False]
+    assert [process.is_there for process in begun] == [False]
 
 
 def test_where_no_file_descriptor_is_free_ranks_are_not_started_and_no_folder_is_blamed(monkeypatch):

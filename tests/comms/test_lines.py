@@ -182,8 +182,8 @@ def test_free_blocks_never_keep_more_than_twice_what_is_in_flight_and_a_little(e
         for _ in range(3):
             sender._send_now(message, describe_tensor(message))
             in_flight.append(receiver.wait_receive(None, describe_tensor(message)))
-            assert all(torch.equal(each, each[0].expand_as(each)) for each in in_flight)  # nobody's memory was given back
-        lying = sum(each.nbytes + 64 for each in in_flight)
+            assert all(torch.equal(count, count[0].expand_as(count)) for count in in_flight)  # nobody's memory was given back
+        lying = sum(count.nbytes + 64 for count in in_flight)
         assert sender.allocator.written_bytes <= max(3 * 3 * (64 * 2**20 + 64), lying + 2**24)
         in_flight = in_flight[-1:]
     in_flight.clear()
@@ -273,11 +273,11 @@ def test_tensors_on_gpus_go_through_host_memory_in_their_layout():
         spec = message_spec.describe_message(*flatten(message))
         outgoing.specs = incoming.specs = {transfer: spec}
         outgoing.send(transfer, message)
-        assert [each.device for each in shelf.messages] == [CPU] * 3
+        assert [message.device for message in shelf.messages] == [CPU] * 3
         incoming.post_receive(transfer)
         arrived = incoming.receive(transfer, torch.device("cuda:1"))
     assert message_spec.describe_message(*flatten(arrived)) == spec
-    assert {str(each.device) for each in arrived.values()} == {"cuda:1"}
+    assert {str(message.device) for message in arrived.values()} == {"cuda:1"}
 
 
 def test_memory_that_a_rank_lacks_for_a_message_to_come_is_its_own_refusal():

@@ -33,10 +33,10 @@ def rank_is_told_in_its_third_step(where, number):
     ps.comms.catch_preemption()
     torch.manual_seed(0)
     pipe = ps.Pipeline([nn.Sequential(nn.Linear(4, 4), Told()) for _ in range(3)], nn.functional.mse_loss, microbatches=2)
-    (told,) = [m for stage in pipe.stages.values() for m in stage.modules() if isinstance(m, Told)]
+    (results,) = [m for stage in pipe.stages.values() for m in stage.modules() if isinstance(m, Told)]
     inputs, seen = torch.ones(4, 4), []
     for step in range(5):
-        told.signal = number if step == 2 and pipe.topology.rank == where else None
+        results.signal = number if step == 2 and pipe.topology.rank == where else None
         pipe.step(inputs, target=inputs)
         seen.append(pipe.preempted)
     return seen

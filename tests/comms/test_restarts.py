@@ -79,10 +79,10 @@ def test_ranks_go_on_without_those_that_failed_and_end_with_the_bits_of_an_undis
         assert torch.equal(value, undisturbed[name]), name
 
     attempts = results.attempts
-    assert [(each.ranks, each.failed_ranks, each.steps_done) for each in attempts] == [
+    assert [(attempt.ranks, attempt.failed_ranks, attempt.steps_done) for attempt in attempts] == [
         (4, (2,), 5), (3, (0,), 7), (2, (1,), 10), (1, (), STEPS),
     ]  # fmt: skip
-    assert [type(each.error) for each in attempts] == [ps.LostRankError, ValueError, ps.LostRankError, type(None)]
+    assert [type(attempt.error) for attempt in attempts] == [ps.LostRankError, ValueError, ps.LostRankError, type(None)]
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("penstock: ")]
     assert len(lines) == 3
     assert re.fullmatch(r"penstock: attempt 1 of 6 has ended: .*rank 2 was killed by SIGKILL; 3 ranks begin again", lines[0])
@@ -97,7 +97,9 @@ def test_an_error_that_comes_again_at_the_same_step_is_the_programs_own_and_not_
     with pytest.raises(ValueError, match="its own") as raised:
         ps.launch(rank_trains, 2, tmp_path, faults, restarts=8)
     assert raised.value.__notes__ == ["the same error ended 2 attempts after 4 steps: not tried again"]
-    assert [(each.ranks, each.failed_ranks, each.steps_done) for each in raised.value.attempts] == [(2, (1,), 4)] * 2
+    assert [(attempt.ranks, attempt.failed_ranks, attempt.steps_done) for attempt in raised.value.attempts] == [
+        (2, (1,), 4)
+    ] * 2
 
 
 def rank_begins(folder):
@@ -249,8 +251,8 @@ def test_where_the_server_of_the_ranks_is_killed_nobody_is_blamed_and_all_begin_
     assert (second.ranks, second.error) == (3, None)
 
 
-def outcomes(*told):
-    return {rank: RankResult(False, error, lost_others=lost_others, ranks=ranks) for rank, error, lost_others, ranks in told}
+def outcomes(*message):
+    return {rank: RankResult(False, error, lost_others=lost_others, ranks=ranks) for rank, error, lost_others, ranks in message}
 
 
 LOST, OWN = ps.LostRankError("rank 1 is gone"), ValueError("own")
@@ -312,7 +314,8 @@ def test_a_mistake_of_the_program_is_known_by_the_step_it_comes_at(ends, times):
     came = [OWN if how == "raise" else exit_error(number, how) for number, (how, _) in enumerate(ends)]
     attempts = [diagnose_attempt(4, outcomes((number, error, False, ()))) for number, error in enumerate(came)]
     assert (
-        count_same_failures([each._replace(steps_done=step) for each, (_, step) in zip(attempts, ends, strict=True)]) == times
+        count_same_failures([attempt._replace(steps_done=step) for attempt, (_, step) in zip(attempts, ends, strict=True)])
+        == times
     )
 
 
@@ -327,18 +330,18 @@ def test_a_mistake_of_the_program_is_known_by_the_step_it_comes_at(ends, times):
     ],
 )
 def test_a_mesh_follows_the_processes_that_are_left(dp, tp, processes, mesh, gone):
-    config, told = for_world(TrainConfig(ranks=4, dp=dp, tp=tp), processes)
+    config, result = for_world(TrainConfig(ranks=4, dp=dp, tp=tp), processes)
     assert (config.ranks, config.dp, config.tp) == mesh
-    assert told == gone
+    assert result == gone
 
 
 def test_a_table_that_was_made_for_other_ranks_makes_room_for_one_that_any_number_runs(tmp_path):
     table = str(tmp_path / "my.csv")
     ps.schedule.build("gpipe", ranks=4, microbatches=8).to_csv(table)
     assert for_world(TrainConfig(ranks=2, schedule=table), 4)[0].schedule == table
-    config, told = for_world(TrainConfig(ranks=4, schedule=table), 3)
+    config, result = for_world(TrainConfig(ranks=4, schedule=table), 3)
     assert (config.ranks, config.schedule) == (3, "1f1b")
-    assert told == f"{table} is not for 3 ranks: 1f1b instead"
+    assert result == f"{table} is not for 3 ranks: 1f1b instead"
 
 
 def rank_of_a_run(config, folder, memory):
@@ -370,7 +373,7 @@ def test_penstock_train_loses_a_step_at_most_and_goes_on_in_the_same_folder_with
     with memory_of_launch(True) as memory:
         results = ps.launch(rank_of_a_run, 3, config, tmp_path, memory, restarts=1, least=1)
     assert not memory.exists()
-    assert [(each.ranks, each.failed_ranks) for each in results.attempts] == [(3, (1,)), (2, ())]
+    assert [(attempt.ranks, attempt.failed_ranks) for attempt in results.attempts] == [(3, (1,)), (2, ())]
     steps = [tuple(map(int, line.split())) for line in (tmp_path / "steps").read_text().splitlines()]
     last, first = max(step for attempt, step in steps if attempt == 0), min(step for attempt, step in steps if attempt == 1)
     assert last + 1 - first in (0, 1)

@@ -34,7 +34,7 @@ NOBODY = 65534
 
 def listening(process):
     """The addresses, in hexadecimal, at which a process listens to TCP, and the paths of its listening Unix sockets."""
-    sockets = {each.removeprefix("socket:[").removesuffix("]") for each in open_files(process) if each.startswith("socket:[")}
+    sockets = {file.removeprefix("socket:[").removesuffix("]") for file in open_files(process) if file.startswith("socket:[")}
     rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     paths = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return (
@@ -91,8 +91,8 @@ def as_somebody_else(function, *args):
         finally:
             os._exit(0)
     os.close(writer)
-    with open(reader) as told:
-        return int(told.read())
+    with open(reader) as file:
+        return int(file.read())
 
 
 def rank_tried(launcher):
@@ -103,7 +103,7 @@ def rank_tried(launcher):
         paths = [path for process in processes for path in listening(process)[1]]
         found = [as_somebody_else(come_to, processes, paths), come_to(processes[:2], [])]
     pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
-    return found, set.union(*[listening(each)[0] for each in processes])
+    return found, set.union(*[listening(process)[0] for process in processes])
 
 
 @linux
@@ -176,10 +176,10 @@ def test_the_store_of_launch_is_one_of_torchs(store, prefix):
 def test_threads_of_a_rank_share_the_store(store):
     _, found = store
     threads = [threading.Thread(target=lambda: [found.add("n", 1) for _ in range(100)]) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert found.get("n") == b"400"
 
 

@@ -87,7 +87,7 @@ def test_a_notebook_launches_ranks_and_shows_their_errors_with_the_lines_of_the_
     client.execute()
     _, launched, fails, _, guarded, function = [cell["outputs"] for cell in notebook["cells"]]
 
-    assert "".join(each["text"] for each in launched if each.get("name") == "stdout") == PRINTED
+    assert "".join(result["text"] for result in launched if result.get("name") == "stdout") == PRINTED
     assert (fails[-1]["ename"], fails[-1]["evalue"]) == ("Wrong", "of rank 1")
     assert 'raise Wrong(f"of rank {pipe.topology.rank}")' in "".join(fails[-1]["traceback"])
     assert guarded[-1]["evalue"] == (

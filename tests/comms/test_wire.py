@@ -29,10 +29,10 @@ def travel(value):
     spec = message_spec.describe_message(leaves, tree)
     theirs = message_spec.unpack_spec(carried(message_spec.pack_spec(spec)))
     assert theirs == spec
-    buffers = [message_spec.empty_tensor(each, torch.device("cpu")) for each in theirs.tensors]
+    buffers = [message_spec.empty_tensor(tensor, torch.device("cpu")) for tensor in theirs.tensors]
     sent = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    for tensor, each, buffer in zip(sent, spec.tensors, buffers, strict=True):
-        flat, into = message_spec.flat_memory(tensor, each), message_spec.flat_memory(buffer, each)
+    for tensor, item, buffer in zip(sent, spec.tensors, buffers, strict=True):
+        flat, into = message_spec.flat_memory(tensor, item), message_spec.flat_memory(buffer, item)
         assert flat.is_contiguous()
         assert flat.numel() == into.numel() == tensor.numel()
         into.copy_(carried(flat))
@@ -178,4 +178,4 @@ def test_descriptions_are_equal_exactly_for_messages_that_look_alike():
 
 def test_only_the_tensors_of_a_message_travel():
     spec = message_spec.describe_message(*flatten((1, torch.zeros(2), None, torch.zeros(3))))
-    assert [each.shape for each in spec.tensors] == [(2,), (3,)]
+    assert [tensor.shape for tensor in spec.tensors] == [(2,), (3,)]

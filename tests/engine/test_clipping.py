@@ -32,9 +32,9 @@ def in_library(name):
 
 
 def trained_only(parameters):
-    for each in parameters:
-        if each.requires_grad:
-            yield each
+    for parameter in parameters:
+        if parameter.requires_grad:
+            yield parameter
 
 
 FORMS = {
@@ -44,11 +44,11 @@ FORMS = {
     "one": lambda of: clip(of.parameters(), MOST, norm_type=1),
     "three": lambda of: clip(of.parameters(), MOST, 3.0),
     "inf": lambda of: clip(of.parameters(), MOST, "inf"),
-    "expression": lambda of: clip((each for each in of.parameters() if each.grad is not None), MOST),
-    "filter": lambda of: clip(filter(lambda each: each.requires_grad, of.parameters()), MOST),
+    "expression": lambda of: clip((parameter for parameter in of.parameters() if parameter.grad is not None), MOST),
+    "filter": lambda of: clip(filter(lambda value: value.requires_grad, of.parameters()), MOST),
     "generator": lambda of: clip(trained_only(of.parameters()), MOST),
     "accelerate": lambda of: in_library("accelerate.accelerator")(of.parameters()),
-    "norm": lambda of: total_norm(each.grad for each in of.parameters() if each.grad is not None),
+    "norm": lambda of: total_norm(parameter.grad for parameter in of.parameters() if parameter.grad is not None),
     "not above": lambda of: clip(of.parameters(), 1e9),
 }
 
@@ -102,8 +102,8 @@ def test_torchs_own_clipping_of_a_pipelines_parameters_has_the_bits_of_one_proce
         for form, work in FORMS.items():
             accumulate(whole, loss_fn, batch(name), M)
             norm = work(whole)
-            assert all(torch.equal(each[name, form][0], norm) for each in everyone), (name, form)
-            found = merged([each[name, form][1] for each in everyone])
+            assert all(torch.equal(result[name, form][0], norm) for result in everyone), (name, form)
+            found = merged([result[name, form][1] for result in everyone])
             assert found.keys() >= dict(whole.named_parameters()).keys()
             assert_same(found, {key: whole.get_parameter(key).grad for key in found})
             whole.zero_grad()
@@ -138,16 +138,16 @@ def rank_gives_the_same_parameters():
     optimizer = torch.optim.Adam(pipe.parameters())
     taken = (
         list(pipe.parameters()),
-        [each for each in pipe.parameters() if each.requires_grad],
+        [parameter for parameter in pipe.parameters() if parameter.requires_grad],
         optimizer.param_groups[0]["params"],
     )
     pipe.step(data("mlp", 7)[0], target=data("mlp", 7)[1])
-    norm = total_norm([each.grad for each in own])
+    norm = total_norm([result.grad for result in own])
     assert torch.equal(in_library("torchtitan.distributed.utils")(pipe.parameters()), norm)  # it asks the ranks itself
-    taken += list(pipe.parameters()), [each for (each,) in zip(pipe.parameters(), strict=True)]
+    taken += list(pipe.parameters()), [parameter for (parameter,) in zip(pipe.parameters(), strict=True)]
     nn.utils.clip_grad_value_(pipe.parameters(), 1e-3)
     assert max(parameter.grad.abs().max() for parameter in own) <= 1e-3
-    return [len(each) == len(own) and all(a is b for a, b in zip(each, own, strict=True)) for each in taken]
+    return [len(result) == len(own) and all(a is b for a, b in zip(result, own, strict=True)) for result in taken]
 
 
 def test_whoever_does_not_ask_for_a_norm_gets_the_ranks_own_parameters():
@@ -188,27 +188,27 @@ def test_clipping_on_one_rank_only_is_an_error_on_all():
 
 
 def halve(pipe, _):
-    for each in pipe.parameters():
-        each.grad.mul_(0.5)
+    for parameter in pipe.parameters():
+        parameter.grad.mul_(0.5)
 
 
 def add_noise(pipe, _):
-    for each in pipe.parameters():
-        each.grad.add_(torch.randn_like(each.grad))
+    for parameter in pipe.parameters():
+        parameter.grad.add_(torch.randn_like(parameter.grad))
 
 
 def each_by_itself(pipe, _):
-    for each in pipe.parameters():
-        clip(each, MOST)
+    for parameter in pipe.parameters():
+        clip(parameter, MOST)
 
 
 BY_LIST = {
     "list": lambda pipe, _: clip(list(pipe.parameters()), MOST),
     "groups": lambda pipe, optimizer: clip(optimizer.param_groups[0]["params"], MOST),
-    "trained": lambda pipe, _: clip([each for each in pipe.parameters() if each.requires_grad], MOST),
-    "stages": lambda pipe, _: clip([each for stage in pipe.stages.values() for each in stage.parameters()], MOST),
+    "trained": lambda pipe, _: clip([parameter for parameter in pipe.parameters() if parameter.requires_grad], MOST),
+    "stages": lambda pipe, _: clip([parameter for stage in pipe.stages.values() for parameter in stage.parameters()], MOST),
     "norm of a list": lambda pipe, _: nn.utils.clip_grads_with_norm_(
-        pipe.parameters(), MOST, total_norm([each.grad for each in pipe.parameters()])
+        pipe.parameters(), MOST, total_norm([parameter.grad for parameter in pipe.parameters()])
     ),
 }
 BY_ALL = {
@@ -235,7 +235,7 @@ def rank_clips_a_list(dtype):
                 work(pipe, optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
-        said[name] = [(each.filename, str(each.message)) for each in caught]
+        said[name] = [(warning.filename, str(warning.message)) for warning in caught]
     return said
 
 
@@ -243,12 +243,12 @@ def rank_clips_a_list(dtype):
 def test_ranks_that_multiply_their_gradients_by_numbers_of_their_own_are_a_warning_in_the_next_step(dtype):
     first, second = ps.launch(rank_clips_a_list, 2, dtype)
     for name in BY_LIST:
-        ((where, told),) = first[name]
+        ((where, result),) = first[name]
         assert where == __file__
         assert re.match(
-            r"since the last step gradients were multiplied by [\d.]+ on rank 0, by [\d.]+ on rank 1, as clip", told
+            r"since the last step gradients were multiplied by [\d.]+ on rank 0, by [\d.]+ on rank 1, as clip", result
         )
-        assert "clip with pipe.clip_grad_norm_(max_norm)" in told
+        assert "clip with pipe.clip_grad_norm_(max_norm)" in result
     assert [first[name] for name in BY_ALL] == [[]] * len(BY_ALL)
     assert not any(second.values())
 
@@ -290,14 +290,14 @@ def rank_steps(alone):
             if (pipe.topology.rank == 0 or not alone) and step != 1:
                 optimizer.step()
             optimizer.zero_grad()
-    return [(str(each.message), each.filename) for each in caught]
+    return [(str(warning.message), warning.filename) for warning in caught]
 
 
 @pytest.mark.ranks
 def test_an_optimizer_that_steps_on_one_rank_alone_is_a_warning():
     assert ps.launch(rank_steps, 2, False) == [[], []]
-    ((told, file),), none = ps.launch(rank_steps, 2, True)
-    assert told.startswith("since the last step weights have changed on rank 0, but none that had a gradient on rank 1: call")
+    ((result, file),), none = ps.launch(rank_steps, 2, True)
+    assert result.startswith("since the last step weights have changed on rank 0, but none that had a gradient on rank 1: call")
     assert file == __file__
     assert none == []
 
@@ -307,18 +307,18 @@ def rank_shares(cuts):
     judge = [nn.Linear(4, 4) for _ in range(2)]
     models = nn.Sequential(*judge), nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)], *judge)
     one, other = (ps.Pipeline(models[n], nn.functional.mse_loss, microbatches=2, cuts=cuts[n]) for n in (0, 1))
-    told = []
+    results = []
     for pipe in (one, one, other, one):
         try:
             pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
-            told.append("")
+            results.append("")
         except ps.MismatchError as error:
-            told.append(str(error).split(" on another rank, and has trained")[0])
-    return told
+            results.append(str(error).split(" on another rank, and has trained")[0])
+    return results
 
 
 @pytest.mark.ranks
 def test_two_pipelines_that_train_the_same_layer_on_different_ranks_are_told():
     assert ps.launch(rank_shares, 2, (["1"], ["3"])) == [[""] * 4] * 2
-    told = "another pipeline has 2.weight"
-    assert ps.launch(rank_shares, 2, (["1"], ["2"])) == [["", "", told, ""]] * 2
+    message = "another pipeline has 2.weight"
+    assert ps.launch(rank_shares, 2, (["1"], ["2"])) == [["", "", message, ""]] * 2

@@ -106,8 +106,8 @@ def test_a_gpus_clock_counts_from_the_end_of_the_step_before_and_waits_for_nothi
     monkeypatch.setattr(clock, "time", device)
     first = clock.make_clock(torch.device("cuda"))
     assert device.waits == 1  # once in a program: the two clocks meet
-    for each in (first.mark_start, first.mark_stop, first.mark_sent, first.mark_averaged):
-        each()
+    for value in (first.mark_start, first.mark_stop, first.mark_sent, first.mark_averaged):
+        value()
     assert device.waits == 1
     begin, end, busy = first.busy_summary()
     assert (end - begin, busy, device.waits) == (1, 1, 2)

@@ -90,7 +90,9 @@ def rank_names():
     compiled = ps.Pipeline(whole, nn.functional.mse_loss, "1f1b", M)
     compiled.step(torch.ones(M, 3), target=torch.ones(M, 3))
     compiled.clip_grad_norm_(1.0)
-    return [[name for name, _ in each.named_parameters()] for each in (pipe, listed, compiled)], pipe._engine.parameters.aliases
+    return [
+        [name for name, _ in value.named_parameters()] for value in (pipe, listed, compiled)
+    ], pipe._engine.parameters.aliases
 
 
 def test_the_name_is_the_first_of_the_uncut_models_wherever_that_runs_and_that_of_stages_given_as_a_list():
@@ -131,7 +133,7 @@ def by_kind(pipe):
     embeddings = [
         p for stage in pipe.stages.values() for m in stage.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
     ]
-    others = [p for p in pipe.parameters() if not any(p is each for each in embeddings)]
+    others = [p for p in pipe.parameters() if not any(p is embedding for embedding in embeddings)]
     return torch.optim.AdamW([{"params": others}, {"params": embeddings, "weight_decay": 0.0}], lr=0.05, weight_decay=0.5)
 
 
@@ -201,9 +203,9 @@ def test_neither_save_nor_export_writes_copies_that_have_parted_and_resuming_mak
     model = CASES["tied"].model()
     expected = accumulate(model, token_loss, token_batch(ROWS, 0), M)
     for _, refused, again, done, files in parted[part]:
-        for told in refused:
-            assert told.startswith("token.weight is not the same on all ranks that have it: rank 0 ")
-            assert "usual causes are" in told
+        for result in refused:
+            assert result.startswith("token.weight is not the same on all ranks that have it: rank 0 ")
+            assert "usual causes are" in result
         assert torch.equal(again, expected)
         assert (done, files) == (1, [".writer", "step-00000000"])
 
@@ -241,8 +243,8 @@ def rank_loads_alone(folder):
 
 
 def test_weights_loaded_on_one_rank_only_are_told_by_the_first_step(tmp_path):
-    for told, saved in ps.launch(rank_loads_alone, 2, tmp_path):
-        assert told.startswith("after 0 steps token.weight is not the same")
+    for result, saved in ps.launch(rank_loads_alone, 2, tmp_path):
+        assert result.startswith("after 0 steps token.weight is not the same")
         assert saved.startswith("block.linear1.weight is not the same on all ranks that have it: rank 0 ")
 
 
@@ -258,9 +260,9 @@ def rank_in_replicas():
 
 
 def test_copies_in_replicas_are_compared_too():
-    told = ps.launch(rank_in_replicas, 4)
-    assert len({*told}) == 1
-    assert "token.weight is not the same on the ranks that share it (ranks 0/2 " in told[0]
+    result = ps.launch(rank_in_replicas, 4)
+    assert len({*result}) == 1
+    assert "token.weight is not the same on the ranks that share it (ranks 0/2 " in result[0]
 
 
 def rank_in_two_groups(folder):
@@ -274,8 +276,8 @@ def rank_in_two_groups(folder):
 
 
 def test_a_tied_weight_in_another_group_on_another_rank_is_not_saved(tmp_path):
-    for told in ps.launch(rank_in_two_groups, 2, tmp_path):
-        assert told == (
+    for result in ps.launch(rank_in_two_groups, 2, tmp_path):
+        assert result == (
             "token.weight is in the optimizer's group 1 on rank 1, but in group 0 on a rank before: make groups by the names "
             "of pipe.named_parameters()"
         )

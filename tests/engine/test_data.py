@@ -22,7 +22,7 @@ def test_a_fingerprint_of_values_depends_on_them_and_on_no_layout():
     tokens = torch.arange(32 * 1025).view(32, 1025)
     assert hash_values(tokens[:, 1:]) == hash_values(tokens[:, 1:].clone()) == hash_values({"labels": tokens[:, 1:]})
     others = [tokens, tokens + 1, tokens.flip(0), tokens[:9], tokens.float(), (tokens, tokens)]
-    assert len({hash_values(each) for each in others}) == len(others)
+    assert len({hash_values(result) for result in others}) == len(others)
     odd = [
         torch.ones(()),
         torch.ones(3, 0),
@@ -30,7 +30,7 @@ def test_a_fingerprint_of_values_depends_on_them_and_on_no_layout():
         torch.ones(2, dtype=torch.complex64),
         torch.tensor(float("nan")),
     ]
-    assert all(hash_values(each) == hash_values(each.clone()) > 0 for each in odd)
+    assert all(hash_values(case) == hash_values(case.clone()) > 0 for case in odd)
 
 
 def test_few_values_are_looked_at_and_none_where_that_would_wait():
@@ -70,30 +70,30 @@ GIVEN = {other_target: "target", only_what_is_read: None, other_crop: None, othe
 def rank_data():
     """Everything about the batch that takes three ranks, in one go."""
     rank, batch = ps.comms.init_distributed().rank, data("mlp", ROWS)
-    told = {}
+    results = {}
     for given in GIVEN:
         pipe = ps.Pipeline(*make("mlp"), "1f1b", M)
         inputs, target = given(rank, batch)
         try:
             pipe.step(inputs, target=target)
-            told[given.__name__] = None
+            results[given.__name__] = None
         except ps.MismatchError as error:
-            told[given.__name__] = str(error)
+            results[given.__name__] = str(error)
             pipe.step(batch[0], target=batch[1])  # the next step works
     try:
         pipe.step(batch[0], target=batch[1], scale=1 / (rank + 1))
     except ps.MismatchError as error:
-        told["scale"] = str(error)
+        results["scale"] = str(error)
     try:
         pipe.step(batch[0], target=batch[1], scale=float("nan") if rank == 1 else 1.0)
     except ps.MismatchError as error:
-        told["nan"] = str(error)
+        results["nan"] = str(error)
     try:
         with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0):
             pipe.step(batch[0], target=batch[1])
     except ps.MismatchError as error:
-        told["autocast"] = str(error)
-    return told, rank_accumulates(), rank_is_told(batch, rank)
+        results["autocast"] = str(error)
+    return results, rank_accumulates(), rank_is_told(batch, rank)
 
 
 def rank_accumulates():
@@ -125,23 +125,23 @@ def everyone():
 
 @pytest.mark.ranks
 def test_inputs_of_some_rows_with_the_target_of_others_are_refused_by_name(everyone):
-    for told, *_ in everyone:
+    for result, *_ in everyone:
         for given, what in GIVEN.items():
             words = what and f"rank 2's batch is another than rank 0's: they were given different values as {what}. "
-            assert told[given.__name__] == words or told[given.__name__].startswith(words), given.__doc__
+            assert result[given.__name__] == words or result[given.__name__].startswith(words), given.__doc__
 
 
 @pytest.mark.ranks
 def test_ranks_that_scale_gradients_differently_are_told_so(everyone):
-    for told, *_ in everyone:
-        assert told["scale"] == "the ranks do not scale their gradients alike: rank 0 has scale=1, rank 1 has scale=0.5"
-        assert "step() cannot scale gradients by nan" in told["nan"]
+    for result, *_ in everyone:
+        assert result["scale"] == "the ranks do not scale their gradients alike: rank 0 has scale=1, rank 1 has scale=0.5"
+        assert "step() cannot scale gradients by nan" in result["nan"]
 
 
 @pytest.mark.ranks
 def test_ranks_that_are_not_all_in_the_same_autocast_are_told_so(everyone):
-    for told, *_ in everyone:
-        assert told["autocast"] == (
+    for result, *_ in everyone:
+        assert result["autocast"] == (
             "the ranks are not all in the same torch.autocast: rank 0 is in one of bfloat16, rank 1 is in none"
         )
 
@@ -152,14 +152,14 @@ def test_k_calls_with_scale_1_over_k_have_the_gradients_of_accumulation_in_one_p
         whole, loss_fn = make("mlp")
         losses = []
         for seed in range(k):
-            pairs = list(zip(*(each.tensor_split(M) for each in data("mlp", ROWS, seed)), strict=True))
+            pairs = list(zip(*(batch.tensor_split(M) for batch in data("mlp", ROWS, seed)), strict=True))
             parts = [(loss_fn(whole(piece), target), len(target) / ROWS) for piece, target in pairs]
             losses.append(sum(part.detach() * share for part, share in parts))
             for part, share in parts:
                 part.backward(torch.full_like(part, share * (1 / k)))
         expected = gradients(whole.named_parameters())
-        assert_same(merged([each[1][schedule, k][1] for each in everyone]), expected)
-        assert all(all(map(torch.equal, each[1][schedule, k][0], losses)) for each in everyone)  # not scaled
+        assert_same(merged([result[1][schedule, k][1] for result in everyone]), expected)
+        assert all(all(map(torch.equal, result[1][schedule, k][0], losses)) for result in everyone)  # not scaled
 
 
 @pytest.mark.ranks
@@ -210,7 +210,7 @@ def test_a_microbatchs_loss_has_its_auxiliary_losses_and_is_nan_where_nothing_co
     inputs[1] = torch.nan  # what counts nothing adds nothing
     loss = pipe.step(inputs, target=target, losses=losses)
     own = nn.functional.cross_entropy(inputs[:1] * 4, target[:1]) + 1 / 3 + 4 / 3
-    assert [each.isnan().item() for each in losses] == [False, True, False]
+    assert [loss.isnan().item() for loss in losses] == [False, True, False]
     torch.testing.assert_close(losses[0], own)
     torch.testing.assert_close((losses[0] + losses[2]) / 2, loss)
 
@@ -224,9 +224,9 @@ def test_no_row_is_lost_or_doubled_over_epochs_and_replicas_have_as_many(rows, r
     samplers = [ReplicaSampler(rows, replica, replicas, shuffle, seed=5) for replica in range(replicas)]
     taken, epochs = [], 2 * rows
     for _ in range(epochs):
-        each = [list(sampler) for sampler in samplers]
-        assert {len(numbers) for numbers in each} == {len(samplers[0])} == {rows // replicas}
-        taken += [numbers[place] for place in range(rows // replicas) for numbers in each]
+        value = [list(sampler) for sampler in samplers]
+        assert {len(numbers) for numbers in value} == {len(samplers[0])} == {rows // replicas}
+        taken += [numbers[place] for place in range(rows // replicas) for numbers in value]
     shuffles = [taken[first : first + rows] for first in range(0, len(taken) - rows + 1, rows)]
     assert all(sorted(numbers) == list(range(rows)) for numbers in shuffles)
     assert (len({tuple(numbers) for numbers in shuffles}) > 1) == shuffle
@@ -333,6 +333,6 @@ def test_the_pages_code_runs_and_accumulates_as_one_process():
         optimizer.zero_grad()
     loss = accumulate(whole, loss_fn, data("mlp", ROWS, 0), M)
     assert_same(merged([state for _, state, *_ in everyone]), whole.state_dict())
-    for last, _, count, told, fields in everyone:
+    for last, _, count, result, fields in everyone:
         assert last == everyone[0][0]
-        assert (count, told, fields) == (M, loss.item(), 5)  # makespan, busy, bubble, between, averaging
+        assert (count, result, fields) == (M, loss.item(), 5)  # makespan, busy, bubble, between, averaging

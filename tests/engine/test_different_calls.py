@@ -91,11 +91,11 @@ def error_of(call, *args):
 def rank_differs(folder):
     """To each case the error, and whether the next step has the loss of the first."""
     made = Made(folder)
-    told = {}
+    results = {}
     for number, (case, (first, others)) in enumerate(CASES.items()):
         name = others if made.pipe.topology.rank else first
-        told[case] = error_of(CALLS[name], made), number % 2 == 0 or torch.equal(made.step(), made.loss)
-    return told
+        results[case] = error_of(CALLS[name], made), number % 2 == 0 or torch.equal(made.step(), made.loss)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -107,16 +107,16 @@ def everyone(tmp_path_factory):
 def test_ranks_that_make_different_calls_are_told_who_made_which_and_the_next_step_works(everyone, case):
     first, others = CASES[case]
     words = f"MismatchError: the ranks do different things: rank 0 calls {first}, ranks 1/2 call {others}{WHAT_TO_DO}"
-    assert [told[case] for told in everyone] == [(words, True)] * RANKS
+    assert [result[case] for result in everyone] == [(words, True)] * RANKS
 
 
 def rank_differs_otherwise(folder):
     made = Made(folder)
-    rank, told = made.pipe.topology.rank, {}
+    rank, results = made.pipe.topology.rank, {}
 
     order = [made.pipe, made.other] if rank else [made.other, made.pipe]
-    told["two pipelines"] = error_of(lambda: [each.step(TOKENS, target=TOKENS) for each in order])
-    told["the next step of either"] = (
+    results["two pipelines"] = error_of(lambda: [index.step(TOKENS, target=TOKENS) for index in order])
+    results["the next step of either"] = (
         torch.equal(made.step(), made.loss),
         torch.equal(made.other.step(TOKENS, target=TOKENS), made.loss),
     )
@@ -124,28 +124,28 @@ def rank_differs_otherwise(folder):
     made.step()
     if rank == 1:
         time.sleep(1)  # it is slow, and not wrong
-    told["a rank that comes late"] = error_of(checkpoint.save, made.folder / "late", made.pipe)
+    results["a rank that comes late"] = error_of(checkpoint.save, made.folder / "late", made.pipe)
 
     saving = checkpoint.save(made.folder / "in a thread", made.pipe, wait=False)
-    told["a step while a save goes on"] = torch.equal(made.step(), made.loss)
-    told["a call of the ranks while a save goes on"] = error_of(CALLS["metrics()" if rank else "checkpoint.save()"], made)
-    told["that save"] = saving.wait().name
+    results["a step while a save goes on"] = torch.equal(made.step(), made.loss)
+    results["a call of the ranks while a save goes on"] = error_of(CALLS["metrics()" if rank else "checkpoint.save()"], made)
+    results["that save"] = saving.wait().name
 
-    told["an argument that one rank has wrong"] = error_of(checkpoint.save, made.folder, made.pipe, None, None, None, rank)
+    results["an argument that one rank has wrong"] = error_of(checkpoint.save, made.folder, made.pipe, None, None, None, rank)
     every = 0 if rank == 1 else 5
-    told["a trail that one rank has wrong"] = error_of(checkpoint.DigestLog, made.folder, made.pipe, None, every)
-    told["a mesh that one rank has wrong"] = error_of(ps.comms.init_mesh, *([2] if rank == 2 else []))
+    results["a trail that one rank has wrong"] = error_of(checkpoint.DigestLog, made.folder, made.pipe, None, every)
+    results["a mesh that one rank has wrong"] = error_of(ps.comms.init_mesh, *([2] if rank == 2 else []))
 
     seen = []
     made.pipe.generate(TOKENS, max_new_tokens=2, on_token=lambda _: seen.append(made.other.eval(TOKENS)))
-    told["another pipeline within a call"] = len(seen)
-    told["steps"] = made.pipe.step_count - made.other.step_count
-    return told
+    results["another pipeline within a call"] = len(seen)
+    results["steps"] = made.pipe.step_count - made.other.step_count
+    return results
 
 
 def test_what_else_ranks_may_do_differently(tmp_path):
     everyone = ps.launch(rank_differs_otherwise, RANKS, str(tmp_path))
-    assert all(told == everyone[0] for told in everyone)
+    assert all(result == everyone[0] for result in everyone)
     numbered = "(pipelines are numbered as they were built)"
     calls = f"rank 0 calls step() of pipeline 2, ranks 1/2 call step() of pipeline 1 {numbered}"
     assert everyone[0] == {
@@ -171,8 +171,8 @@ def rank_differs_on_a_mesh(folder, pp, data_parallel, name):
     pipe = build(mesh=ps.comms.init_mesh(pp, 2), data_parallel=data_parallel)
     made = SimpleNamespace(pipe=pipe, folder=Path(folder))
     pipe.step(TOKENS, target=TOKENS)
-    told = [error_of(CALLS["step()" if pipe.position.world.rank else name], made), error_of(CALLS["step()"], made)]
-    return [*told, error_of(CALLS["checkpoint.save()"], made)] if data_parallel == "ddp" else told
+    results = [error_of(CALLS["step()" if pipe.position.world.rank else name], made), error_of(CALLS["step()"], made)]
+    return [*results, error_of(CALLS["checkpoint.save()"], made)] if data_parallel == "ddp" else results
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_on_a_mesh_too_where_it_is_the_last_step_of_the_pipeline(pp, data_parall
     everyone = ps.launch(rank_differs_on_a_mesh, 2 * pp, str(tmp_path), pp, data_parallel, name)
     others = "rank 1 calls step()" if pp == 1 else "ranks 1/2/3 call step()"
     words = f"the ranks do different things: rank 0 calls {name}, {others}{WHAT_TO_DO}"
-    for told, after, *saved in everyone:
-        assert told == f"MismatchError: {words}"
+    for result, after, *saved in everyone:
+        assert result == f"MismatchError: {words}"
         assert after == f"LostRankError: this pipeline ended when {words}: start the ranks again"
         assert saved in ([], ["nothing was raised"])
 

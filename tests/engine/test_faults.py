@@ -157,7 +157,7 @@ def test_a_failing_step_ends_on_all_ranks_with_the_same_line_and_the_next_one_is
         assert "\n" not in text
         assert torch.equal(loss, expected)
     assert len({text for _, text, *_ in everyone}) == 1
-    assert_same(merged([each[-1] for each in everyone]), gradients(uncut.named_parameters()))
+    assert_same(merged([result[-1] for result in everyone]), gradients(uncut.named_parameters()))
 
 
 def test_an_error_of_a_class_from_elsewhere_is_the_nearest_of_the_family_on_the_others():
@@ -218,7 +218,7 @@ def test_what_a_ranks_own_system_refuses_is_told_there_and_on_all_ranks_at_once(
     assert re.fullmatch(rf"rank 1 {words}: no file descriptor is free \(limit \d+\): raise `ulimit -n`", text)
     for _, loss, _ in everyone:
         assert torch.equal(loss, expected)
-    assert_same(merged([each[-1] for each in everyone]), gradients(uncut.named_parameters()))
+    assert_same(merged([result[-1] for result in everyone]), gradients(uncut.named_parameters()))
 
 
 def rank_wrong_from_the_start(where, fault):
@@ -320,8 +320,8 @@ def rank_loses_one(where, fault, folder):
     try:
         pipe.step(inputs, target=target)
     except ps.PenstockError as error:
-        told = type(error).__name__, str(error)
-        (Path(folder) / str(pipe.topology.rank)).write_text(json.dumps(told))
+        result = type(error).__name__, str(error)
+        (Path(folder) / str(pipe.topology.rank)).write_text(json.dumps(result))
         raise
 
 
@@ -337,9 +337,9 @@ def test_a_rank_that_dies_or_stops_is_named_by_all_others_with_the_action_waited
         waited += r"|rank \d to end the step, after \d[FB]\d"  # to which hosts run ahead
     with pytest.raises(ps.LostRankError, match=f"rank {where} {verb}: rank . waited for ({waited})(: |;|$)") as raised:
         ps.launch(rank_loses_one, RANKS, where, fault, str(tmp_path))
-    told = {int(path.name): json.loads(path.read_text()) for path in tmp_path.iterdir()}
-    assert told.keys() == set(range(RANKS)) - {where}
-    for family, text in told.values():
+    output = {int(path.name): json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert output.keys() == set(range(RANKS)) - {where}
+    for family, text in output.values():
         assert family == "LostRankError"
         assert re.match(f"rank {where} {verb}: ", text)
     death = {"killed": "was killed by SIGKILL", "exit": "ended with exit code 3"}.get(fault)

@@ -93,20 +93,20 @@ def everyone() -> list[dict[str, Any]]:
 def test_greedy_tokens_are_those_of_the_uncut_model_beyond_its_context_too(everyone):
     expected = uncut(gpt(), prompts(), NEW, CONTEXT)
     assert len(expected[:, PROMPT:].unique()) > 3
-    assert [torch.equal(text, expected) for each in everyone for text in each["greedy"]] == [True] * 2 * len(RUNS)
+    assert [torch.equal(text, expected) for result in everyone for text in result["greedy"]] == [True] * 2 * len(RUNS)
 
 
 def test_drawn_tokens_depend_on_the_seed_alone(everyone):
     alone = ps.Pipeline(gpt(), microbatches=2)
     expected = alone.generate(prompts(), **DRAWN)
-    assert [torch.equal(text, expected) for each in everyone for text in each["drawn"]] == [True] * 2 * len(RUNS)
+    assert [torch.equal(text, expected) for result in everyone for text in result["drawn"]] == [True] * 2 * len(RUNS)
     row = alone.generate(prompts()[:1], **DRAWN)
     assert torch.equal(row, expected[:1])
 
 
 def test_a_row_that_has_ended_is_filled_up_and_generation_ends_with_the_last_row(everyone):
-    for each in everyone:
-        for drawn, ended in zip(each["drawn"], each["ended"], strict=True):
+    for result in everyone:
+        for drawn, ended in zip(result["drawn"], result["ended"], strict=True):
             new = drawn[0, PROMPT:].tolist()
             assert ended.tolist() == [drawn[0, : PROMPT + new.index(new[2]) + 1].tolist()]
     eos = int(everyone[0]["drawn"][0][0, PROMPT])  # of the first row, at once
@@ -119,16 +119,16 @@ def test_a_row_that_has_ended_is_filled_up_and_generation_ends_with_the_last_row
 
 
 def test_training_goes_on_as_if_nothing_had_been_generated(everyone):
-    assert all(each["step"] for each in everyone)
+    assert all(result["step"] for result in everyone)
 
 
 def test_layers_that_use_the_cache_are_given_new_tokens_only_and_others_the_whole_text(everyone):
     expected = uncut(own(False), prompts(), 4)
     for cached, times in ((True, [PROMPT, 1, 1, 1]), (False, [PROMPT, PROMPT + 1, PROMPT + 2, PROMPT + 3])):
-        for text, layers in (each[f"own, {cached}"] for each in everyone):
+        for text, layers in (result[f"own, {cached}"] for result in everyone):
             assert torch.equal(text, expected)
             assert layers == [times] * len(layers)
-        assert sum(len(each[f"own, {cached}"][1]) for each in everyone) == 2
+        assert sum(len(result[f"own, {cached}"][1]) for result in everyone) == 2
 
 
 # -- mistakes --------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ WRONG = [
 ]
 
 
-def told(call: Any) -> str:
+def error_text(call: Any) -> str:
     try:
         call()
     except ps.MismatchError as error:
@@ -161,14 +161,14 @@ def told(call: Any) -> str:
 def rank_mistakes() -> dict[str, Any]:
     pipe, rank = ps.Pipeline(gpt(), token_loss, microbatches=2), ps.comms.init_distributed().rank
     new = {"max_new_tokens": 2}
-    found: dict[str, Any] = {"wrong": [told(partial(pipe.generate, *args, **new | kwargs)) for args, kwargs, _ in WRONG]}
-    found["apart"] = told(lambda: pipe.generate(prompts(), temperature=rank / 2, **new))
-    found["others"] = told(lambda: pipe.generate(prompts() + rank, **new))
-    found["one"] = told(lambda: pipe.generate(prompts(), top_k=-rank or None, **new))
-    found["step"] = told(lambda: pipe.generate(prompts(), **new) if rank else pipe.step(prompts(), target=prompts()))
-    found["clip"] = told(lambda: pipe.generate(prompts(), **new) if rank else pipe.eval(prompts()))
+    found: dict[str, Any] = {"wrong": [error_text(partial(pipe.generate, *args, **new | kwargs)) for args, kwargs, _ in WRONG]}
+    found["apart"] = error_text(lambda: pipe.generate(prompts(), temperature=rank / 2, **new))
+    found["others"] = error_text(lambda: pipe.generate(prompts() + rank, **new))
+    found["one"] = error_text(lambda: pipe.generate(prompts(), top_k=-rank or None, **new))
+    found["step"] = error_text(lambda: pipe.generate(prompts(), **new) if rank else pipe.step(prompts(), target=prompts()))
+    found["clip"] = error_text(lambda: pipe.generate(prompts(), **new) if rank else pipe.eval(prompts()))
     no_logits = ps.Pipeline(nn.Sequential(nn.Embedding(17, 8), nn.Linear(8, 3), nn.Flatten()))
-    found["logits"] = told(lambda: no_logits.generate(prompts(), **new))
+    found["logits"] = error_text(lambda: no_logits.generate(prompts(), **new))
     found["works"] = pipe.generate(prompts(), **new)
     return found
 
@@ -179,24 +179,26 @@ def mistakes() -> list[dict[str, Any]]:
 
 
 def test_arguments_that_cannot_be_are_told_on_every_rank(mistakes):
-    for each in mistakes:
-        assert [got for got, (*_, expected) in zip(each["wrong"], WRONG, strict=True) if expected not in got] == []
+    for mistake in mistakes:
+        assert [got for got, (*_, expected) in zip(mistake["wrong"], WRONG, strict=True) if expected not in got] == []
 
 
 def test_ranks_that_are_asked_for_different_things_say_so_on_every_rank(mistakes):
-    for each in mistakes:
-        assert each["apart"] == "generate() has temperature=0.0 on rank 0, but temperature=0.5 on rank 1: give the same"
-        assert each["others"] == "generate() has other tokens on rank 1 than on rank 0: give the same"
-        assert each["one"] == "generate() takes a whole number of 1 or more or None as top_k, got -1"
-        assert "rank 0 calls step(), rank 1 calls generate(): " in each["step"]
-        assert "rank 0 calls eval(), rank 1 calls generate(): " in each["clip"]
+    for mistake in mistakes:
+        assert mistake["apart"] == "generate() has temperature=0.0 on rank 0, but temperature=0.5 on rank 1: give the same"
+        assert mistake["others"] == "generate() has other tokens on rank 1 than on rank 0: give the same"
+        assert mistake["one"] == "generate() takes a whole number of 1 or more or None as top_k, got -1"
+        assert "rank 0 calls step(), rank 1 calls generate(): " in mistake["step"]
+        assert "rank 0 calls eval(), rank 1 calls generate(): " in mistake["clip"]
 
 
 def test_a_model_without_logits_is_told_on_every_rank_and_the_next_call_works(mistakes):
-    for each in mistakes:
-        assert "generate() needs a model that gives logits, (batch, time, vocabulary), itself or as `logits`" in each["logits"]
-        assert each["logits"].endswith("got torch.float32 of shape (1, 15)")
-        assert torch.equal(each["works"], uncut(gpt(), prompts(), 2))
+    for mistake in mistakes:
+        assert (
+            "generate() needs a model that gives logits, (batch, time, vocabulary), itself or as `logits`" in mistake["logits"]
+        )
+        assert mistake["logits"].endswith("got torch.float32 of shape (1, 15)")
+        assert torch.equal(mistake["works"], uncut(gpt(), prompts(), 2))
 
 
 # -- several axes ----------------------------------------------------------------------------------------------------
@@ -217,8 +219,8 @@ def rank_mesh() -> list[Any]:
 def test_replicas_generate_for_rows_of_their_own_and_ranks_that_share_products_for_the_same():
     alone = ps.Pipeline(gpt())
     expected = alone.generate(prompts(), max_new_tokens=4), alone.generate(prompts(), **DRAWN)
-    for each in ps.launch(rank_mesh, 4):
-        for (replica, *texts), replicas in zip(each, (2, 2, 1), strict=True):
+    for result in ps.launch(rank_mesh, 4):
+        for (replica, *texts), replicas in zip(result, (2, 2, 1), strict=True):
             for text, whole in zip(texts, expected, strict=True):
                 assert torch.equal(text, whole.tensor_split(replicas)[replica])
 

@@ -31,7 +31,7 @@ print(cached_hash48(batch_signature(batch).encode()))
 
 @pytest.mark.fresh
 def test_a_batch_has_the_same_fingerprint_in_every_interpreter():
-    told = {
+    output = {
         subprocess.run(
             [sys.executable, "-c", BATCHES],
             env={**os.environ, "PYTHONHASHSEED": seed},
@@ -41,9 +41,9 @@ def test_a_batch_has_the_same_fingerprint_in_every_interpreter():
         ).stdout
         for seed in ("0", "1")
     }
-    exec(BATCHES, {"print": lambda number: told.add(f"{number}\n")})  # here it is a random one
-    assert len(told) == 1
-    assert told.pop().strip().isdecimal()
+    exec(BATCHES, {"print": lambda number: output.add(f"{number}\n")})  # here it is a random one
+    assert len(output) == 1
+    assert output.pop().strip().isdecimal()
 
 
 def test_a_signature_tells_structures_shapes_and_dtypes_apart_but_not_values():
@@ -128,13 +128,13 @@ def rank_counts():
         (activation_memory._OutputRecorder, "__enter__"),
     ]:
         counted(owner, name)
-    told = []
+    results = []
     for length in (1, 2, 2, 3, 3):
         batch = torch.ones(16, length, 8)
         pipe.step(batch, target=batch)
-        told.append(dict(counts))
+        results.append(dict(counts))
         counts.clear()
-    return told[1:]
+    return results[1:]
 
 
 @pytest.mark.ranks

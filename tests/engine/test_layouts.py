@@ -96,7 +96,7 @@ def mask() -> Tensor:
 def alone(model: nn.Module, loss_fn: Any, inputs: list[Any], targets: list[Tensor], rows: list[int]) -> dict[str, Any]:
     """What one process makes of these microbatches."""
     model.train()
-    outputs = [model(*each) for each in inputs]
+    outputs = [model(*tensor) for tensor in inputs]
     losses = [loss_fn(output, target) for output, target in zip(outputs, targets, strict=True)]
     for loss, count in zip(losses, rows, strict=True):
         loss.backward(torch.full_like(loss, count / sum(rows)))
@@ -178,7 +178,7 @@ def everyone() -> list[dict[str, Any]]:
 
 
 def assert_as_alone(name: str, expected: dict[str, Any], evaluated: list[Tensor], dim: int) -> None:
-    first, last = (each[name] for each in everyone())
+    first, last = (result[name] for result in everyone())
     if "zb-v" in name:
         first, last = last, first
     assert_same(merged([first["gradients"], last["gradients"]]), expected["gradients"])
@@ -190,27 +190,27 @@ def assert_as_alone(name: str, expected: dict[str, Any], evaluated: list[Tensor]
 
 
 def pieces(tensor: Tensor, dim: int = 0) -> list[Tensor]:
-    return [each.contiguous() for each in tensor.split([3, 2, 2], dim)]
+    return [part.contiguous() for part in tensor.split([3, 2, 2], dim)]
 
 
 def evaluated(model: nn.Module, inputs: list[Any]) -> list[Tensor]:
     with torch.no_grad():
-        return [model.eval()(*each) for each in inputs]
+        return [model.eval()(*tensor) for tensor in inputs]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_rows_of_the_second_dimension_have_the_bits_of_one_process(schedule):
     model, frames = sequences(), pieces(random(TIME, ROWS, WIDTH), 1)
-    inputs = [(each,) for each in frames]
+    inputs = [(frame,) for frame in frames]
     expected = alone(model, nn.functional.mse_loss, inputs, pieces(random(TIME, ROWS, WIDTH, seed=2), 1), [3, 2, 2])
     assert_as_alone(f"sequences, {schedule}", expected, evaluated(model, inputs), 1)
-    few = [each[f"few, {schedule}"] for each in everyone()][schedule == "1f1b"]
+    few = [result[f"few, {schedule}"] for result in everyone()][schedule == "1f1b"]
     rows = random(TIME, ROWS, WIDTH)[:, :2].split(1, 1)
-    assert same(few, torch.cat(evaluated(model, [(each.contiguous(),) for each in rows]), 1))
+    assert same(few, torch.cat(evaluated(model, [(row.contiguous(),) for row in rows]), 1))
 
 
 def test_an_argument_may_have_its_rows_elsewhere_than_target_and_outputs():
-    model, inputs = classifier(), [(each,) for each in pieces(random(TIME, ROWS, WIDTH), 1)]
+    model, inputs = classifier(), [(piece,) for piece in pieces(random(TIME, ROWS, WIDTH), 1)]
     expected = alone(model, nn.functional.cross_entropy, inputs, pieces(torch.arange(ROWS) % 3), [3, 2, 2])
     assert_as_alone("classifier", expected, evaluated(model, inputs), 0)
 
@@ -218,14 +218,14 @@ def test_an_argument_may_have_its_rows_elsewhere_than_target_and_outputs():
 @pytest.mark.parametrize("name", ["replicated", "replicated in an example of one row"])
 def test_what_is_replicated_goes_whole_to_every_microbatch(name):
     model = masked()
-    inputs = [(each, torch.arange(TIME)[None], mask()) for each in pieces(tokens(ROWS, TIME))]
+    inputs = [(piece, torch.arange(TIME)[None], mask()) for piece in pieces(tokens(ROWS, TIME))]
     expected = alone(model, token_loss, inputs, pieces(tokens(ROWS, TIME, seed=2)), [3, 2, 2])
     assert_as_alone(name, expected, evaluated(model, inputs), 0)
 
 
 def test_an_example_with_rows_in_another_dimension_speaks_for_pieces_of_one_row():
     rows = random(TIME, ROWS, WIDTH).split([2, 1, 1, 1, 1, 1], 1)
-    expected = torch.cat(evaluated(sequences(), [(each.contiguous(),) for each in rows]), 1)
+    expected = torch.cat(evaluated(sequences(), [(row.contiguous(),) for row in rows]), 1)
     assert same(everyone()[1]["pieces of one row"], expected)
 
 
@@ -233,8 +233,8 @@ def test_a_model_that_takes_time_first_generates_the_tokens_of_one_that_takes_ro
     expected = ps.Pipeline(time_first(first=False), microbatches=1, topology=ps.Topology()).generate(
         tokens(5, 2), max_new_tokens=4
     )
-    for each in everyone():
-        assert same(each["generated"], expected)
+    for result in everyone():
+        assert same(result["generated"], expected)
 
 
 LAYOUTS = (
@@ -264,13 +264,13 @@ TOLD = {
 
 @pytest.mark.parametrize("what", TOLD)
 def test_a_layout_that_does_not_fit_is_told_alike_on_all_ranks(what):
-    told = [each[f"told of {what}"] for each in everyone()]
-    assert told[0].startswith(TOLD[what])
-    assert told[1] == told[0]
+    results = [result[f"told of {what}"] for result in everyone()]
+    assert results[0].startswith(TOLD[what])
+    assert results[1] == results[0]
 
 
 def test_a_step_works_after_a_layout_was_refused():
-    first, last = (each["works after that"] for each in everyone())
+    first, last = (result["works after that"] for result in everyone())
     assert same(first, last)
 
 

@@ -31,11 +31,11 @@ def alone(loss_fn, batch, weight, count=M, whole=None):
 def add_up(loss_fn, batch, count=M, scale=1.0):
     """The same of one process that adds them up as they are."""
     whole = model()
-    parts = list(zip(*[pieces(each, count) for each in batch], strict=True))
+    parts = list(zip(*[pieces(microbatch, count) for microbatch in batch], strict=True))
     losses = [loss_fn(whole(inputs), target) for inputs, target in parts]
-    for each in losses:
-        (each * scale).backward()
-    return sum(each.detach() for each in losses), gradients(whole.named_parameters())
+    for loss in losses:
+        (loss * scale).backward()
+    return sum(loss.detach() for loss in losses), gradients(whole.named_parameters())
 
 
 # ---- a sum
@@ -60,12 +60,12 @@ def test_losses_that_are_sums_have_the_loss_and_the_gradients_of_one_process_tha
     torch.testing.assert_close(loss, loss_fn(model()(batch[0]), batch[1]))
     for schedule, ranks in (("1f1b", 2), ("zb-v", 2), ("gpipe", 3)):
         everyone = ps.launch(rank_sums, ranks, schedule)
-        for each in everyone:
-            assert torch.equal(each["step"][0], loss)
-            assert torch.equal(each["eval"][0], loss)
-            assert torch.equal(sum(each["losses"][0]), loss)
-        assert_same(merged([each["step"][1] for each in everyone]), expected)
-        assert_same(merged([each["scale"][1] for each in everyone]), add_up(loss_fn, batch, scale=0.5)[1])
+        for result in everyone:
+            assert torch.equal(result["step"][0], loss)
+            assert torch.equal(result["eval"][0], loss)
+            assert torch.equal(sum(result["losses"][0]), loss)
+        assert_same(merged([result["step"][1] for result in everyone]), expected)
+        assert_same(merged([result["scale"][1] for result in everyone]), add_up(loss_fn, batch, scale=0.5)[1])
 
 
 class Balanced(nn.Module):
@@ -96,7 +96,7 @@ def rank_auxiliary_sums():
 def test_auxiliary_losses_are_added_up_with_losses_that_are_sums():
     whole, loss_fn = balanced(), nn.CrossEntropyLoss(reduction="sum")
     total = 0.0
-    for inputs, target in zip(*[pieces(each, M) for each in data("mlp", 8)], strict=True):
+    for inputs, target in zip(*[pieces(batch, M) for batch in data("mlp", 8)], strict=True):
         hidden = whole[0].linear(inputs)
         loss = loss_fn(whole[2](whole[1](hidden)), target) + hidden.square().sum()
         loss.backward()
@@ -135,7 +135,8 @@ def rank_replicas_sum(way):
     mine = slice(0, 7) if pipe.position.replica == 0 else slice(7, 11)  # unequal numbers of rows
     loss = pipe.step(inputs[mine].double(), target=target[mine])
     return loss, {
-        name: getattr(each.grad, "full_tensor", lambda each=each: each.grad)() for name, each in pipe.named_parameters()
+        name: getattr(parameter.grad, "full_tensor", lambda value=parameter: value.grad)()
+        for name, parameter in pipe.named_parameters()
     }
 
 
@@ -167,7 +168,7 @@ NONE, SUM = nn.CrossEntropyLoss(reduction="none"), nn.CrossEntropyLoss(reduction
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"loss_fn": SUM}, "CrossEntropyLoss has reduction='sum', and the pipeline takes what it returns for a mean: "),
         ({"loss_fn": SUM.forward}, "CrossEntropyLoss has reduction='sum', "),
@@ -181,8 +182,8 @@ NONE, SUM = nn.CrossEntropyLoss(reduction="none"), nn.CrossEntropyLoss(reduction
         ({"loss_fn": F.mse_loss, "reduction": "sum", "loss_weight": len}, "reduction='sum' adds them: leave out one"),
     ],
 )
-def test_a_loss_that_says_another_reduction_of_itself_is_refused(options, told):
-    pattern = " .* ".join(map(re.escape, told.split(" .. ")))
+def test_a_loss_that_says_another_reduction_of_itself_is_refused(options, message):
+    pattern = " .* ".join(map(re.escape, message.split(" .. ")))
     with pytest.raises(ps.MismatchError, match=pattern):
         ps.Pipeline(model(), **options)
 
@@ -263,8 +264,8 @@ def test_tokens_makes_of_microbatches_the_mean_of_the_whole_batch():
     for name, (loss_fn, arguments) in LOSSES.items():
         whole, batch = model(), batch_for(name)
         loss, expected = alone(loss_fn, batch, ps.tokens(**arguments))
-        assert all(torch.equal(each[name][0], loss) for each in everyone), name
-        assert_same(merged([each[name][1] for each in everyone]), expected)
+        assert all(torch.equal(result[name][0], loss) for result in everyone), name
+        assert_same(merged([result[name][1] for result in everyone]), expected)
         at_once = loss_fn(whole(batch[0]), batch[1])
         at_once.backward()
         torch.testing.assert_close(loss, at_once.detach())
@@ -281,7 +282,7 @@ def test_tokens_counts_images_bytes_and_nothing():
 
 
 @pytest.mark.parametrize(
-    ("work", "told"),
+    ("work", "message"),
     [
         (lambda: ps.tokens(None), "a whole number as ignore_index, got None"),
         (lambda: ps.tokens(torch.ones(3)), "a whole number as ignore_index, got tensor"),
@@ -291,8 +292,8 @@ def test_tokens_counts_images_bytes_and_nothing():
         (lambda: ps.tokens()(torch.ones(3)), "a tensor of class numbers, got one of torch.float32"),
     ],
 )
-def test_what_tokens_cannot_count_is_told(work, told):
-    with pytest.raises(ps.MismatchError, match=re.escape(told)):
+def test_what_tokens_cannot_count_is_told(work, message):
+    with pytest.raises(ps.MismatchError, match=re.escape(message)):
         work()
 
 
@@ -306,7 +307,7 @@ def looked(loss_fn, *targets, microbatches=M, rows_dim=0):
         warnings.simplefilter("always")
         for target in targets:
             check.check_target(target)
-    return [str(each.message) for each in caught]
+    return [str(warning.message) for warning in caught]
 
 
 UNEQUAL = torch.tensor([[1, 2], [1, -100], [-100, -100]])
@@ -324,10 +325,10 @@ WARNED = [  # loss, target, what is said
 ]
 
 
-@pytest.mark.parametrize(("loss_fn", "target", "told"), WARNED)
-def test_microbatches_that_count_unequally_are_a_warning_with_the_line_to_add(loss_fn, target, told):
+@pytest.mark.parametrize(("loss_fn", "target", "message"), WARNED)
+def test_microbatches_that_count_unequally_are_a_warning_with_the_line_to_add(loss_fn, target, message):
     (said,) = looked(loss_fn, target)
-    assert re.search(" .*".join(map(re.escape, told.split(" .. "))), said), said
+    assert re.search(" .*".join(map(re.escape, message.split(" .. "))), said), said
 
 
 @pytest.mark.parametrize(
@@ -349,9 +350,9 @@ def test_microbatches_that_count_as_their_rows_do_are_no_warning(loss_fn, target
 
 
 def test_rows_are_looked_for_where_they_are():
-    (told,) = looked(F.cross_entropy, UNEQUAL.T, rows_dim=1)
-    assert "2, 1, 0 values" in told
-    assert "loss_weight=lambda target: target.shape[1] if rows are right" in told
+    (result,) = looked(F.cross_entropy, UNEQUAL.T, rows_dim=1)
+    assert "2, 1, 0 values" in result
+    assert "loss_weight=lambda target: target.shape[1] if rows are right" in result
     assert len(looked(F.cross_entropy, {"labels": ps.Rows(UNEQUAL.T, 1)})) == 1
     assert looked(F.cross_entropy, {"labels": torch.zeros(4).long(), "table": ps.Replicated(UNEQUAL)}) == []
 
@@ -372,7 +373,7 @@ def rank_warned():
             for _ in range(3):
                 pipe.step(inputs, target=target)
             pipe.eval(inputs, target=target)
-        said.append([each.filename for each in caught])
+        said.append([warning.filename for warning in caught])
     return said
 
 
@@ -437,7 +438,7 @@ def rank_by_rows():
             warnings.simplefilter("always")
             for _ in range(2):
                 pipe.step(inputs, target=target)
-        results.append([(str(each.message), each.filename) for each in caught])
+        results.append([(str(warning.message), warning.filename) for warning in caught])
     return results
 
 
@@ -445,11 +446,11 @@ def rank_by_rows():
 def test_a_loss_that_microbatches_cannot_be_added_up_to_is_a_warning_in_the_first_step():
     first, last = ps.launch(rank_by_rows, 2)
     assert first == [[]] * len(BY_ROWS)
-    for (name, (_, _, told)), found in zip(BY_ROWS.items(), last, strict=True):
-        if told:
+    for (name, (_, _, result)), found in zip(BY_ROWS.items(), last, strict=True):
+        if result:
             ((text, file),) = found
             assert text.startswith("loss_fn of 4 rows is "), name
-            assert told in text, name
+            assert result in text, name
             assert file == __file__
         else:
             assert not found, name
@@ -473,7 +474,7 @@ def rank_reads(place):
     read = layers[place]
 
     def loss_fn(output, target):
-        return F.mse_loss(output, target) + sum(each.kl for each in [read])
+        return F.mse_loss(output, target) + sum(value.kl for value in [read])
 
     def other(output, target):
         return F.mse_loss(output, target) * read.in_features

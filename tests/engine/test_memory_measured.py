@@ -42,10 +42,10 @@ def test_the_16_layer_mlp_keeps_what_a_hand_counts(schedule):
     # of every layer what the ReLU gave, and on all ranks but the first, whose input is the caller's batch, what was received
     kept = [EACH * BLOCK + BLOCK * (rank > 0) for rank in range(RANKS)]
     assert timeline.memory_unit == "bytes"
-    assert timeline.activation_sizes == tuple(ActivationSize(each, each) for each in kept)
+    assert timeline.activation_sizes == tuple(ActivationSize(tensor, tensor) for tensor in kept)
     assert sum(size.act for size in timeline.activation_sizes) == (LAYERS + RANKS - 1) * BLOCK
     in_flight = [MICROBATCHES] * RANKS if schedule == "gpipe" else [4, 3, 2, 1]
-    assert timeline.peak_memory == tuple(each * count for each, count in zip(kept, in_flight, strict=True))
+    assert timeline.peak_memory == tuple(tensor * count for tensor, count in zip(kept, in_flight, strict=True))
     assert timeline.memory(0)[0][1] == kept[0]
     assert timeline.memory(0)[-1][1] == 0
 
@@ -61,9 +61,9 @@ def test_planned_from_what_was_measured_the_same_table_holds_the_same_bytes_and_
     assert gpipe.peak_memory == simulate(build("gpipe", RANKS, MICROBATCHES), Costs(act=acts)).peak_memory
     halves = measured.recut(2 * RANKS)  # what layers keep goes where they go
     assert sum(size.act for size in halves.activation_sizes) == pytest.approx(sum(acts))
-    told = str(timeline.explain(measured)).splitlines()
+    message = str(timeline.explain(measured)).splitlines()
     most, least = max(timeline.peak_memory), min(timeline.peak_memory)
-    assert f"memory of activations: up to {most / 1e3:.4g} kB on rank 0, the least {least / 1e3:.4g} kB" in told
+    assert f"memory of activations: up to {most / 1e3:.4g} kB on rank 0, the least {least / 1e3:.4g} kB" in message
 
 
 def test_after_i_the_weights_still_need_their_inputs_and_the_gradients_of_their_outputs():
@@ -92,8 +92,8 @@ def rank_saved(kind):
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.setdefault(id(tensor), tensor), lambda tensor: tensor):
         loss = loss_fn(model(inputs[:2]), target[:2])
-    known = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers(), inputs, target)}
-    blocks = {block.data_ptr(): block.nbytes() for block in (each.untyped_storage() for each in saved.values())}
+    known = {parameter.untyped_storage().data_ptr() for parameter in (*model.parameters(), *model.buffers(), inputs, target)}
+    blocks = {block.data_ptr(): block.nbytes() for block in (tensor.untyped_storage() for tensor in saved.values())}
     assert loss.requires_grad
     return pipe.timeline().activation_sizes, sum(size for at, size in blocks.items() if at not in known)
 
@@ -234,7 +234,7 @@ def rank_new_to_others():
 def test_a_kind_of_batch_that_is_new_to_another_rank_only_is_measured_too():
     first, second = ps.launch(rank_new_to_others, 3)[0]
     assert len(first) == 3
-    assert [2 * each for each in second] == [3 * each for each in first]
+    assert [2 * result for result in second] == [3 * result for result in first]
 
 
 def test_a_microbatch_that_counts_nothing_is_not_the_one_that_is_measured():

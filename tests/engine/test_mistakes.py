@@ -170,30 +170,30 @@ REFUSED = {
 
 # What is done: a name -> what does it, what comes of it on each rank.
 def clips_by_the_largest():
-    each = pipe()
-    each.step(X, target=X)
-    return each.clip_grad_norm_(1e9, "inf").item() == each.clip_grad_norm_(1e9, float("inf")).item() > 0
+    piped = pipe()
+    piped.step(X, target=X)
+    return piped.clip_grad_norm_(1e9, "inf").item() == piped.clip_grad_norm_(1e9, float("inf")).item() > 0
 
 
 def counts_with_numpys_numbers():
-    each = pipe()
-    each.step_count = numpy.int64(3)
-    return each.step(X, target=X).item() > 0 and list(each.sampler(X, seed=numpy.int64(2))) == list(each.sampler(X, seed=2))
+    piped = pipe()
+    piped.step_count = numpy.int64(3)
+    return piped.step(X, target=X).item() > 0 and list(piped.sampler(X, seed=numpy.int64(2))) == list(piped.sampler(X, seed=2))
 
 
 def trains_and_evaluates():
-    modes, each = [], pipe()
+    modes, piped = [], pipe()
     for mode in (False, True):
-        each.train(mode).eval(X)
-        modes += [module.training for module in each.stages.values()]
+        piped.train(mode).eval(X)
+        modes += [module.training for module in piped.stages.values()]
     return modes
 
 
 def lets_go_of_gradients():
-    each = pipe()
-    each.step(X, target=X)
-    each.zero_grad()
-    return [parameter.grad for parameter in each.parameters()]
+    piped = pipe()
+    piped.step(X, target=X)
+    piped.zero_grad()
+    return [parameter.grad for parameter in piped.parameters()]
 
 
 def saves_the_loss():
@@ -201,7 +201,7 @@ def saves_the_loss():
     torch.save({"loss": loss}, file)
     file.seek(0)
     return [
-        torch.equal(each, loss) for each in (torch.load(file)["loss"], copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)))
+        torch.equal(value, loss) for value in (torch.load(file)["loss"], copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)))
     ]
 
 
@@ -232,27 +232,27 @@ def optimizes_nothing(folder):
     losses = []
     for number, make in enumerate((lambda: [nn.Tanh(), nn.Linear(4, 4)], lambda: [*frozen(nn.Linear(4, 4)), nn.Linear(4, 4)])):
         torch.manual_seed(0)
-        each = pipe(make())
-        optimizer = torch.optim.Adam([parameter for parameter in each.parameters() if parameter.requires_grad], lr=0.1)
-        losses += [_train(each, optimizer) for _ in range(2)]
-        checkpoint.save(f"{folder}/{number}", each, optimizer)
+        piped = pipe(make())
+        optimizer = torch.optim.Adam([parameter for parameter in piped.parameters() if parameter.requires_grad], lr=0.1)
+        losses += [_train(piped, optimizer) for _ in range(2)]
+        checkpoint.save(f"{folder}/{number}", piped, optimizer)
         again = pipe(make())
         other = torch.optim.Adam([parameter for parameter in again.parameters() if parameter.requires_grad], lr=0.1)
         checkpoint.resume(f"{folder}/{number}", again, other)
-        losses.append(_train(again, other) == _train(each, optimizer))
+        losses.append(_train(again, other) == _train(piped, optimizer))
     return losses[0] > losses[1], losses[2], losses[3] > losses[4], losses[5]
 
 
 def takes_attributes_that_are_no_options():
-    each = pipe()
-    each.step_count, each.run_name, each.losses = 7, "a", [1.0]
-    each._note = 1
-    return each.step_count, each.run_name, each.losses, each._note
+    piped = pipe()
+    piped.step_count, piped.run_name, piped.losses = 7, "a", [1.0]
+    piped._note = 1
+    return piped.step_count, piped.run_name, piped.losses, piped._note
 
 
-def _train(each, optimizer):
-    loss = each.step(X, target=X).item()
-    each.clip_grad_norm_(1.0)
+def _train(value, optimizer):
+    loss = value.step(X, target=X).item()
+    value.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
     return loss
@@ -273,14 +273,14 @@ DONE = {
 
 
 def rank_mistaken(folder):
-    told = {}
+    results = {}
     for name, (act, _) in REFUSED.items():
         try:
-            told[name] = f"nothing, but {act()}"
+            results[name] = f"nothing, but {act()}"
         except Exception as error:
-            told[name] = str(error)
+            results[name] = str(error)
     done = {act.__name__: act() for act in DONE}
-    return told, {**done, "optimizes_nothing": optimizes_nothing(folder)}
+    return results, {**done, "optimizes_nothing": optimizes_nothing(folder)}
 
 
 @pytest.fixture(scope="module")
@@ -290,9 +290,9 @@ def everyone(tmp_path_factory):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_mistake_is_told_in_a_sentence_on_every_rank(everyone, name):
-    for told, _ in everyone:
-        assert REFUSED[name][1] in told[name]
-        assert "\n" not in told[name]
+    for result, _ in everyone:
+        assert REFUSED[name][1] in result[name]
+        assert "\n" not in result[name]
 
 
 @pytest.mark.parametrize("act", DONE)
@@ -327,16 +327,18 @@ def rank_calls_it_twice_at_once():
 
     def loss(output, target):
         for call in (made.step, made.eval) if rank() else ():  # as another thread would, or a forward
-            with pytest.raises(ps.PenstockError, match="is in another call: one at a time, and none from a forward") as told:
+            with pytest.raises(
+                ps.PenstockError, match="is in another call: one at a time, and none from a forward"
+            ) as expected_message:
                 call(X, target=X)
-            inside.append(str(told.value))
+            inside.append(str(expected_message.value))
         return mse(output, target)
 
     made = pipe(loss_fn=loss, model=nn.Sequential(*layers(), nn.Dropout()))
     once = pipe(model=nn.Sequential(*layers(), nn.Dropout()))
     same = torch.equal(made.step(X, target=X), once.step(X, target=X))
     gradients = zip(made.parameters(), once.parameters(), strict=True)
-    return len(inside), same, [torch.equal(each.grad, other.grad) for each, other in gradients]
+    return len(inside), same, [torch.equal(gradient.grad, other.grad) for gradient, other in gradients]
 
 
 def test_a_call_within_a_call_is_refused_and_changes_nothing():
@@ -358,8 +360,8 @@ def rank_forks():
 
 
 def test_a_forked_process_does_not_have_its_parents_pipeline():
-    for process, told, trained in ps.launch(rank_forks, 2):
-        assert told == f"the pipeline belongs to process {process}, which has forked this one: call it there"
+    for process, result, trained in ps.launch(rank_forks, 2):
+        assert result == f"the pipeline belongs to process {process}, which has forked this one: call it there"
         assert trained
 
 
@@ -413,15 +415,15 @@ def test_a_first_layer_may_change_what_it_is_given_in_place():
     inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     total = torch.zeros(())
     for part in inputs.chunk(2):
-        each = mse(model(part.clone()), X[:2])
-        (0.5 * each).backward()
-        total += 0.5 * each.detach()
+        value = mse(model(part.clone()), X[:2])
+        (0.5 * value).backward()
+        total += 0.5 * value.detach()
     assert torch.equal(loss, total)
     assert all(torch.equal(parameter.grad, found[name]) for name, parameter in model.named_parameters())
 
 
 @pytest.mark.parametrize(
-    ("mistake", "told"),
+    ("mistake", "message"),
     [
         (lambda made: made.clip_grad_norm_(-1.0), "clip_grad_norm_() takes a number of 0 or more as max_norm, got -1.0"),
         (
@@ -453,8 +455,8 @@ def test_a_first_layer_may_change_what_it_is_given_in_place():
         ),
     ],
 )
-def test_what_is_of_another_kind_is_told(mistake, told):
-    with pytest.raises(ps.PenstockError, match=re.escape(told)):
+def test_what_is_of_another_kind_is_told(mistake, message):
+    with pytest.raises(ps.PenstockError, match=re.escape(message)):
         mistake(pipe())
 
 

@@ -33,9 +33,9 @@ SLICES = [(layers, world) for layers in (5, 7, 16) for world in range(1, 6)]
 def test_the_slices_together_have_the_names_and_weights_of_the_monolith(layers, world):
     whole = seeded(lambda: mlp(6, layers, classes=3))
     slices = [seeded(lambda: ShardedMLP(6, layers, rank, world, classes=3)) for rank in range(world)]  # noqa: B023
-    names = [name for each in slices for name in each.state_dict()]
+    names = [name for value in slices for name in value.state_dict()]
     assert names == list(whole.state_dict())
-    together = {name: value for each in slices for name, value in each.state_dict().items()}
+    together = {name: value for item in slices for name, value in item.state_dict().items()}
     assert same_weights(together, whole.state_dict())
 
 

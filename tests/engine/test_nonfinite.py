@@ -130,7 +130,7 @@ BLAME = {  # rank R and stage S are those of block 3, L and Z those of the loss
 
 def raised(schedule):
     """What each kind of fault is told as, and whether all is as it was before the step; and the pattern it should have."""
-    run, told = Run(schedule, on_nonfinite="raise"), {}
+    run, expected_message = Run(schedule, on_nonfinite="raise"), {}
     run.step(0)
     table = run.pipe.schedule
     stage = next((s for s, module in run.pipe.stages.items() if any(name == "3" for name, _ in module.named_children())), -1)
@@ -140,8 +140,8 @@ def raised(schedule):
         with pytest.raises(ps.NonFiniteError) as caught:
             run.step(1, kind)
         kept = all(torch.equal(value.nan_to_num(), before[name].nan_to_num()) for name, value in run.state().items())
-        told[kind] = str(caught.value), kept and all(each.grad is None for each in run.pipe.parameters())
-    return told, stage, table.placement
+        expected_message[kind] = str(caught.value), kept and all(parameter.grad is None for parameter in run.pipe.parameters())
+    return expected_message, stage, table.placement
 
 
 def skipped(schedule):
@@ -149,8 +149,8 @@ def skipped(schedule):
     run, without = Run(schedule, on_nonfinite="skip"), Run(schedule)
     alike, losses = [], []
     for kind in ("backward", "inputs"):
-        for each in (run, without):
-            each.step(0)
+        for item in (run, without):
+            item.step(0)
         run.spoil(kind)
         losses.append(run.step(1, kind).isfinite().item())
         skip = run.pipe.report.skipped, run.pipe.metrics()["skipped"], "nan" in run.pipe.report.nonfinite
@@ -163,20 +163,20 @@ def skipped(schedule):
 
 def retried(schedule):
     """Whether bits are as if nothing had been when it goes away, and what is told when it does not."""
-    run, undisturbed, alike, told = Run(schedule, on_nonfinite="retry"), Run(schedule), [], []
+    run, undisturbed, alike, expected_message = Run(schedule, on_nonfinite="retry"), Run(schedule), [], []
     for kind in ("forward", "backward"):
         run.spoil(kind)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            losses = [each.step(1) for each in (run, undisturbed)]
-        told += [str(each.message) for each in caught if each.category is RuntimeWarning]
+            losses = [value.step(1) for value in (run, undisturbed)]
+        expected_message += [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
         alike.append(same(*losses) and all(same(value, undisturbed.state()[name]) for name, value in run.state().items()))
     for kind, times in (("loss", 2), ("inputs", 0)):
         run.spoil(kind, times)
         with pytest.raises(ps.NonFiniteError) as caught:
             run.step(1, kind)
-        told.append(str(caught.value))
-    return alike, told
+        expected_message.append(str(caught.value))
+    return alike, expected_message
 
 
 UNDONE = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")  # whole and split backwards, loop and V, pairs
@@ -195,10 +195,10 @@ def results():
 
 @pytest.mark.parametrize("schedule", ps.schedule.names())
 def test_each_kind_of_fault_is_named_on_all_ranks_and_the_step_leaves_nothing(results, schedule):
-    (told, *first), (others, *second) = (faults[schedule] for faults, *_ in results)
+    (result, *first), (others, *second) = (faults[schedule] for faults, *_ in results)
     (stage,), placement = {first[0], second[0]} - {-1}, first[1]
     for kind, pattern in BLAME.items():
-        text, clean = told[kind]
+        text, clean = result[kind]
         expected = pattern
         for letter, number in {"R": placement[stage], "S": stage, "L": placement[-1], "Z": len(placement) - 1}.items():
             expected = re.sub(rf"(?<= ){letter}", str(number), expected)
@@ -215,10 +215,10 @@ def test_a_skipped_step_is_as_if_its_batch_had_not_been(results, schedule):
 @pytest.mark.parametrize("schedule", UNDONE)
 def test_a_step_that_is_run_again_has_the_bits_of_one_that_was_not(results, schedule):
     for rank, (_, _, retries) in enumerate(results):
-        alike, told = retries[schedule]
+        alike, result = retries[schedule]
         assert alike == [True] * 2
-        assert sum("was transient: run once more, the step is finite" in text for text in told) == (0 if rank else 2)
-        persistent, batch = told[-2:]
+        assert sum("was transient: run once more, the step is finite" in text for text in result) == (0 if rank else 2)
+        persistent, batch = result[-2:]
         assert "persistent: it is there again when the step is run once more: rank" in persistent
         assert "which came with the batch" in batch
 
@@ -226,7 +226,7 @@ def test_a_step_that_is_run_again_has_the_bits_of_one_that_was_not(results, sche
 def on_a_mesh(data_parallel, tensor_parallel):
     """A fault on one rank of two pipelines side by side: skipped, run again, raised; and the next step has its bits."""
     mesh = ps.comms.init_mesh(pp=2, tp=2) if tensor_parallel else ps.comms.init_mesh(pp=2, dp=2)
-    told, rank = [], torch.distributed.get_rank()
+    expected_message, rank = [], torch.distributed.get_rank()
     for choice in ("skip", "retry", "raise"):
         runs = []
         for on_nonfinite in (choice, None):
@@ -235,8 +235,8 @@ def on_a_mesh(data_parallel, tensor_parallel):
             )
             runs.append(Run("1f1b", mesh=mesh, data_parallel=data_parallel, on_nonfinite=on_nonfinite, **options))
         run, undisturbed = runs
-        for each in runs:
-            each.step(0)
+        for item in runs:
+            item.step(0)
         if rank in ((0, 1) if tensor_parallel else (1,)):
             run.spoil("backward")
         with warnings.catch_warnings():
@@ -244,17 +244,17 @@ def on_a_mesh(data_parallel, tensor_parallel):
             if choice == "raise":
                 with pytest.raises(ps.NonFiniteError) as caught:
                     run.step(1)
-                told.append(str(caught.value))
+                expected_message.append(str(caught.value))
             else:
                 run.step(1)
         if choice == "retry":
             undisturbed.step(1)
         else:
             undisturbed.pipe.step_count = run.pipe.step_count
-        losses = [each.step(2) for each in runs]
-        states = [{name: gather_full_tensor(value) for name, value in each.state().items()} for each in runs]
-        told.append(same(*losses) and all(same(value, states[1][name]) for name, value in states[0].items()))
-    return told
+        losses = [run.step(2) for run in runs]
+        states = [{name: gather_full_tensor(value) for name, value in run.state().items()} for run in runs]
+        expected_message.append(same(*losses) and all(same(value, states[1][name]) for name, value in states[0].items()))
+    return expected_message
 
 
 def meshes():
@@ -262,8 +262,8 @@ def meshes():
 
 
 def test_replicas_and_shards_skip_repeat_and_raise_together():
-    for told in ps.launch(meshes, 4):
-        for skipped, repeated, text, after in told:
+    for result in ps.launch(meshes, 4):
+        for skipped, repeated, text, after in result:
             assert (skipped, repeated, after) == (True, True, True)
             assert re.search(
                 r"rank [01], stage 0, action 0B2, microbatch 2: the backward of 3.inner gave nan to 3.inner.linear", text

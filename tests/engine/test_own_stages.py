@@ -105,7 +105,7 @@ def stepped(model, schedule, **options):
     pipe = ps.Pipeline(model, mse, schedule, M, **options)
     inputs, target = batch()
     loss = pipe.step(inputs, target=target)
-    return loss, {name: local_shard(each.grad) for name, each in pipe.named_parameters()}, list(pipe.state_dict())
+    return loss, {name: local_shard(parameter.grad) for name, parameter in pipe.named_parameters()}, list(pipe.state_dict())
 
 
 def rank_gives_its_own():
@@ -152,9 +152,9 @@ def rank_gives_its_own_slices():
 def rank_has_replicas():
     mesh = ps.comms.init_mesh(pp=2, dp=2)
     stage = mesh.get_local_rank("pp")
-    results = [stepped(each, "1f1b", mesh=mesh)[:2] for each in ({stage: chain(2)[stage]}, chain(2))]
-    wrong = told(lambda: ps.Pipeline({mesh.get_local_rank("dp"): Layer()}, mse, mesh=mesh))
-    return results, told(lambda: ps.Pipeline(Layer(), mse, mesh=mesh)), wrong
+    results = [stepped(value, "1f1b", mesh=mesh)[:2] for value in ({stage: chain(2)[stage]}, chain(2))]
+    wrong = error_text(lambda: ps.Pipeline({mesh.get_local_rank("dp"): Layer()}, mse, mesh=mesh))
+    return results, error_text(lambda: ps.Pipeline(Layer(), mse, mesh=mesh)), wrong
 
 
 def test_replicas_give_their_own_stages_too():
@@ -174,7 +174,7 @@ THREE_WAYS = (
 )
 
 
-def told(work):
+def error_text(work):
     with pytest.raises(ps.MismatchError) as caught:
         work()
     return str(caught.value)
@@ -259,7 +259,10 @@ REFUSED = {  # what is given on rank r, to which schedule; what all are told
 
 def rank_gives_what_is_refused():
     rank = ps.comms.init_distributed().rank
-    return {name: told(lambda: ps.Pipeline(make(rank), mse, schedule, M)) for name, (make, schedule, _) in REFUSED.items()}  # noqa: B023
+    return {
+        name: error_text(lambda: ps.Pipeline(make(rank), mse, schedule, M))  # noqa: B023
+        for name, (make, schedule, _) in REFUSED.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +286,7 @@ def test_a_bare_module_is_the_whole_model_where_there_is_one_stage_only():
     assert names == ["linear.weight", "linear.bias"]
     for keyed in ({0: model}, [model]):
         assert torch.equal(stepped(keyed, "1f1b")[0], loss)
-    assert told(lambda: ps.Pipeline(model, mse, "zb-v", M)) == THREE_WAYS.format("zb-v", 2, "Layer", "1 submodule")
+    assert error_text(lambda: ps.Pipeline(model, mse, "zb-v", M)) == THREE_WAYS.format("zb-v", 2, "Layer", "1 submodule")
     assert torch.equal(stepped(dict(enumerate(chain(2))), "zb-v")[0], stepped(chain(2), "zb-v")[0])
 
 
@@ -329,18 +332,18 @@ def test_a_weight_tied_within_a_ranks_own_stages_is_one_in_norms_checkpoints_and
 
 def rank_wraps():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    told = []
+    results = []
     for wrapped in (nn.DataParallel(model), torch.compile(model)):
         with pytest.raises(ps.MismatchError) as raised:
             ps.Pipeline(wrapped, nn.functional.mse_loss, microbatches=2, example_args=(torch.ones(2, 4),))
-        told.append(str(raised.value))
-    return told
+        results.append(str(raised.value))
+    return results
 
 
 @pytest.mark.ranks
 def test_a_wrapper_of_a_model_is_told_to_be_left_out():
-    told = ps.launch(rank_wraps, 2)[0]
-    assert [text.split(":")[0] for text in told] == [
+    result = ps.launch(rank_wraps, 2)[0]
+    assert [text.split(":")[0] for text in result] == [
         f"{name} is a wrapper of a model" for name in ("DataParallel", "OptimizedModule")
     ]
 
@@ -356,16 +359,16 @@ def rank_has_its_own_model(how):
         pipe = ps.Pipeline(model, nn.functional.mse_loss, microbatches=2)
         pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
         with torch.no_grad():
-            [each.add_(1) for each in pipe.parameters()]
+            [parameter.add_(1) for parameter in pipe.parameters()]
         ps.Pipeline(model, nn.functional.mse_loss, microbatches=2)  # the ranks' copies differ now, rightly
-    return [(str(each.message).split(":")[0], each.filename) for each in caught]
+    return [(str(warning.message).split(":")[0], warning.filename) for warning in caught]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", ["seed", "load", "alike"])
 def test_a_model_with_other_values_on_another_rank_is_a_warning(how):
-    told = "rank 1 has built another model than rank 0"
+    message = "rank 1 has built another model than rank 0"
     first, second = ps.launch(rank_has_its_own_model, 2, how)
-    assert [text for text, _ in first] == ([] if how == "alike" else [told])
+    assert [text for text, _ in first] == ([] if how == "alike" else [message])
     assert all(file == __file__ for _, file in first)
     assert not second

@@ -53,6 +53,6 @@ def test_our_tables_run_in_pytorchs_runtime_with_the_same_gradients(tmp_path: Pa
     whole, inputs, target = model()
     nn.functional.mse_loss(whole(inputs), target).backward()
     for name in NAMES:
-        theirs = {n: grad for each in everyone for n, grad in each[name].items()}
+        theirs = {n: grad for result in everyone for n, grad in result[name].items()}
         for n, parameter in whole.named_parameters():
             assert torch.allclose(theirs[n], parameter.grad, rtol=1e-12, atol=1e-15), (name, n)

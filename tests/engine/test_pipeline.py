@@ -54,7 +54,7 @@ def test_loss_and_gradients_are_those_of_one_process(ranks):
     everyone = ps.launch(rank_grid, ranks)
     for schedule, microbatches, kind, split in GRID:
         expected, whole = alone(microbatches, kind, split)
-        results = [each[schedule, microbatches, kind, split] for each in everyone]
+        results = [result[schedule, microbatches, kind, split] for result in everyone]
         for losses, _ in results:
             assert all(map(torch.equal, losses, expected)), (schedule, microbatches, kind, split)
         assert_same(merged([grads for _, grads in results]), whole)
@@ -149,12 +149,12 @@ def test_a_token_mean_weighs_microbatches_by_counted_tokens_and_an_empty_one_add
     for number, counted in enumerate(MASKS[:2]):
         model, loss_fn = make("gpt")
         loss = accumulate(model, loss_fn, masked(5, counted), 3, weight=counted_tokens)
-        assert all(torch.equal(each[number][0], loss) for each in everyone)
-        assert_same(merged([each[number][1] for each in everyone]), gradients(model.named_parameters()))
+        assert all(torch.equal(result[number][0], loss) for result in everyone)
+        assert_same(merged([result[number][1] for result in everyone]), gradients(model.named_parameters()))
         whole, _ = make("gpt")
         tokens, target = masked(5, counted)
         torch.testing.assert_close(loss, loss_fn(whole(tokens), target))
-    assert all(each[2][0] == 0 and set(each[2][1].values()) == {None} for each in everyone)
+    assert all(result[2][0] == 0 and set(result[2][1].values()) == {None} for result in everyone)
 
 
 # -- evaluation, other sizes ----------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_eval_touches_no_gradient_and_no_buffer_and_batchnorm_updates_once_for_e
     for before, after, *_ in everyone:
         assert_same(after[0], before[0])
         assert_same(after[1], before[1])
-    state = merged([each[0][1] for each in everyone])
+    state = merged([result[0][1] for result in everyone])
     assert_same(state, model.state_dict())
     assert state["1.num_batches_tracked"] == 2
     model.eval()
@@ -199,9 +199,9 @@ def test_eval_touches_no_gradient_and_no_buffer_and_batchnorm_updates_once_for_e
     assert torch.equal(everyone[1][2], torch.cat(halves))
     assert torch.equal(everyone[1][4], torch.cat(halves))
     expected = sum(nn.functional.cross_entropy(half, t) * 0.5 for half, t in zip(halves, target.tensor_split(2), strict=True))
-    assert all(torch.equal(each[3], expected) for each in everyone)
+    assert all(torch.equal(result[3], expected) for result in everyone)
     accumulate(model.train(), nn.functional.cross_entropy, (inputs, target), 2)
-    assert_same(merged([each[5] for each in everyone]), gradients(model.named_parameters()))
+    assert_same(merged([result[5] for result in everyone]), gradients(model.named_parameters()))
 
 
 SIZES = (8, 5, 8, 2, 1, 13)
@@ -291,18 +291,18 @@ def rank_one_table(name):
 
 @pytest.mark.parametrize("name", ["looped", "folded"])
 def test_a_users_table_with_several_stages_on_a_rank_has_the_numbers_of_one_process(name):
-    everyone = [each[name] for each in ps.launch(rank_tables, 2)]
+    everyone = [result[name] for result in ps.launch(rank_tables, 2)]
     losses, grads, outputs = ps.launch(rank_one_table, 1, name)[0]
-    assert all(all(map(torch.equal, each[0], losses)) for each in everyone)
-    assert_same(merged([each[1] for each in everyone]), grads)
+    assert all(all(map(torch.equal, result[0], losses)) for result in everyone)
+    assert_same(merged([result[1] for result in everyone]), grads)
     assert torch.equal(everyone[TABLES[name].placement[-1]][2], outputs)
     assert everyone[0][3] == ps.schedule.simulate(TABLES[name]).peak_in_flight
 
 
 def test_a_reversed_order_on_the_last_stage_keeps_the_outputs_in_the_order_of_the_rows():
-    everyone = [each["reversed"] for each in ps.launch(rank_tables, 2)]
+    everyone = [result["reversed"] for result in ps.launch(rank_tables, 2)]
     losses, grads, outputs = ps.launch(rank_one_table, 1, "reversed")[0]
-    assert all(all(map(torch.equal, each[0], losses)) for each in everyone)
+    assert all(all(map(torch.equal, result[0], losses)) for result in everyone)
     assert torch.equal(everyone[1][2], outputs)
     last_layers = {name: grads[name] for name in everyone[1][1]}
     assert_same(everyone[1][1], last_layers)  # the first stage's backwards come in another order, and so do its sums

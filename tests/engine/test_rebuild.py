@@ -47,24 +47,24 @@ class Result(NamedTuple):
     groups: list[list[str]]  # of the optimizer, by name
 
 
-def result(told: list[Tensor], pipe: Any, optimizer: Any) -> Result:
+def result(message: list[Tensor], pipe: Any, optimizer: Any) -> Result:
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     kept = {names[id(p)]: dict(optimizer.state[p]) for p in pipe.parameters() if id(p) in names and p in optimizer.state}
     state = {name: value.clone() if isinstance(value, Tensor) else value for name, value in pipe.state_dict().items()}
-    return Result(told, state, kept, [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups])
+    return Result(message, state, kept, [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups])
 
 
 def assert_goes_on(ours: list[Result], straight: list[Result]) -> None:
     """On every rank to the bit; `straight`: the training that was so from the start."""
     for mine, theirs in zip(ours, straight, strict=True):
-        assert [float(each) for each in mine.told] == [float(each) for each in theirs.told]
-        assert_same(*({name: v for name, v in each.state.items() if isinstance(v, Tensor)} for each in (mine, theirs)))
+        assert [float(message) for message in mine.told] == [float(message) for message in theirs.told]
+        assert_same(*({name: v for name, v in value.state.items() if isinstance(v, Tensor)} for value in (mine, theirs)))
         assert mine.kept.keys() == theirs.kept.keys()
         for name, state in mine.kept.items():
             assert_same(
                 *(
-                    {k: v if isinstance(v, Tensor) else torch.tensor(v or 0) for k, v in each.items()}
-                    for each in (state, theirs.kept[name])
+                    {k: v if isinstance(v, Tensor) else torch.tensor(v or 0) for k, v in value.items()}
+                    for value in (state, theirs.kept[name])
                 )
             )
             assert [v.stride() for v in state.values() if isinstance(v, Tensor)] == [
@@ -77,8 +77,8 @@ def grouped(pipe: Any) -> list[dict[str, Any]]:
     """As people group them: no decay for what is no matrix."""
     named = list(pipe.named_parameters())
     return [
-        {"params": [(name, each) for name, each in named if each.dim() > 1], "weight_decay": 0.1},
-        {"params": [(name, each) for name, each in named if each.dim() <= 1], "weight_decay": 0.0},
+        {"params": [(name, parameter) for name, parameter in named if parameter.dim() > 1], "weight_decay": 0.1},
+        {"params": [(name, parameter) for name, parameter in named if parameter.dim() <= 1], "weight_decay": 0.0},
     ]
 
 
@@ -89,18 +89,18 @@ def rank_gpt(settings: tuple[Setting, ...]) -> Result:
     pipe = ps.Pipeline(model, loss_fn, **{"microbatches": M, **first.named()})
     optimizer = torch.optim.AdamW(grouped(pipe), lr=1e-2)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=40)
-    told: list[Tensor] = []
+    results: list[Tensor] = []
     for setting in settings:
         if setting is not first:
             pipe, optimizer = pipe.rebuild(**setting.named(), optimizer=optimizer)
         for _ in range(setting.steps):
             inputs, target = data("gpt", 8, seed=pipe.step_count)
-            told += [pipe.step(inputs, target=target), pipe.clip_grad_norm_(0.1)]
+            results += [pipe.step(inputs, target=target), pipe.clip_grad_norm_(0.1)]
             optimizer.step()
             optimizer.zero_grad()
             rate.step()
     assert pipe.step_count == sum(setting.steps for setting in settings)
-    return result(told, pipe, optimizer)
+    return result(results, pipe, optimizer)
 
 
 def chain(ranks: int) -> tuple[Setting, ...]:
@@ -136,23 +136,23 @@ def rank_case(case: str, settings: tuple[Setting, ...], by: str, meta: bool = Fa
     if meta:
         pipe.load_state_dict(kind.model().state_dict())
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
-    told: list[Tensor] = []
+    results: list[Tensor] = []
     for setting in settings:
         if setting is not first:
             pipe, optimizer = pipe.rebuild(**setting.named(), optimizer=optimizer)
         for _ in range(setting.steps):
             batch = kind.batch(8, pipe.step_count)
-            told.append(pipe.step(*batch.args, target=batch.target, **batch.kwargs))
+            results.append(pipe.step(*batch.args, target=batch.target, **batch.kwargs))
             optimizer.step()
             optimizer.zero_grad()
     batch = kind.batch(8, 99)
-    told.append(pipe.eval(*batch.args, target=batch.target, **batch.kwargs)[1])
-    return result(told, pipe, optimizer)
+    results.append(pipe.eval(*batch.args, target=batch.target, **batch.kwargs)[1])
+    return result(results, pipe, optimizer)
 
 
 def by_names(case: str, *schedules: str) -> tuple[Setting, ...]:
     """Two steps of each, cut into as many stages as it has on two ranks."""
-    return tuple(Setting(each, 2, (("cuts", cuts(case, 4 if each in TWO_EACH else 2)),)) for each in schedules)
+    return tuple(Setting(schedule, 2, (("cuts", cuts(case, 4 if schedule in TWO_EACH else 2)),)) for schedule in schedules)
 
 
 TWO_EACH = ("interleaved-1f1b", "zb-v")  # stages on a rank
@@ -160,9 +160,9 @@ TWO_EACH = ("interleaved-1f1b", "zb-v")  # stages on a rank
 
 @pytest.mark.parametrize("case", CASES)
 def test_any_model_cut_by_names_is_cut_anew_with_its_skips_ties_buffers_and_frozen_parts(case):
-    settings = {each: by_names(each, "1f1b", "zb-v", "gpipe") for each in CASES}
-    straight = {each: (settings[each][-1]._replace(steps=6),) for each in CASES}
-    runs = together(rank_case, 2, tuple((each, how[each], "names") for each in CASES for how in (settings, straight)))
+    settings = {case: by_names(case, "1f1b", "zb-v", "gpipe") for case in CASES}
+    straight = {case: (settings[case][-1]._replace(steps=6),) for case in CASES}
+    runs = together(rank_case, 2, tuple((case, how[case], "names") for case in CASES for how in (settings, straight)))
     assert_goes_on(*(runs[case, how[case], "names"] for how in (settings, straight)))
 
 
@@ -195,7 +195,7 @@ def test_a_model_cut_on_an_example_is_measured_once():
     (calls, ours), (none, others) = ps.launch(rank_measured, 2)
     assert (calls, none) == (1, 0)
     straight = ps.launch(rank_case, 2, "wide", (Setting("gpipe", 6),), "example")
-    assert_same(merged([ours.state, others.state]), merged([each.state for each in straight]))
+    assert_same(merged([ours.state, others.state]), merged([loss.state for loss in straight]))
 
 
 @pytest.mark.parametrize("by", ["names", "example"])
@@ -208,7 +208,7 @@ def test_a_model_from_the_meta_device_is_rebuilt_with_its_weights(by):
     ours, theirs = together(rank_case, 2, ((case, settings, by, True), (case, straight, by, True))).values()
     if by == "names":
         assert_goes_on(ours, theirs)
-    assert_same(merged([each.state for each in ours]), merged([each.state for each in theirs]))
+    assert_same(merged([value.state for value in ours]), merged([value.state for value in theirs]))
 
 
 def rank_memory() -> Any:
@@ -220,16 +220,16 @@ def rank_memory() -> Any:
     pipe = ps.Pipeline(model, loss_fn, microbatches=M)
     optimizer = torch.optim.Adam(pipe.parameters())
     pipe.step(torch.ones(4, 4), target=torch.ones(4, 4)), optimizer.step(), optimizer.zero_grad()
-    had = {name for name, each in model.named_parameters() if not each.is_meta}
+    had = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
     sent, send = [], ControlGroup.send
     ControlGroup.send = lambda control, tensor, peer, what: sent.append(peer) or send(control, tensor, peer, what)
     try:
         pipe, optimizer = pipe.rebuild("zb-v", optimizer=optimizer)
     finally:
         ControlGroup.send = send
-    has = {name for name, each in model.named_parameters() if not each.is_meta}
+    has = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
     assert has == set(pipe.state_dict())
-    assert {id(each) for each in optimizer.state} == {id(each) for each in pipe.parameters()}
+    assert {id(value) for value in optimizer.state} == {id(parameter) for parameter in pipe.parameters()}
     return had, has, sent
 
 
@@ -254,26 +254,26 @@ def rank_optimizers(settings: tuple[Setting, ...]) -> dict[str, Result]:
         first = settings[0]
         pipe = ps.Pipeline(model, nn.functional.mse_loss, microbatches=M, **first.named())
         optimizer = make_optimizer(grouped(pipe))
-        generator, told = torch.Generator().manual_seed(5), []
+        generator, expected_message = torch.Generator().manual_seed(5), []
         for setting in settings:
             if setting is not first:
                 pipe, optimizer = pipe.rebuild(**setting.named(), optimizer=optimizer)
             for _ in range(setting.steps):
                 inputs, target = torch.randn(8, 4, 4, 4, generator=generator), torch.randn(8, 2, generator=generator)
-                told.append(pipe.step(inputs, target=target, scale=0.5))
+                expected_message.append(pipe.step(inputs, target=target, scale=0.5))
                 if pipe.step_count % 2 == 0:
                     optimizer.step()
                     optimizer.zero_grad()
-        results[name] = result(told, pipe, optimizer)
+        results[name] = result(expected_message, pipe, optimizer)
     return results
 
 
 def test_any_optimizer_goes_on_and_so_do_gradients_that_were_not_stepped_with_and_states_of_modules():
     settings = Setting("1f1b", 3), Setting("zb-v", 2), Setting("gpipe", 1)
-    ours, straight = (ps.launch(rank_optimizers, 2, each) for each in (settings, (Setting("gpipe", 6),)))
+    ours, straight = (ps.launch(rank_optimizers, 2, value) for value in (settings, (Setting("gpipe", 6),)))
     for name in OPTIMIZERS:
-        assert_goes_on([each[name] for each in ours], [each[name] for each in straight])
-    extra = {key: value["calls"] for each in ours for key, value in each["Adam"].state.items() if "extra" in key}
+        assert_goes_on([value[name] for value in ours], [loss[name] for loss in straight])
+    extra = {key: value["calls"] for item in ours for key, value in item["Adam"].state.items() if "extra" in key}
     assert extra == dict.fromkeys(["0._extra_state", "1._extra_state", "2._extra_state"], 6 * M)
 
 
@@ -283,32 +283,34 @@ def rank_several(settings: tuple[Setting, ...]) -> Any:
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     first = settings[0]
     pipe = ps.Pipeline(model, loss_fn, microbatches=M, scaler=scaler, **first.named())
-    matrices = [each for each in pipe.parameters() if each.dim() == 2 and each.shape[0] == each.shape[1]]
-    rest = [each for each in pipe.parameters() if each.dim() == 1 or each.shape[0] != each.shape[1]]
+    matrices = [
+        parameter for parameter in pipe.parameters() if parameter.dim() == 2 and parameter.shape[0] == parameter.shape[1]
+    ]
+    rest = [parameter for parameter in pipe.parameters() if parameter.dim() == 1 or parameter.shape[0] != parameter.shape[1]]
     optimizers = [torch.optim.Muon(matrices, lr=0.1), torch.optim.Adam([{"params": rest}], lr=0.1)]
-    rates = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
-    told = []
+    rates = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+    results = []
     for setting in settings:
         if setting is not first:
             pipe, again = pipe.rebuild(**setting.named(), optimizer=optimizers)
-            assert [id(each) for each in again] == [id(each) for each in optimizers]
+            assert [id(value) for value in again] == [id(optimizer) for optimizer in optimizers]
         for _ in range(setting.steps):
             inputs, target = data("mlp", 8, seed=pipe.step_count)
-            told.append(pipe.step(inputs, target=target))
+            results.append(pipe.step(inputs, target=target))
             for optimizer, rate in zip(optimizers, rates, strict=True):
                 scaler.step(optimizer)
                 optimizer.zero_grad()
                 rate.step()
             scaler.update()
     assert pipe.scaler is scaler
-    return [result([*told, torch.tensor(scaler.get_scale())], pipe, each) for each in optimizers]
+    return [result([*results, torch.tensor(scaler.get_scale())], pipe, optimizer) for optimizer in optimizers]
 
 
 def test_muon_beside_adam_with_a_scaler_and_learning_rates_go_on():
     settings = Setting("1f1b"), Setting("zb-v")
-    ours, straight = (ps.launch(rank_several, 2, each) for each in (settings, (Setting("zb-v", 4),)))
+    ours, straight = (ps.launch(rank_several, 2, value) for value in (settings, (Setting("zb-v", 4),)))
     for number in range(2):
-        assert_goes_on([each[number] for each in ours], [each[number] for each in straight])
+        assert_goes_on([value[number] for value in ours], [loss[number] for loss in straight])
 
 
 # ---- what else is taken over, and what may change
@@ -332,12 +334,12 @@ def rank_options() -> list[Any]:
         parameter.requires_grad_("1.bias" not in name)
     inputs = torch.randn(16, 4)
     pipe.step(inputs, target=inputs)
-    told: list[Any] = []
+    results: list[Any] = []
 
     def note() -> None:
         modes = {layer: layers[layer][1].training for stage in pipe.stages.values() for layer in map(layers.index, stage)}
-        frozen = sorted(name for name, each in pipe.named_parameters() if not each.requires_grad)
-        told.append((pipe.schedule.name, pipe.schedule.stages, pipe.schedule.microbatches, pipe.seed, modes, len(frozen)))
+        frozen = sorted(name for name, parameter in pipe.named_parameters() if not parameter.requires_grad)
+        results.append((pipe.schedule.name, pipe.schedule.stages, pipe.schedule.microbatches, pipe.seed, modes, len(frozen)))
         pipe.step(inputs, target=inputs)
 
     for change in (
@@ -348,13 +350,13 @@ def rank_options() -> list[Any]:
     ):
         pipe = pipe.rebuild(**change)
         note()
-    told.append(type(pipe.loss_fn).__name__)
-    return told
+    results.append(type(pipe.loss_fn).__name__)
+    return results
 
 
 def test_modes_frozen_parts_and_options_go_along_and_any_of_them_may_change():
     first, second = ps.launch(rank_options, 2)
-    assert [each[:4] for each in first[:-1]] == [
+    assert [value[:4] for value in first[:-1]] == [
         ("interleaved-1f1b", 8, M, 5),
         ("1f1b", 2, 2, 5),
         ("gpipe", 2, 8, 5),
@@ -373,7 +375,7 @@ def stages_of(ranks: int) -> list[nn.Module]:
 
 def rank_listed(settings: tuple[Setting, ...]) -> Result:
     """A list with one module for each stage, which may go to other ranks but stay the stages that they are."""
-    first, told = settings[0], list[Tensor]()
+    first, results = settings[0], list[Tensor]()
     pipe = ps.Pipeline(stages_of(2), nn.functional.mse_loss, microbatches=M, **first.named())
     optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1)
     for setting in settings:
@@ -381,9 +383,9 @@ def rank_listed(settings: tuple[Setting, ...]) -> Result:
             pipe, optimizer = pipe.rebuild(**setting.named(), optimizer=optimizer)
         for step in range(setting.steps):
             inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-            told.append(pipe.step(inputs, target=inputs))
+            results.append(pipe.step(inputs, target=inputs))
             optimizer.step(), optimizer.zero_grad()
-    return result(told, pipe, optimizer)
+    return result(results, pipe, optimizer)
 
 
 def test_stages_of_a_list_go_to_the_ranks_where_the_next_schedule_has_them():
@@ -405,9 +407,9 @@ def rank_saved(folder: Any) -> dict[str, Tensor]:
     checkpoint.save(folder, pipe, optimizer)
     again = ps.Pipeline(make("gpt", dropout=0.2, depth=7)[0], loss_fn, "1f1b", M)
     checkpoint.resume(folder, again, other := torch.optim.Adam(again.parameters(), lr=1e-2))
-    for each, using in ((pipe, optimizer), (again, other)):
+    for value, using in ((pipe, optimizer), (again, other)):
         inputs, target = data("gpt", 8, seed=2)
-        each.step(inputs, target=target), using.step()
+        value.step(inputs, target=target), using.step()
     checkpoint.export(pipe, folder / "rebuilt.safetensors"), checkpoint.export(again, folder / "resumed.safetensors")
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("step"))
 
@@ -424,16 +426,16 @@ def rank_replicas(settings: tuple[Setting, ...]) -> Result:
     """Two replicas, held equal by DistributedDataParallel, with rows of their own and a gradient not yet stepped with."""
     model, loss_fn = make("mlp", depth=6)
     pipe = ps.Pipeline(model, loss_fn, microbatches=M, mesh=ps.comms.init_mesh(pp=2, dp=2), **settings[0].named())
-    optimizer, told = torch.optim.Adam(pipe.parameters(), lr=0.1), list[Tensor]()
+    optimizer, results = torch.optim.Adam(pipe.parameters(), lr=0.1), list[Tensor]()
     for setting in settings:
         if setting is not settings[0]:
             pipe, optimizer = pipe.rebuild(**setting.named(), optimizer=optimizer)
         for _ in range(setting.steps):
             inputs, target = data("mlp", 8, seed=2 * pipe.step_count + pipe.position.replica)
-            told += [pipe.step(inputs, target=target, scale=0.5), pipe.clip_grad_norm_(0.1)]
+            results += [pipe.step(inputs, target=target, scale=0.5), pipe.clip_grad_norm_(0.1)]
             if pipe.step_count % 2 == 0:
                 optimizer.step(), optimizer.zero_grad()
-    return result(told, pipe, optimizer)
+    return result(results, pipe, optimizer)
 
 
 def test_replicas_go_on_too():
@@ -493,13 +495,13 @@ def rank_planned(by_plan: bool) -> Result:
     else:
         chosen["schedule"] = table
     pipe = ps.Pipeline(model, loss_fn, "1f1b", M)
-    optimizer, told = torch.optim.Adam(pipe.parameters(), lr=0.1), list[Tensor]()
+    optimizer, results = torch.optim.Adam(pipe.parameters(), lr=0.1), list[Tensor]()
     for change in ({}, chosen, {"schedule": "gpipe", "cuts": order[5:6], "recompute": None}):
         pipe, optimizer = pipe.rebuild(**change, optimizer=optimizer)
         inputs, target = data("mlp", 8)
-        told.append(pipe.step(inputs, target=target))
+        results.append(pipe.step(inputs, target=target))
         optimizer.step(), optimizer.zero_grad()
-    return result(told, pipe, optimizer)
+    return result(results, pipe, optimizer)
 
 
 def test_a_plan_is_as_what_it_says():

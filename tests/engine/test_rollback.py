@@ -37,9 +37,9 @@ def model():
 def gradients_around_a_failed_step(schedule):
     """Of a step whose fourth backward of one layer raises: those before and after, without and with sums begun before."""
     pipe = ps.Pipeline(model(), nn.functional.cross_entropy, schedule=schedule, microbatches=6)
-    faulty = [each for stage in pipe.stages.values() for each in stage.modules() if isinstance(each, Fails)]
+    faulty = [module for stage in pipe.stages.values() for module in stage.modules() if isinstance(module, Fails)]
     inputs, target = data("mlp", 12)
-    told = []
+    results = []
     for accumulates in (False, True):
         pipe.zero_grad()
         if accumulates:
@@ -50,8 +50,8 @@ def gradients_around_a_failed_step(schedule):
             pipe.step(inputs, target=target)
         faulty[0].countdown = 0
         after = gradients(pipe.named_parameters())
-        told.append([name for name in before if not same(before[name], after[name])])
-    return told
+        results.append([name for name in before if not same(before[name], after[name])])
+    return results
 
 
 def every_schedule():
@@ -59,5 +59,5 @@ def every_schedule():
 
 
 def test_after_a_failed_step_gradients_are_as_before_it_in_every_schedule():
-    for told in ps.launch(every_schedule, 2):
-        assert told == {name: [[], []] for name in ps.schedule.names()}
+    for result in ps.launch(every_schedule, 2):
+        assert result == {name: [[], []] for name in ps.schedule.names()}

@@ -69,8 +69,8 @@ def test_every_schedule_has_the_loss_and_the_gradients_of_one_process(kind: str,
         model.zero_grad()
     for table in tables(ranks, kind):
         losses, grads = expected[table[2]]
-        assert all(each[table][0] == losses for each in everyone), table
-        assert_same(merged([each[table][1] for each in everyone]), grads)
+        assert all(result[table][0] == losses for result in everyone), table
+        assert_same(merged([result[table][1] for result in everyone]), grads)
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_frozen_stages_and_outputs_of_parameters_only_with_a_split_backward() ->
     for (case, name), (loss, _) in everyone[0].items():
         model = awkward(case)
         assert loss == accumulate(model, nn.functional.cross_entropy, data("mlp", 9), 5), (case, name)
-        assert_same(merged([each[case, name][1] for each in everyone]), gradients(model.named_parameters()))
+        assert_same(merged([result[case, name][1] for result in everyone]), gradients(model.named_parameters()))
 
 
 def _boom(gradient: Tensor) -> None:
@@ -194,19 +194,19 @@ def rank_fault_in_w() -> tuple[str, Tensor]:
     pipe = ps.Pipeline(model, nn.functional.cross_entropy, "zb-h1", 4)
     inputs, target = data("mlp", 8)
     hook = model[1].weight.register_hook(_boom)
-    told = ""
+    message = ""
     try:
         pipe.step(inputs, target=target)
     except ps.StageError as error:
-        told = str(error)
+        message = str(error)
     hook.remove()
     model.zero_grad()
-    return told, pipe.step(inputs, target=target)
+    return message, pipe.step(inputs, target=target)
 
 
 def test_an_exception_in_w_is_told_with_its_action_and_the_next_step_works() -> None:
-    told, losses = zip(*ps.launch(rank_fault_in_w, 2), strict=True)
-    assert set(told) == {"rank 1, stage 1, action 1W0, microbatch 0: ArithmeticError: boom in the hook"}
+    result, losses = zip(*ps.launch(rank_fault_in_w, 2), strict=True)
+    assert set(result) == {"rank 1, stage 1, action 1W0, microbatch 0: ArithmeticError: boom in the hook"}
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 3))
     assert losses[0] == losses[1] == accumulate(model, nn.functional.cross_entropy, data("mlp", 8), 4)
@@ -238,7 +238,7 @@ def test_a_function_or_a_csv_is_a_schedule(tmp_path: Path) -> None:
     model, loss_fn = make("mlp")
     loss = accumulate(model, loss_fn, data("mlp", 9), 5)
     for results in zip(*everyone, strict=True):
-        assert all(each == loss for each, _ in results)
+        assert all(result == loss for result, _ in results)
         assert_same(merged([grads for _, grads in results]), gradients(model.named_parameters()))
 
 

@@ -160,7 +160,7 @@ def rank_recomputing(schedule, recompute):
 @pytest.mark.parametrize("recompute", ["stage", "block"])
 @pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES)
 def test_recomputation_runs_each_block_once_more_and_changes_no_bit(schedule, ranks, recompute):
-    runs_of = together(rank_recomputing, ranks, tuple((schedule, each) for each in (None, "stage", "block")))
+    runs_of = together(rank_recomputing, ranks, tuple((schedule, value) for value in (None, "stage", "block")))
     (losses, _), plain = as_one(runs_of[schedule, None])
     (again, _), found = as_one(runs_of[schedule, recompute])
     assert all(map(torch.equal, losses, again))
@@ -282,7 +282,7 @@ OPTIMIZERS = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
     "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
-    "muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2], lr=0.02),
+    "muon": lambda p: torch.optim.Muon([parameter for parameter in p if parameter.dim() == 2], lr=0.02),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
@@ -292,7 +292,7 @@ SPARSE, AT_ONCE = torch.optim.SparseAdam, torch.optim.LBFGS  # has its own test;
 
 def test_all_optimizers_of_torch_are_tried():
     tried = {type(make([nn.Parameter(torch.ones(2, 2))])) for make in OPTIMIZERS.values()}
-    kinds = {each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)}
+    kinds = {var for var in vars(torch.optim).values() if isinstance(var, type) and issubclass(var, torch.optim.Optimizer)}
     assert kinds - {torch.optim.Optimizer} == tried | {SPARSE, AT_ONCE}
 
 
@@ -408,25 +408,25 @@ def rank_at_once(folder):
     model, loss_fn = make("mlp")
     pipe = ps.Pipeline(model, loss_fn, "1f1b", M)
     own = list(pipe.parameters())
-    told = []
+    results = []
     for work in (
         lambda: AT_ONCE(pipe.parameters()),
         lambda: Prodigy(pipe.parameters()),
-        lambda: AT_ONCE(each for each in pipe.parameters() if each.requires_grad),
+        lambda: AT_ONCE(parameter for parameter in pipe.parameters() if parameter.requires_grad),
         lambda: checkpoint.save(folder, pipe, AT_ONCE(own)),
         lambda: checkpoint.resume(folder, pipe, AT_ONCE(own)),
     ):
         with pytest.raises(ps.MismatchError) as caught:
             work()
-        told.append(str(caught.value))
-    return told
+        results.append(str(caught.value))
+    return results
 
 
 def test_an_optimizer_that_decides_by_all_parameters_at_once_is_refused_where_there_are_several_ranks(tmp_path):
     first, second = ps.launch(rank_at_once, 2, tmp_path)
     assert first == second
-    for told, kind in zip(first, ("LBFGS", "Prodigy", "LBFGS", "LBFGS", "LBFGS"), strict=True):
-        assert f"{kind} decides by all parameters at once, and each of 2 ranks has its own: use an optimizer that" in told
+    for result, kind in zip(first, ("LBFGS", "Prodigy", "LBFGS", "LBFGS", "LBFGS"), strict=True):
+        assert f"{kind} decides by all parameters at once, and each of 2 ranks has its own: use an optimizer that" in result
 
 
 def test_in_one_process_it_is_not():

@@ -71,22 +71,22 @@ REFUSED = {  # a name -> the pipeline, the parameter that is told
 
 
 def rank_strays():
-    told = {}
+    results = {}
     for name, (make, _) in REFUSED.items():
         pipe = make()
         for _ in range(2):  # a step that was refused is refused again
             with pytest.raises(ps.MismatchError) as caught:
                 pipe.step(X, target=X)
-            told.setdefault(name, []).append(str(caught.value))
-    return told
+            results.setdefault(name, []).append(str(caught.value))
+    return results
 
 
 def test_a_parameter_of_another_stage_that_is_held_in_a_list_is_told_on_every_rank():
     first, second = ps.launch(rank_strays, 2)
     assert first == second
     for name, (_, parameter) in REFUSED.items():
-        told = f"rank 1: stage 1 uses the parameter {parameter} from where it is not registered"
-        assert [text.startswith(told) for text in first[name]] == [True, True], first[name]
+        message = f"rank 1: stage 1 uses the parameter {parameter} from where it is not registered"
+        assert [text.startswith(message) for text in first[name]] == [True, True], first[name]
         assert re.search(r"register it \(self\.layer = embedding\), or pass the tensor on", first[name][0])
 
 
@@ -125,7 +125,7 @@ def test_other_stages_need_not_stay_and_their_gradients_may_change_between_steps
 
 def rank_wraps_tied():
     rank = ps.comms.init_distributed().rank
-    alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
+    alone = [torch.distributed.new_group([index]) for index in range(2)][rank]
     made = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     made[2].weight = made[0].weight
     parts = [nn.parallel.DistributedDataParallel(part, process_group=alone) for part in (made[0], made[1:])]

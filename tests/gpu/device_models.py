@@ -83,8 +83,8 @@ def plain(kind: str, device: str, microbatches: int) -> Result:
         for _ in range(2):
             model, loss_fn = made(kind, device)
             model.to(device)
-            batches = [[each.to(device) for each in batch(kind, device, microbatches, seed)] for seed in (3, 4)]
-            losses = [accumulate(model, loss_fn, each, microbatches).item() for each in batches]
+            batches = [[microbatch.to(device) for microbatch in batch(kind, device, microbatches, seed)] for seed in (3, 4)]
+            losses = [accumulate(model, loss_fn, value, microbatches).item() for value in batches]
             twice.append((losses, on_host(model.named_parameters())))
     assert twice[0][0] == twice[1][0], "plain PyTorch itself does not repeat its losses here"
     assert all(torch.equal(a, twice[1][1][name]) for name, a in twice[0][1].items()), "plain PyTorch itself does not repeat"
@@ -92,4 +92,4 @@ def plain(kind: str, device: str, microbatches: int) -> Result:
 
 
 def on_host(named: Any) -> dict[str, Any]:
-    return {name: None if each is None else each.cpu() for name, each in gradients(named).items()}
+    return {name: None if gradient is None else gradient.cpu() for name, gradient in gradients(named).items()}

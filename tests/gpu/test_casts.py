@@ -23,7 +23,7 @@ def expected(device, dtype, compiled):
     with torch.autocast(device, dtype):
         losses = [loss_fn(model(inputs), target) for inputs, target in pieces_on(device)]
     backward(losses, pieces_on(device))
-    return on_host((name.replace("_orig_mod.", ""), each) for name, each in model.named_parameters())
+    return on_host((name.replace("_orig_mod.", ""), parameter) for name, parameter in model.named_parameters())
 
 
 def model_on(device, compiled):
@@ -34,7 +34,7 @@ def model_on(device, compiled):
 
 
 def pieces_on(device, seed=3):
-    inputs, target = (each.to(device).tensor_split(M) for each in batch("gpt", device, M, seed))
+    inputs, target = (microbatch.to(device).tensor_split(M) for microbatch in batch("gpt", device, M, seed))
     return list(zip(inputs, target, strict=True))
 
 
@@ -59,14 +59,14 @@ def test_autocast_has_the_bits_of_plain_pytorch(device, dtype):
                 pipe = ps.Pipeline(model, loss_fn, schedule, M, topology=Topology(device=torch.device(device)), **options)
                 with torch.autocast(device, dtype):
                     pipe.step(inputs, target=target)
-                assert any(each.abs().sum() > 0 for each in wanted.values()), way
+                assert any(tensor.abs().sum() > 0 for tensor in wanted.values()), way
                 assert_same(on_host(pipe.named_parameters()), wanted)
 
 
 def overflowing(parameters, step):
     """The third of five steps overflows: the scale is halved then, and doubled after two good ones."""
-    for each in parameters if step == 2 else ():
-        each.grad.fill_(torch.inf)
+    for value in parameters if step == 2 else ():
+        value.grad.fill_(torch.inf)
 
 
 SCALES = [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11]
@@ -94,7 +94,7 @@ def rank_scaled(device):
             scaler.update()
             optimizer.zero_grad()
             scales.append(scaler.get_scale())
-        found.append((scales, {name: each.cpu() for name, each in pipe.state_dict().items()}))
+        found.append((scales, {name: tensor.cpu() for name, tensor in pipe.state_dict().items()}))
     return found
 
 
@@ -113,7 +113,7 @@ def plainly_scaled(device, dtype, compiled):
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
-    return scales, {name.replace("_orig_mod.", ""): each.cpu() for name, each in model.state_dict().items()}
+    return scales, {name.replace("_orig_mod.", ""): tensor.cpu() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.ranks
@@ -124,8 +124,8 @@ def test_the_sharded_scaler_skips_what_plain_pytorchs_skips(device):
         plain = {how: plainly_scaled(device, *how) for how in {way[2:] for way in scaled_ways(device)}}
     for number, (_, _, *how) in enumerate(scaled_ways(device)):
         scales, weights = plain[tuple(how)]
-        assert all(each[number][0] == scales == SCALES for each in everyone)
-        assert_same(merged([each[number][1] for each in everyone]), weights)
+        assert all(result[number][0] == scales == SCALES for result in everyone)
+        assert_same(merged([result[number][1] for result in everyone]), weights)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -44,14 +44,14 @@ def rank_faults(device, how):
     """What three steps come to."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Fails(how))
     pipe = ps.Pipeline(model, nn.functional.mse_loss, "1f1b", M, topology=on(device), seed=None)
-    told = []
+    results = []
     for _ in range(3):
         try:
             pipe.step(torch.ones(2 * M, WIDTH), target=torch.zeros(2 * M, WIDTH))
-            told.append("done")
+            results.append("done")
         except ps.PenstockError as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
+            results.append(f"{type(error).__name__}: {error}")
+    return results
 
 
 @pytest.mark.ranks
@@ -60,7 +60,7 @@ def rank_faults(device, how):
 def test_an_error_is_told_on_both_ranks_and_the_next_step_works(device, how):
     first, second = ps.launch(rank_faults, 2, device, how)
     assert first == second
-    assert [told.partition(":")[0] for told in first] == ["done", "StageError", "done"]
+    assert [result.partition(":")[0] for result in first] == ["done", "StageError", "done"]
     assert "rank 1, stage 1, action 1F1, microbatch 1" in first[1]
 
 
@@ -80,5 +80,5 @@ def test_a_failed_assertion_of_a_kernel_ends_all_with_its_words():
         everyone = ps.launch(rank_faults, 2, "cuda", "assert")
     except ps.PenstockError as error:
         everyone = [["done", str(error)]]
-    assert all("done" not in told[1:] for told in everyone)
-    assert any("assert" in " ".join(told) or "CUDA" in " ".join(told) for told in everyone)
+    assert all("done" not in result[1:] for result in everyone)
+    assert any("assert" in " ".join(result) or "CUDA" in " ".join(result) for result in everyone)

@@ -33,5 +33,5 @@ def test_every_schedule_has_the_loss_and_the_gradients_of_plain_pytorch(device, 
     for kind in ("mlp", "gpt"):
         losses, expected = plain(kind, device, 2 * ranks)
         for name in names:
-            assert all(each[kind, name][0] == losses for each in everyone), (kind, name)
-            assert_same(merged([each[kind, name][1] for each in everyone]), expected)
+            assert all(result[kind, name][0] == losses for result in everyone), (kind, name)
+            assert_same(merged([result[kind, name][1] for result in everyone]), expected)

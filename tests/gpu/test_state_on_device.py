@@ -31,16 +31,16 @@ def rank_moves(device, folder):
         optimizer.step()
         optimizer.zero_grad()
     checkpoint.save(folder, pipe, optimizer, extra={"from": device})
-    states = [{name: each.cpu() for name, each in pipe.state_dict().items()}]
+    states = [{name: tensor.cpu() for name, tensor in pipe.state_dict().items()}]
     for where in (ps.comms.Topology(device=torch.device("cpu")), topology):
         other, again = trained(where, device)
         assert checkpoint.resume(folder, other, again) == {"from": device}
-        states.append({name: each.cpu() for name, each in other.state_dict().items()})
+        states.append({name: tensor.cpu() for name, tensor in other.state_dict().items()})
         moments = next(iter(again.state.values()))
         assert moments["exp_avg"].device.type == where.device.type
     other.step(inputs, target=target)
     pipe.step(inputs, target=target)
-    gradients = [[each.grad.cpu() for each in one.parameters()] for one in (pipe, other)]
+    gradients = [[parameter.grad.cpu() for parameter in one.parameters()] for one in (pipe, other)]
     return states, gradients
 
 
@@ -49,7 +49,7 @@ def rank_moves(device, folder):
 def test_a_checkpoint_moves_between_devices_and_goes_on_to_the_bit(device, tmp_path):
     [(states, gradients)] = ps.launch(rank_moves, 1, device, tmp_path)
     for other in states[1:]:
-        assert all(torch.equal(each, other[name]) for name, each in states[0].items())
+        assert all(torch.equal(state, other[name]) for name, state in states[0].items())
     assert all(map(torch.equal, *gradients))
 
 
@@ -64,7 +64,7 @@ def rank_memory(names):
         big = torch.empty(2**34, dtype=torch.uint8, device="cuda")  # between the steps: no part of the next one's peak
         del big
         pipe.step(inputs, target=target)
-        peaks[name] = [each - held for each in pipe.report.peak_memory]
+        peaks[name] = [value - held for value in pipe.report.peak_memory]
         del pipe
     return peaks
 
@@ -73,21 +73,21 @@ def rank_memory(names):
 def test_the_peak_is_of_the_step_and_1f1b_keeps_less_than_gpipe():
     peaks = ps.launch(rank_memory, 2, ["gpipe", "1f1b"])[0]
     print(peaks)
-    assert all(0 < each < 2**34 for peak in peaks.values() for each in peak)
+    assert all(0 < count < 2**34 for peak in peaks.values() for count in peak)
     assert peaks["1f1b"][1] < peaks["gpipe"][1]
 
 
 def test_the_allocators_peak_is_forgotten_before_each_step_and_told_after_it(monkeypatch):
-    told, gpu = [], torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: told.append("forgotten"))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: told.append("asked") or 2**20)
+    results, gpu = [], torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: results.append("forgotten"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: results.append("asked") or 2**20)
     monkeypatch.setattr(step, "reset_peak_memory", lambda device: report.reset_peak_memory(gpu))
     monkeypatch.setattr(step, "peak_memory", lambda device: report.peak_memory(gpu))
-    pipe = ps.Pipeline(nn.Linear(3, 3), lambda output, target: told.append("acted") or output.sum(), "1f1b", 1)
+    pipe = ps.Pipeline(nn.Linear(3, 3), lambda output, target: results.append("acted") or output.sum(), "1f1b", 1)
     for _ in range(2):
-        told.clear()
+        results.clear()
         pipe.step(torch.ones(2, 3), target=torch.ones(2))
-        assert told == ["forgotten", "acted", "asked"]
+        assert results == ["forgotten", "acted", "asked"]
         assert pipe.report.peak_memory == (2**20,)
 
 
@@ -98,9 +98,9 @@ def test_penstock_train_trains_on_the_gpu(tmp_path):
 
     sys.argv = ["penstock", "train", "--device", "cuda", "--ranks", "2", "--steps", "6", "--out", str(tmp_path)]
     main()
-    [lines] = [each.read_text().splitlines() for each in tmp_path.glob("*/metrics.jsonl")]
+    [lines] = [path.read_text().splitlines() for path in tmp_path.glob("*/metrics.jsonl")]
     assert len(lines) >= 6
-    assert all(isinstance(json.loads(each), dict) for each in lines)
+    assert all(isinstance(json.loads(line), dict) for line in lines)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -109,4 +109,4 @@ def test_units_of_a_model_on_the_cpu_are_measured_where_the_stages_will_be(devic
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     whole = ps.partition.CuttableModel(model, None, (torch.ones(8, 64),))
     assert len(whole.choose_starts(2, where)) == 1
-    assert {each.device.type for each in model.parameters()} == {"cpu"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}

@@ -20,8 +20,8 @@ def pipeline(device, schedule="1f1b", topology=None, **options):
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocabulary=17, context=6, width=8, layers=4, heads=2, dropout=0.1)).to(device)
     pipe = ps.Pipeline(model, token_loss, schedule, 4, topology=topology or Topology(device=device), **options)
-    for each in pipe.state_dict(strict=False).values():
-        each.mul_(1)  # the stub knows no values: this is one
+    for tensor in pipe.state_dict(strict=False).values():
+        tensor.mul_(1)  # the stub knows no values: this is one
     return pipe
 
 
@@ -34,7 +34,7 @@ def test_a_step_waits_for_its_losses_at_its_end_and_nowhere_else(device, schedul
         with waits(device) as places:
             pipe.step(tokens[:, :-1], target=tokens[:, 1:], losses=[])
         print(schedule, *places, sep="\n  ")
-        assert [each.partition(":")[0] for each in places] == [
+        assert [place.partition(":")[0] for place in places] == [
             "stage/microbatch.py scalars_to_floats",
             "engine/report.py weighted_loss_sum",
         ]
@@ -48,7 +48,7 @@ def test_clipping_waits_once_for_all_norms(device):
         pipe.step(tokens[:, :-1], target=tokens[:, 1:])
     with waits(device) as places:
         pipe.clip_grad_norm_(1.0)
-    assert [each.partition(":")[0] for each in places] == ["stage/rank_parameters.py _norms_on_cpu"]
+    assert [place.partition(":")[0] for place in places] == ["stage/rank_parameters.py _norms_on_cpu"]
 
 
 def rank_waits(schedule, device):

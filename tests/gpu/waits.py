@@ -50,7 +50,7 @@ def leaves(tensor: Tensor, kwargs: Any) -> bool:
 def place() -> str:
     """The innermost line of the package that is running, without its number, which changes."""
     stack = traceback.extract_stack()
-    frame = next((each for each in reversed(stack) if Path(each.filename).is_relative_to(HOUSE)), None)
+    frame = next((frame for frame in reversed(stack) if Path(frame.filename).is_relative_to(HOUSE)), None)
     if frame is None:
         return f"outside: {stack[0].line}"
     return f"{Path(frame.filename).relative_to(HOUSE)} {frame.name}: {frame.line}"

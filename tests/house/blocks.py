@@ -89,9 +89,9 @@ def docstrings() -> Iterator[tuple[str, str]]:
 def _documented(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef]:
     """A module, its classes and functions, and those inside them."""
     yield node
-    for each in node.body:
-        if isinstance(each, ast.ClassDef | ast.FunctionDef):
-            yield from _documented(each)
+    for statement in node.body:
+        if isinstance(statement, ast.ClassDef | ast.FunctionDef):
+            yield from _documented(statement)
 
 
 def _examples(text: str) -> Iterator[str]:
@@ -99,7 +99,9 @@ def _examples(text: str) -> Iterator[str]:
         code = dedent(indented)
         with contextlib.suppress(SyntaxError):
             body = ast.parse(code).body
-            if not all(isinstance(each, ast.Expr) and isinstance(each.value, ast.Name) for each in body):  # words of a list
+            if not all(
+                isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Name) for statement in body
+            ):  # words of a list
                 yield code
 
 

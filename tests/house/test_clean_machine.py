@@ -109,10 +109,10 @@ def declared(root: Distribution, *extras: str) -> dict[str, Distribution]:
 
 def bring(packages: Path, distributions: dict[str, Distribution]) -> None:
     """Put the files of these into `packages`, as links."""
-    for each in distributions.values():
-        for name in {path.parts[0] for path in each.files or ()} - {"..", "__pycache__"}:
+    for value in distributions.values():
+        for name in {path.parts[0] for path in value.files or ()} - {"..", "__pycache__"}:
             if not (packages / name).exists():
-                (packages / name).symlink_to(Path(str(each.locate_file(name))).resolve())
+                (packages / name).symlink_to(Path(str(value.locate_file(name))).resolve())
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +159,8 @@ def test_a_schedule_is_drawn_and_a_lab_checks_itself(machine: Machine) -> None:
 
 def test_the_studio_says_what_it_needs_and_serves_where_that_is(machine: Machine) -> None:
     with machine.start("penstock", "studio", "--no-browser") as refused:
-        told = "penstock: the studio is served with Werkzeug, which is not installed: pip install 'penstock[studio]'\n"
-        assert refused.communicate() == ("", told)
+        message = "penstock: the studio is served with Werkzeug, which is not installed: pip install 'penstock[studio]'\n"
+        assert refused.communicate() == ("", message)
     with machine.start("penstock", "studio", "--no-browser", extra=True) as serving:
         assert serving.stdout is not None
         said = serving.stdout.readline()

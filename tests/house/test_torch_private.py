@@ -33,8 +33,8 @@ def test_trees_are_taken_apart_and_put_together():
 
 
 def test_an_older_torch_is_refused_in_a_sentence_and_a_newer_one_is_not():
-    told = r"Penstock needs torch 2.11 or newer, this is 2.10.1\+cpu: pip install 'torch>=2.11'"
-    with pytest.raises(ps.PenstockError, match=told):
+    message = r"Penstock needs torch 2.11 or newer, this is 2.10.1\+cpu: pip install 'torch>=2.11'"
+    with pytest.raises(ps.PenstockError, match=message):
         torch_private.check_torch_release("2.10.1+cpu")
     with pytest.raises(ps.PenstockError, match=r"this is 2\.8\.0: "):
         torch_private.check_torch_release("2.8.0")
@@ -254,7 +254,7 @@ def test_norms_and_sums_of_many_have_the_bits_of_one_by_one():
         norms = torch_private.foreach_norm(tensors, norm_type)
         assert all(torch.equal(a, torch.linalg.vector_norm(b, norm_type)) for a, b in zip(norms, tensors, strict=True))
     assert torch_private.foreach_norm([], 2.0) == []
-    sums, expected = [each.clone() for each in tensors], [each + each for each in tensors]
+    sums, expected = [tensor.clone() for tensor in tensors], [tensor + tensor for tensor in tensors]
     torch_private.foreach_add(sums, tensors)
     assert all(map(torch.equal, sums, expected))
 
@@ -357,7 +357,7 @@ def rank_ddp():
         assert buckets.pop().tolist() == [expected] * 4
     tensors = [torch.ones(2), torch.ones(1, dtype=torch.int64)]
     torch_private.broadcast_coalesced(torch.distributed.group.WORLD, tensors, 1 << 20)
-    assert [each.sum() for each in tensors] == [2, 1]
+    assert [tensor.sum() for tensor in tensors] == [2, 1]
 
 
 @pytest.mark.ranks
@@ -370,37 +370,37 @@ def rank_fsdp(shard):
 
     mesh = ps.comms.init_mesh(dp=1)["dp"]
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    for each in (*module, module):  # the root has no parameters left
-        shard(each, mesh=mesh)
+    for value in (*module, module):  # the root has no parameters left
+        shard(value, mesh=mesh)
     made = [module, *module]
     assert not any(map(torch_private.fsdp_casts_inputs_or_outputs, made))
     assert torch_private.fsdp_casts_inputs_or_outputs(
         fully_shard(nn.Linear(2, 2), mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     )
-    for each in made:
-        torch_private.init_fsdp(each)
+    for tensor in made:
+        torch_private.init_fsdp(tensor)
     for step in range(2):  # layer by layer: the root's forward is never called
         for last in (False, True):
-            for each in made:
-                each.set_is_last_backward(last)
-                each.set_requires_gradient_sync(last)
-                each.set_reshard_after_backward(last)
+            for tensor in made:
+                tensor.set_is_last_backward(last)
+                tensor.set_requires_gradient_sync(last)
+                tensor.set_reshard_after_backward(last)
             if not last:
-                for each in made:
-                    each.unshard()
+                for tensor in made:
+                    tensor.unshard()
                 first = torch_private.fsdp_parameters(module[0])[0]
                 assert not torch_private.has_unreduced_grad(first)
                 module[1](torch.ones(1, 2)).sum().backward()
                 module[1](torch.ones(1, 2)).sum().backward()
-        handles = [each for part in made for each in torch_private.fsdp_parameters(part)]
-        assert [torch_private.has_unreduced_grad(each) for each in handles] == [False, True]
+        handles = [fsdp_parameter for part in made for fsdp_parameter in torch_private.fsdp_parameters(part)]
+        assert [torch_private.has_unreduced_grad(handle) for handle in handles] == [False, True]
         if step:
             torch_private.set_zero_grad(first)
             assert torch_private.has_unreduced_grad(first)
         torch_private.reduce_fsdp_gradients(made)
         assert not any(map(torch_private.has_unreduced_grad, handles))
-        for each in made:
-            each.reshard()
+        for tensor in made:
+            tensor.reshard()
         grads = [parameter.grad for parameter in module.parameters()]
         assert (grads[0] is None) == (step == 0)
         assert torch_private.full_tensor(grads[1]).tolist() == [[2 * (step + 1)] * 2] * 2
@@ -448,7 +448,7 @@ def test_the_backends_and_the_store_of_torchs_own_group_are_found():
         world = dist.group.WORLD
         backend = torch_private.group_backend(world, torch.device("cpu"))
         assert backend.name() == "gloo"
-        assert any(each is backend for each in torch_private.group_backends(world))
+        assert any(group_backend is backend for group_backend in torch_private.group_backends(world))
         assert "cpu" in torch_private.group_device_types(world)
         torch_private.default_store().set("key", "value")
         assert torch_private.default_store().get("key") == b"value"

@@ -102,8 +102,8 @@ def test_evaluation_predictions_best_model_and_early_stopping_are_those_of_plain
 def test_it_goes_on_from_plain_trainers_checkpoint_in_the_middle_of_an_epoch(folder):
     (_, expected), ranks = everything(folder)
     for _, *resumed in ranks:
-        for each in resumed:
-            assert_alike(each, expected)
+        for result in resumed:
+            assert_alike(result, expected)
 
 
 def test_plain_trainer_goes_on_from_a_checkpoint_of_two_ranks(folder):

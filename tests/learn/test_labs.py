@@ -233,7 +233,7 @@ def test_lab_8_fails_when_the_bubble_stays(monkeypatch):
 
 def test_two_steps_back_to_back_take_each_rank_its_own_time():
     table = schedule.build("zb-h2", ranks=4, microbatches=8)
-    once, twice = (schedule.simulate(each) for each in (table, lab8_zero_bubble.back_to_back(table)))
+    once, twice = (schedule.simulate(value) for value in (table, lab8_zero_bubble.back_to_back(table)))
     assert (once.makespan, once.span, twice.makespan) == (27, 24, 51)
     schedule.verify(lab8_zero_bubble.back_to_back(table))
 
@@ -291,12 +291,12 @@ def test_lab_9_says_how_far_the_target_is(monkeypatch, tmp_path, capsys):
 
 
 def test_lab_9_hides_what_mends_its_schedule_until_asked(monkeypatch, capsys):
-    told, mended = [], []
-    monkeypatch.setattr(lab9_your_schedule, "judge", lambda table: (told.append(table.name), ("judged 1", ""))[1])
+    results, mended = [], []
+    monkeypatch.setattr(lab9_your_schedule, "judge", lambda table: (results.append(table.name), ("judged 1", ""))[1])
     for fix in (False, True):
         catalog.run(9, fix=fix)
         mended.append(lab9_your_schedule.REPAIR in capsys.readouterr().out)
-    assert (told, mended) == (["1f1b", "the mended my_schedule.py"], [False, True])
+    assert (results, mended) == (["1f1b", "the mended my_schedule.py"], [False, True])
     with pytest.raises(ps.PenstockError, match="lab 3 has nothing to mend: leave --fix out, or choose lab 9"):
         catalog.run(3, fix=True)
 
@@ -331,7 +331,7 @@ def test_a_written_schedule_places_each_stage_where_its_actions_are():
 @pytest.mark.ranks
 def test_the_collectives_by_hand_are_those_of_torch_on_any_number_of_ranks():
     for seen in story.on_ranks(lab10_collectives.see_all, 3):
-        assert [name for name, (each, backward) in seen.items() if not (each.as_torch and backward)] == []
+        assert [name for name, (result, backward) in seen.items() if not (result.as_torch and backward)] == []
     assert [states[-1] for states in story.on_ranks(lab10_collectives.ring_of_ones, 3)] == ["3 3 3"] * 3
 
 
@@ -381,7 +381,7 @@ def test_some_buckets_are_better_than_one_and_than_one_for_each_layer():
 
 @pytest.mark.ranks
 def test_ring_attention_is_that_of_one_process_on_any_number_of_ranks():
-    assert max(max(each.values()) for each in story.on_ranks(lab19_sequence.compare, 3)) < lab19_sequence.EXACT
+    assert max(max(result.values()) for result in story.on_ranks(lab19_sequence.compare, 3)) < lab19_sequence.EXACT
 
 
 def test_a_mesh_with_its_pipeline_outermost_keeps_all_but_activations_within_a_machine():
@@ -440,7 +440,7 @@ def test_lab_14_fails_when_a_block_keeps_more_or_gradients_differ():
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ("(", r"mine.py, line 2: '\(' was never closed"),
         (
@@ -455,8 +455,8 @@ def test_lab_14_fails_when_a_block_keeps_more_or_gradients_differ():
         ("yield f'{2 * rank}F0'", "mine.py: stage 1 is on no rank; number the stages from 0 without a gap"),
     ],
 )
-def test_what_is_wrong_with_a_written_schedule_is_told_in_one_line(body, told):
-    with pytest.raises(ps.ScheduleError, match=told) as refused:
+def test_what_is_wrong_with_a_written_schedule_is_told_in_one_line(body, message):
+    with pytest.raises(ps.ScheduleError, match=message) as refused:
         table_of("mine.py", f"def schedule(rank, ranks, microbatches):\n    {body}\n", 2, 3)
     assert "\n" not in str(refused.value)
 

@@ -36,9 +36,9 @@ def test_the_pipeline_in_one_file_has_the_bits_of_one_process_for_every_schedule
     expected = [accumulate(model, loss_fn, data(kind, ROWS, seed), MICROBATCHES) for seed in (3, 4)]
     everyone = ps.launch(rank_mini, ranks, ranks, kind)
     for name in ps.schedule.names():
-        for told in everyone:
-            assert all(map(torch.equal, told[name][0], expected)), name
-        assert_same(merged([told[name][1] for told in everyone]), gradients(model.named_parameters()))
+        for result in everyone:
+            assert all(map(torch.equal, result[name][0], expected)), name
+        assert_same(merged([result[name][1] for result in everyone]), gradients(model.named_parameters()))
 
 
 def test_its_own_rule_is_the_catalogues_1f1b():

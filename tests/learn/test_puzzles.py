@@ -113,51 +113,51 @@ def written(tmp_path, number, text):
 
 @pytest.mark.parametrize("number", EVERY)
 def test_the_solution_passes_and_what_is_handed_out_does_not(number, tmp_path):
-    each = puzzle(number)
+    exercise = puzzle(number)
     folder = Folder(tmp_path)
-    assert folder.hand_out(each)
+    assert folder.hand_out(exercise)
     with pytest.raises(Missed, match="returned nothing yet"):
-        folder.check(each)
-    written(tmp_path, number, each.solution)
-    assert folder.check(each).text
+        folder.check(exercise)
+    written(tmp_path, number, exercise.solution)
+    assert folder.check(exercise).text
     assert folder.passed() == {number}
 
 
 @pytest.mark.parametrize("number", EVERY)
 def test_wrong_ones_are_told_what_is_wrong(number, tmp_path):
-    each = puzzle(number)
+    exercise = puzzle(number)
     assert len(WRONG[number]) == 2
     for what, becomes, sentence in WRONG[number]:
-        assert what in each.solution
-        folder = written(tmp_path, number, each.solution.replace(what, becomes))
+        assert what in exercise.solution
+        folder = written(tmp_path, number, exercise.solution.replace(what, becomes))
         with pytest.raises(Missed, match=sentence) as missed:
-            folder.check(each)
+            folder.check(exercise)
         assert "Traceback" not in str(missed.value)
         assert not folder.passed()
 
 
 def test_a_learners_file_is_never_overwritten(tmp_path):
-    folder, each = Folder(tmp_path), puzzle(9)
-    assert folder.hand_out(each)
-    folder.file(each).write_text("mine")
-    assert not folder.hand_out(each)
-    aside = folder.reset(each)
+    folder, exercise = Folder(tmp_path), puzzle(9)
+    assert folder.hand_out(exercise)
+    folder.file(exercise).write_text("mine")
+    assert not folder.hand_out(exercise)
+    aside = folder.reset(exercise)
     assert aside.read_text() == "mine"
-    assert folder.file(each).read_text() == each.stub
-    assert folder.reset(each) != aside
+    assert folder.file(exercise).read_text() == exercise.stub
+    assert folder.reset(exercise) != aside
     assert aside.read_text() == "mine"
 
 
 def test_hints_come_one_by_one_and_the_solution_after_the_puzzle(tmp_path):
-    folder, each = Folder(tmp_path), puzzle(9)
-    folder.hand_out(each)
-    assert folder.hint(each).startswith("hint 1 of 2: ")
-    assert folder.hint(each).startswith("hint 2 of 2: ")
+    folder, exercise = Folder(tmp_path), puzzle(9)
+    folder.hand_out(exercise)
+    assert folder.hint(exercise).startswith("hint 1 of 2: ")
+    assert folder.hint(exercise).startswith("hint 2 of 2: ")
     with pytest.raises(PenstockError, match="is shown once yours has passed"):
-        folder.solution(each)
-    written(tmp_path, 9, each.solution)
-    folder.check(each)
-    assert each.explanation in folder.solution(each)
+        folder.solution(exercise)
+    written(tmp_path, 9, exercise.solution)
+    folder.check(exercise)
+    assert exercise.explanation in folder.solution(exercise)
     assert folder.next() == 1
     assert folder.next(after=9) == 10
     assert folder.next(after=20) == 1

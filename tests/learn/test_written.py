@@ -44,7 +44,7 @@ def test_a_python_file_is_shown_and_compared_as_a_schedule_with_a_name(penstock)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("show", "min.py"), "the table min.py does not exist (did you mean mine.py?)"),
         (("show", "mine.py", "--group-size", "2"), "the table mine.py is read as it stands: leave out group_size"),
@@ -52,9 +52,9 @@ def test_a_python_file_is_shown_and_compared_as_a_schedule_with_a_name(penstock)
         (("train", "--schedule", "mine.py"), "let `penstock show mine.py --csv mine.csv` write its table, and use that"),
     ],
 )
-def test_what_is_no_schedule_is_told_in_one_line(penstock, tmp_path, words, told):
+def test_what_is_no_schedule_is_told_in_one_line(penstock, tmp_path, words, message):
     (tmp_path / "broken.py").write_text("def schedule(rank, ranks, microbatches):\n    yield 1 / 0\n")
-    assert told in penstock(*words)
+    assert message in penstock(*words)
 
 
 def test_only_who_shows_a_python_file_runs_it(tmp_path):

@@ -57,7 +57,7 @@ def stepped(schedule: str = "1f1b", microbatches: int = 4, mesh: tuple[int, int,
         options |= {"mesh": ps.comms.init_mesh(*mesh), "tensor_parallel": plan if mesh[2] > 1 else None}
     pipe = ps.Pipeline(model(), nn.functional.mse_loss, schedule, microbatches, **options)
     position = pipe.position
-    inputs, target = (each.tensor_split(position.replicas)[position.replica] for each in batch(0))
+    inputs, target = (microbatch.tensor_split(position.replicas)[position.replica] for microbatch in batch(0))
     return pipe.step(inputs, target=target), gradients(pipe)
 
 
@@ -147,13 +147,13 @@ def failed() -> list[str]:
     """What each of two steps raises here: the model does on rank 1, and then the ranks have different tables."""
     pipe = ps.Pipeline(model(), nn.functional.mse_loss, microbatches=4)
     inputs, target = batch(0)
-    hooks = [each[-1].register_forward_pre_hook(lambda *_: 1 / 0) for each in pipe.stages.values() if pipe.topology.rank == 1]
-    told = [message(lambda: pipe.step(inputs, target=target))]
+    hooks = [stage[-1].register_forward_pre_hook(lambda *_: 1 / 0) for stage in pipe.stages.values() if pipe.topology.rank == 1]
+    expected_message = [message(lambda: pipe.step(inputs, target=target))]
     for hook in hooks:
         hook.remove()
     pipe.step(inputs, target=target)  # works again
     schedule = "1f1b" if pipe.topology.rank else "gpipe"
-    return [*told, message(lambda: ps.Pipeline(model(), nn.functional.mse_loss, schedule, 4))]
+    return [*expected_message, message(lambda: ps.Pipeline(model(), nn.functional.mse_loss, schedule, 4))]
 
 
 def differed(folder: Path) -> list[str]:
@@ -166,8 +166,8 @@ def differed(folder: Path) -> list[str]:
         if saves:
             checkpoint.save(folder / "alone", pipe, optimizer)
 
-    told = [message(lambda: train_and_save(1 + rank, saves=rank == 0))]
-    return [*told, message(lambda: train_and_save(3 - rank, saves=rank == 1))]
+    expected_message = [message(lambda: train_and_save(1 + rank, saves=rank == 0))]
+    return [*expected_message, message(lambda: train_and_save(3 - rank, saves=rank == 1))]
 
 
 def own_stages() -> Any:
@@ -192,9 +192,9 @@ def message(work: Callable[[], Any]) -> str:
 def said(program: Callable[[], Any], *words: object) -> str:
     """What it prints here for these words."""
     sys.argv = list(map(str, words))
-    with redirect_stdout(io.StringIO()) as told:
+    with redirect_stdout(io.StringIO()) as output:
         program()
-    return told.getvalue()
+    return output.getvalue()
 
 
 def trains(folder: Path, data: str, out: str, *words: object) -> str:
@@ -227,7 +227,7 @@ def counted() -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ps.Pipeline(model(), nn.CrossEntropyLoss(), "1f1b", 4).step(batch(0)[0], target=LABELS)
-    return *found, [str(each.message) for each in caught]
+    return *found, [str(warning.message) for warning in caught]
 
 
 def clipped() -> Any:
@@ -245,7 +245,7 @@ def clipped() -> Any:
         for _ in range(2):
             pipe.step(batch(0)[0], target=batch(0)[1])
             nn.utils.clip_grad_norm_(list(pipe.parameters()), 0.05)
-    return norms, state, [str(each.message) for each in caught], message(lambda: torch.optim.LBFGS(pipe.parameters()))
+    return norms, state, [str(warning.message) for warning in caught], message(lambda: torch.optim.LBFGS(pipe.parameters()))
 
 
 CASES: dict[str, Callable[[Path], Any]] = {
@@ -272,8 +272,8 @@ def run(folder: Path, cases: list[str]) -> None:
     """Run the cases on this rank."""
     torch.set_num_threads(1)
     rank = ps.comms.init_distributed().rank
-    told = {case: CASES[case](folder) for case in cases}
-    torch.save({"hash": hash("the same text"), **told}, folder / f"rank-{rank}.pt")
+    results = {case: CASES[case](folder) for case in cases}
+    torch.save({"hash": hash("the same text"), **results}, folder / f"rank-{rank}.pt")
 
 
 def spawned(rank: int, ranks: int, store: Path, folder: Path, cases: list[str]) -> None:

@@ -82,7 +82,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def results(started: Any, case: str) -> list[list[Any]]:
     """What the ranks of every start that has the case came to."""
-    return [[each[case] for each in everyone] for everyone in started[0].values() if case in everyone[0]]
+    return [[result[case] for result in everyone] for everyone in started[0].values() if case in everyone[0]]
 
 
 def expected(microbatches: int = 4) -> tuple[Any, dict[str, Any]]:
@@ -93,7 +93,7 @@ def expected(microbatches: int = 4) -> tuple[Any, dict[str, Any]]:
 
 def test_every_rank_has_hashes_of_its_own(started: Any) -> None:
     for everyone in started[0].values():
-        assert len({each["hash"] for each in everyone}) == len(everyone)
+        assert len({result["hash"] for result in everyone}) == len(everyone)
 
 
 @pytest.mark.parametrize("case", ["tp", "pp and tp"])
@@ -117,11 +117,11 @@ def test_fsdp_and_a_split_backward_have_the_bits_of_one_process(started: Any, ca
 
 def test_own_stages_have_the_bits_of_one_process_and_a_bare_one_is_refused(started: Any) -> None:
     loss, gradients = expected()
-    told = "MismatchError: zb-v has 4 stages, and Block is no nn.Sequential, cut between its layers: give cuts="
+    message = "MismatchError: zb-v has 4 stages, and Block is no nn.Sequential, cut between its layers: give cuts="
     for everyone in results(started, "own stages"):
         assert all(torch.equal(ours, loss) for ours, _, _ in everyone)
         assert_same(merged([mine for _, mine, _ in everyone]), gradients)
-        assert all(bare == everyone[0][2] and bare.startswith(told) for _, _, bare in everyone)
+        assert all(bare == everyone[0][2] and bare.startswith(message) for _, _, bare in everyone)
 
 
 def test_a_checkpoint_of_other_processes_is_resumed_to_the_bit(started: Any) -> None:
@@ -142,7 +142,7 @@ def test_an_exported_transformers_model_has_the_bits_of_one_process(started: Any
         loss = loss + share.detach() * 0.5
     ((*everyone,),) = results(started, "transformers")
     assert all(torch.equal(ours, loss) for ours, _ in everyone)
-    assert_same(merged([mine for _, mine in everyone]), {name: each.grad for name, each in whole.named_parameters()})
+    assert_same(merged([mine for _, mine in everyone]), {name: parameter.grad for name, parameter in whole.named_parameters()})
 
 
 def test_a_tied_weight_has_one_name_and_groups_made_by_names_have_the_bits_of_one_process(started: Any) -> None:
@@ -176,17 +176,20 @@ def test_an_error_on_one_rank_is_the_same_on_all_and_so_are_tables_that_differ(s
 def test_a_loss_that_is_a_sum_has_the_bits_of_one_process(started: Any) -> None:
     whole, loss_fn = fresh.model(), nn.MSELoss(reduction="sum")
     losses = [
-        loss_fn(whole(inputs), target) for inputs, target in zip(*[each.chunk(4) for each in fresh.batch(0)], strict=True)
+        loss_fn(whole(inputs), target)
+        for inputs, target in zip(*[microbatch.chunk(4) for microbatch in fresh.batch(0)], strict=True)
     ]
     for loss in losses:
         loss.backward()
     for everyone in results(started, "sum"):
-        for ours, _, told in everyone:
+        for ours, _, result in everyone:
             assert torch.equal(ours, sum(loss.detach() for loss in losses))
-            assert told.startswith(
+            assert result.startswith(
                 "MismatchError: MSELoss has reduction='sum', and the pipeline takes what it returns for a mean"
             )
-        assert_same(merged([mine for _, mine, _ in everyone]), {name: each.grad for name, each in whole.named_parameters()})
+        assert_same(
+            merged([mine for _, mine, _ in everyone]), {name: parameter.grad for name, parameter in whole.named_parameters()}
+        )
 
 
 def test_class_weights_and_ignored_labels_have_the_bits_of_one_process(started: Any) -> None:
@@ -196,11 +199,13 @@ def test_class_weights_and_ignored_labels_have_the_bits_of_one_process(started: 
     torch.testing.assert_close(loss, at_once.detach())
     for everyone in results(started, "counted"):
         assert all(torch.equal(ours, loss) for ours, _, _ in everyone)
-        assert_same(merged([mine for _, mine, _ in everyone]), {name: each.grad for name, each in whole.named_parameters()})
-        first, (told,) = [warned for _, _, warned in everyone]
+        assert_same(
+            merged([mine for _, mine, _ in everyone]), {name: parameter.grad for name, parameter in whole.named_parameters()}
+        )
+        first, (expected_message,) = [warned for _, _, warned in everyone]
         assert first == []
-        assert "has 1, 1, 0, 2 values that are not -100" in told
-        assert "pass Pipeline(.., loss_weight=ps.tokens())" in told
+        assert "has 1, 1, 0, 2 values that are not -100" in expected_message
+        assert "pass Pipeline(.., loss_weight=ps.tokens())" in expected_message
 
 
 def test_torchs_clipping_has_the_bits_of_one_process_and_of_a_list_is_told(started: Any) -> None:
@@ -215,8 +220,8 @@ def test_torchs_clipping_has_the_bits_of_one_process_and_of_a_list_is_told(start
         for ours, *_ in everyone:
             assert all(map(torch.equal, ours, norms))
         assert_same(merged([state for _, state, _, _ in everyone]), whole.state_dict())
-        (told,), second = [warned for _, _, warned, _ in everyone]
-        assert "clip with pipe.clip_grad_norm_(max_norm)" in told
+        (expected_message,), second = [warned for _, _, warned, _ in everyone]
+        assert "clip with pipe.clip_grad_norm_(max_norm)" in expected_message
         assert second == []
         assert {refused.partition(" by all")[0] for *_, refused in everyone} == {"MismatchError: LBFGS decides"}
 
@@ -267,7 +272,7 @@ def test_the_tutorials_program_prints_the_same_losses_cut_by_hand_under_torchrun
     assert traced.returncode == 0, traced.stderr
     assert "1f1b over 4 stages" in by_hand
     assert "gpipe over 4 stages" in traced.stdout
-    losses = [re.findall(r"step \d  loss ([\d.]+)", told) for told in (by_hand, traced.stdout)]
+    losses = [re.findall(r"step \d  loss ([\d.]+)", result) for result in (by_hand, traced.stdout)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
     assert float(losses[0][0]) > float(losses[0][-1])

@@ -69,7 +69,7 @@ def batch(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
 def share(pipe: ps.Pipeline, tensors: tuple[Tensor, Tensor], sizes: list[int] | None = None) -> tuple[Tensor, Tensor]:
     """This replica's rows: of `sizes`, or as equal as can be."""
     position = pipe.position
-    inputs, target = (each.split(sizes) if sizes else each.tensor_split(position.replicas) for each in tensors)
+    inputs, target = (tensor.split(sizes) if sizes else tensor.tensor_split(position.replicas) for tensor in tensors)
     return inputs[position.replica], target[position.replica]
 
 
@@ -391,7 +391,7 @@ def cast(schedule: str, recompute: Any) -> list[Any]:
         mesh = ps.comms.init_mesh(2, 2)
         options |= {"mesh": mesh, "data_parallel": in_bfloat16, "recompute": recompute}
         pipe = ps.Pipeline(given, loss_fn, schedule, 2, **options)
-        inputs, target = (each.float() for each in share(pipe, batch(0, 8)))
+        inputs, target = (value.float() for value in share(pipe, batch(0, 8)))
         loss = pipe.step(inputs, target=target)
         found.append([loss, pipe.eval(inputs, target=target)[1], *gradients(pipe).values()])
     return found
@@ -402,7 +402,7 @@ CASTS = (("1f1b", None), ("1f1b", "block"), ("zb-h1", None), ("zb-h1", "stage"))
 
 @pytest.mark.parametrize(("schedule", "recompute"), CASTS)
 def test_parameters_may_be_cast_by_a_policy_of_fully_shard_however_the_model_is_cut(schedule: str, recompute: Any) -> None:
-    inputs, target = (each.float() for each in batch(0, 8))
+    inputs, target = (microbatch.float() for microbatch in batch(0, 8))
     expected = loss_fn(Mlp().eval().bfloat16()(inputs.bfloat16()).float(), target)
     for listed, *others in together(cast, 4, CASTS)[schedule, recompute]:
         assert listed[0] != listed[1]  # there is dropout
@@ -566,7 +566,7 @@ class Attention(nn.Module):
         self.q, self.kv, self.o = nn.Linear(8, 8), nn.Linear(8, 2 * kv_heads), nn.Linear(8, 8)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        q, kv = (each(hidden).unflatten(-1, (-1, self.head_dim)) for each in (self.q, self.kv))
+        q, kv = (value(hidden).unflatten(-1, (-1, self.head_dim)) for value in (self.q, self.kv))
         return self.o((q * kv.repeat_interleave(q.shape[1] // kv.shape[1], 1)).flatten(1))
 
 
@@ -599,24 +599,24 @@ def test_heads_that_ranks_cannot_share_out_are_told_in_heads() -> None:
 
 
 def mixed_groups() -> list[str]:
-    told = []
+    results = []
     for kind, options in ((torch.optim.AdamW, "foreach"), (torch.optim.SGD, "foreach"), (torch.optim.Adam, "fused")):
         pipe = built((1, 1, 2), model(1))
         pipe.step(batch(0)[0], target=batch(0)[1])
         parameters = list(pipe.parameters())
-        shared = [each for each in parameters if hasattr(each, "placements")]
-        others = [each for each in parameters if not hasattr(each, "placements")]
+        shared = [parameter for parameter in parameters if hasattr(parameter, "placements")]
+        others = [parameter for parameter in parameters if not hasattr(parameter, "placements")]
         kind(parameters, lr=0.1, foreach=False).step()
         kind([{"params": shared}, {"params": others}], lr=0.1, **{options: True}).step()
         with pytest.raises(ps.MismatchError) as caught:
             kind(parameters, lr=0.1, **{options: True}).step()
-        told.append(str(caught.value))
-    return told
+        results.append(str(caught.value))
+    return results
 
 
 def test_an_optimizer_is_told_that_torch_does_not_update_tensors_and_dtensors_at_once() -> None:
-    for told in ps.launch(mixed_groups, 2):
-        for kind, text in zip(("AdamW", "SGD", "Adam"), told, strict=True):
+    for result in ps.launch(mixed_groups, 2):
+        for kind, text in zip(("AdamW", "SGD", "Adam"), result, strict=True):
             assert text.startswith(f"group 0 of the {kind} has tensors and DTensors, since tensor_parallel shares some")
             assert "foreach=False" in text
 
@@ -762,35 +762,35 @@ def refused() -> dict[str, str]:
         "models": lambda: ps.Pipeline(model().float() if rank == 3 else model(), loss_fn, mesh=ps.comms.init_mesh(2, 2)),
         "tied": lambda: ps.Pipeline(shared, loss_fn, mesh=ps.comms.init_mesh(1, 2, 2), tensor_parallel=plan(2)),
     }
-    told = {}
+    results = {}
     for name, attempt in tries.items():
         with pytest.raises(ps.MismatchError) as caught:
             attempt()
-        told[name] = str(caught.value)
-    return told
+        results[name] = str(caught.value)
+    return results
 
 
 def test_what_does_not_fit_is_told_with_what_does() -> None:
-    for told in ps.launch(refused, 4):
-        assert told.pop("models").startswith("stage 1 is not the same on all ranks that have it: ")
-        assert told.pop("name").startswith("tensor_parallel has '*.upp', but the model has no such part; it has ")
-        assert told == {
+    for result in ps.launch(refused, 4):
+        assert result.pop("models").startswith("stage 1 is not the same on all ranks that have it: ")
+        assert result.pop("name").startswith("tensor_parallel has '*.upp', but the model has no such part; it has ")
+        assert result == {
             "axes": "the mesh has axes ('data',): use any of 'pp', 'dp' and 'tp', or init_mesh",
             "size": "a mesh of pp=3, dp=2, tp=1 has 6 ranks, but 4 are running: start that many, or give other numbers",
             "none": "the mesh's axis dp cannot have 0 ranks: use a whole number of 1 or more",
             "no plan": "the mesh has 2 ranks along tp: say by tensor_parallel= which products they share",
             "no mesh": "tensor_parallel= needs a mesh with an axis 'tp': give mesh=, for instance of init_mesh(tp=2)",
-            "no axis": told["no mesh"],
+            "no axis": result["no mesh"],
             "way": "data_parallel='zero': use 'ddp', 'fsdp' or a function of (stage, mesh) that returns the stage",
-            "nothing": told["nothing"],
+            "nothing": result["nothing"],
             "meshes": "rank 0 makes a mesh of (pp, dp, tp) (4, 1, 1), rank 1 one of (2, 2, 1): make the same",
             "ways": "the ranks do not build the same pipeline: rank 0 has data_parallel=ddp, rank 3 has data_parallel=fsdp",
-            "tied": told["tied"],
+            "tied": result["tied"],
         }
-        assert told["nothing"].startswith(
+        assert result["nothing"].startswith(
             "data_parallel=<lambda> gave Sequential, no DistributedDataParallel and not sharded: "
         )
-        assert "make several parameters of one (1.up.weight, 2.up.weight)" in told["tied"]
+        assert "make several parameters of one (1.up.weight, 2.up.weight)" in result["tied"]
 
 
 def failing(how: str, shape: Shape) -> tuple[str, str]:
@@ -813,10 +813,10 @@ def failing(how: str, shape: Shape) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", ["pp2 dp2", "pp2 tp2", "dp2 tp2"])
 def test_an_error_on_one_rank_ends_the_step_on_all_pipelines(name: str) -> None:
-    for told, after in ps.launch(failing, 4, "raises", MESHES[name]):
-        assert told.startswith("rank 3, stage ")
-        assert told.endswith("ZeroDivisionError: division by zero")
-        assert after == f"this pipeline ended when {told}: start the ranks again"
+    for result, after in ps.launch(failing, 4, "raises", MESHES[name]):
+        assert result.startswith("rank 3, stage ")
+        assert result.endswith("ZeroDivisionError: division by zero")
+        assert after == f"this pipeline ended when {result}: start the ranks again"
 
 
 def again(way: str, shape: Shape, folder: Path) -> tuple[list[float], list[str]]:
@@ -837,7 +837,7 @@ def again(way: str, shape: Shape, folder: Path) -> tuple[list[float], list[str]]
             with pytest.raises(ps.StageError):
                 pipe.step(inputs, target=target)
     checkpoint.save(folder, pipe, optimizer)
-    return losses, sorted(each.name for each in folder.glob("step-*"))
+    return losses, sorted(path.name for path in folder.glob("step-*"))
 
 
 @pytest.mark.parametrize(("name", "way"), [("pp2 tp2", "ddp"), ("dp2 tp2", "ddp"), ("pp2 dp2", "fsdp")])
@@ -857,8 +857,8 @@ def test_a_lost_rank_ends_all_pipelines(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_that_share_products_must_have_the_same_rows() -> None:
-    for told, _ in ps.launch(failing, 4, "rows", MESHES["pp2 tp2"]):
-        assert told == "the ranks along tp work on one batch, but it has 16 rows at tp 0, 15 at tp 1"
+    for result, _ in ps.launch(failing, 4, "rows", MESHES["pp2 tp2"]):
+        assert result == "the ranks along tp work on one batch, but it has 16 rows at tp 0, 15 at tp 1"
 
 
 # -- a world of one, and the main job -----------------------------------------------------------------------------------

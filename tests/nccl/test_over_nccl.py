@@ -33,7 +33,7 @@ DEPTH = 15  # layers enough for 8 ranks with 2 stages each
 
 
 @pytest.mark.parametrize(
-    ("told", "backend"),
+    ("message", "backend"),
     [
         (["GPU-a", "GPU-b", "GPU-c"], "nccl"),
         (["GPU-a"], "nccl"),
@@ -41,31 +41,31 @@ DEPTH = 15  # layers enough for 8 ranks with 2 stages each
         (["GPU-a", backends.NO_GPU], "gloo"),
     ],
 )
-def test_nccl_carries_where_every_rank_has_a_gpu_of_its_own(told, backend):
-    assert backends.choose_backend(told) == backend
+def test_nccl_carries_where_every_rank_has_a_gpu_of_its_own(message, backend):
+    assert backends.choose_backend(message) == backend
 
 
-def rank_of_gpus(told):
+def rank_of_gpus(message):
     """On which backend ranks agree that see the GPUs `told`, each as the only one of its process."""
     chosen, init = [], dist.init_process_group
-    backends.gpu_uuid = lambda device: told[int(os.environ["RANK"])]
+    backends.gpu_uuid = lambda device: message[int(os.environ["RANK"])]
     dist.init_process_group = lambda carriers, **how: (chosen.append(carriers), init("gloo", **how))
     return ps.comms.init_distributed(device="cpu").backend, chosen
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("told", "backend"), [(["GPU-a", "GPU-b"], "nccl"), (["GPU-a", "GPU-a"], "gloo"), (["GPU-a", "none"], "gloo")]
+    ("message", "backend"), [(["GPU-a", "GPU-b"], "nccl"), (["GPU-a", "GPU-a"], "gloo"), (["GPU-a", "none"], "gloo")]
 )
-def test_all_ranks_choose_the_same_backend_by_what_they_tell_each_other(told, backend):
+def test_all_ranks_choose_the_same_backend_by_what_they_tell_each_other(message, backend):
     carriers = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo"}[backend]
-    assert ps.launch(rank_of_gpus, 2, told) == [(backend, [carriers])] * 2
+    assert ps.launch(rank_of_gpus, 2, message) == [(backend, [carriers])] * 2
 
 
-@pytest.mark.parametrize("told", [None, "2"])
-def test_a_rank_on_a_gpu_knows_it_by_its_uuid_and_settles_nccl_where_the_user_has_not(told, monkeypatch):
+@pytest.mark.parametrize("message", [None, "2"])
+def test_a_rank_on_a_gpu_knows_it_by_its_uuid_and_settles_nccl_where_the_user_has_not(message, monkeypatch):
     for name in backends.NCCL_DEFAULTS:
-        monkeypatch.delenv(name, raising=False) if told is None else monkeypatch.setenv(name, told)
+        monkeypatch.delenv(name, raising=False) if message is None else monkeypatch.setenv(name, message)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     driver = {
@@ -79,7 +79,7 @@ def test_a_rank_on_a_gpu_knows_it_by_its_uuid_and_settles_nccl_where_the_user_ha
     joined = topology._find_topology(None, None, None)
     assert (joined.backend, joined.device, backends.gpu_uuid(joined.device)) == ("nccl", torch.device("cuda", 0), "GPU-a")
     assert {name: os.environ[name] for name in backends.NCCL_DEFAULTS} == {
-        name: told or value for name, value in backends.NCCL_DEFAULTS.items()
+        name: message or value for name, value in backends.NCCL_DEFAULTS.items()
     }
 
 
@@ -186,7 +186,8 @@ TABLES = {  # kinds of models and M, by the number of ranks
 
 @pytest.mark.nccl
 @pytest.mark.parametrize(
-    ("ranks", "manners"), [*((2, each) for each in MANNERS), (3, "eager"), (3, "ahead"), (4, "lazy"), (4, "ahead"), (8, "lazy")]
+    ("ranks", "manners"),
+    [*((2, manner) for manner in MANNERS), (3, "eager"), (3, "ahead"), (4, "lazy"), (4, "ahead"), (8, "lazy")],
 )
 def test_every_schedule_has_the_bits_of_one_process(ranks, manners):
     for kind, microbatches in TABLES[ranks]:
@@ -201,7 +202,7 @@ def rank_replicas(way):
     pipe = ps.Pipeline(model, loss_fn, "zb-h1", 4, mesh=mesh, data_parallel=way)
     found = []
     for casts in (False, True, True):
-        inputs, target = (each.chunk(2)[pipe.position.replica] for each in data("gpt", 8))
+        inputs, target = (batch.chunk(2)[pipe.position.replica] for batch in data("gpt", 8))
         lagging.waits.clear()
         with torch.autocast("cpu", torch.bfloat16, enabled=casts):
             loss = pipe.step(inputs, target=target)
@@ -215,7 +216,7 @@ def rank_replicas(way):
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_hosts_of_replicas_that_run_ahead_wait_for_the_loss_alone_and_once_to_clip(way):
     for found, clipping, finite in ps.launch(rank_replicas, 4, way):
-        assert all(each <= FOR_THE_LOSS for each in found)
+        assert all(result <= FOR_THE_LOSS for result in found)
         assert [place.partition(":")[0] for place in clipping] == ["stage/rank_parameters.py _norms_on_cpu"]
         assert finite
 
@@ -242,7 +243,7 @@ class Casting(nn.Module):
 class Gathering(nn.Module):
     def forward(self, values):
         hidden, others = values
-        return hidden.transpose(1, 2).flatten(1) + sum(each.real.float() for each in others)
+        return hidden.transpose(1, 2).flatten(1) + sum(result.real.float() for result in others)
 
 
 def casting():
@@ -262,7 +263,7 @@ def rank_travels():
         else:
             arrived.append(torch.equal(ps.comms.recv_tensor((3, 2), 0, dtype), tensor))
     model, loss_fn, (inputs, target) = casting()
-    pipe, other = (ps.Pipeline(each, loss_fn, "1f1b", 2, cuts=["1"]) for each in (model, casting()[0]))
+    pipe, other = (ps.Pipeline(value, loss_fn, "1f1b", 2, cuts=["1"]) for value in (model, casting()[0]))
     losses = [pipe.step(inputs, target=target) for _ in range(2)]
     other.step(inputs, target=target)
     grads = gradients(pipe.named_parameters())
@@ -280,7 +281,7 @@ def test_tensors_of_all_dtypes_travel_and_groups_are_closed_in_the_order_they_we
         assert all(map(torch.equal, losses, expected))
         assert len(closed) == 4  # of two pipelines
         assert closed == sorted(closed)
-    assert_same(merged([each[2] for each in everyone]), gradients(model.named_parameters()))
+    assert_same(merged([result[2] for result in everyone]), gradients(model.named_parameters()))
 
 
 # ---- faults: tests/engine/test_faults.py has more, which `make nccl` runs over NCCL too ------------------------------
@@ -322,15 +323,15 @@ def rank_fails(manners, *faults, timeout=600.0):
     model, loss_fn = faulty()
     pipe = ps.Pipeline(model, loss_fn, "1f1b", 4, cuts=["1", "3"])
     inputs, target = BATCH
-    told = [pipe.step(inputs, target=target)]
+    results = [pipe.step(inputs, target=target)]
     for fault in faults:
         if pipe.topology.rank == 1:
             model[2].fault = fault
         try:
-            told.append(pipe.step(inputs, target=target))
+            results.append(pipe.step(inputs, target=target))
         except ps.PenstockError as error:
-            told.append((type(error).__name__, str(error)))
-    return told
+            results.append((type(error).__name__, str(error)))
+    return results
 
 
 @pytest.mark.ranks
@@ -359,14 +360,14 @@ def rank_looks_up():
     install("ahead")
     model, loss_fn = looking_up()
     pipe = ps.Pipeline(model, loss_fn, "1f1b", 4, cuts=["1"])
-    told = []
+    results = []
     for late in (None, "raises", None):
         model[0].late = late
         try:
-            told.append(pipe.step(TOKENS, target=TOKENS % 2))
+            results.append(pipe.step(TOKENS, target=TOKENS % 2))
         except ps.PenstockError as error:
-            told.append(str(error))
-    return told
+            results.append(str(error))
+    return results
 
 
 TOKENS = torch.tensor([2, 0, 1, 2])
@@ -413,8 +414,8 @@ def test_a_rank_that_lives_and_does_not_go_on_is_given_up_at_the_timeout():
 
 
 def _rank_waits_in_vain():
-    *_, told = rank_fails("lazy", "hangs", timeout=3.0)
-    raise ps.LostRankError(told[1])
+    *_, result = rank_fails("lazy", "hangs", timeout=3.0)
+    raise ps.LostRankError(result[1])
 
 
 # ---- the communicator itself ----------------------------------------------------------------------------------------
@@ -430,7 +431,7 @@ def rank_breaks_rules(manners):
     with lagging.ahead(lagging.Stream(), [layer]) if manners == "ahead" else nullcontext(), torch.no_grad():
         if joined.rank == 0:
             changed, gone, kept = (layer.weight[0] * 0 + 1 for _ in range(3))
-            works = [group.send([each], 1, 0) for each in (changed, gone, kept)]
+            works = [group.send([value], 1, 0) for value in (changed, gone, kept)]
             changed.add_(1)
             del gone
             lagging.compute().synchronize()

@@ -60,7 +60,7 @@ def test_the_example_of_trainer_logs_what_plain_trainer_does(tmp_path):
         example("trainer.py", str(tmp_path / "ours"), start=TORCHRUN),
         example("trainer.py", str(tmp_path / "plain"), "--plain"),
     )
-    ours, plain = (re.findall("^step .*", each, re.MULTILINE) for each in printed)
+    ours, plain = (re.findall("^step .*", line, re.MULTILINE) for line in printed)
     assert ours == plain
     assert falls(re.findall(r"eval_loss ([\d.]+)", " ".join(ours)))
     assert (ROOT / "examples" / "trainer.py").read_text().count("  # +") == 2

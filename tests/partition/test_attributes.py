@@ -82,19 +82,19 @@ def rank_changes(cut):
     model = Net()
     pipe = ps.Pipeline(model, mse, "gpipe", 2, **cut)
     pipe.step(X, target=X)
-    told = {}
+    results = {}
     for name, (value, _) in CHANGES.items():
         before = getattr(model, name)
         setattr(model, name, value if pipe.topology.rank == 1 else before)
         for act in (lambda: pipe.step(X, target=X), lambda: pipe.eval(X)):
             with pytest.raises(ps.MismatchError) as caught:
                 act()
-            told.setdefault(name, []).append(str(caught.value))
+            results.setdefault(name, []).append(str(caught.value))
         setattr(model, name, before)
     model.unread = 2
     model.beta.fill_(0.5)
     pipe.zero_grad()
-    return told, pipe.step(X, target=X), {name: each.grad for name, each in pipe.named_parameters()}
+    return results, pipe.step(X, target=X), {name: parameter.grad for name, parameter in pipe.named_parameters()}
 
 
 @pytest.mark.ranks
@@ -103,9 +103,9 @@ def test_an_attribute_that_the_cut_forward_reads_is_told_on_every_rank_if_it_cha
     model = Net()
     model.beta.fill_(0.5)
     loss = accumulate(model, mse, (X, X), 2)
-    for told, here, gradients in ps.launch(rank_changes, 2, CUT[cut]):
-        assert told.keys() == CHANGES.keys()
-        for name, texts in told.items():
+    for result, here, gradients in ps.launch(rank_changes, 2, CUT[cut]):
+        assert result.keys() == CHANGES.keys()
+        for name, texts in result.items():
             assert [CHANGES[name][1] in text and "\n" not in text for text in texts] == [True, True], texts
         assert torch.equal(here, loss)
         assert gradients

@@ -108,11 +108,11 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("costs", "parts", "told"), WRONG)
-def test_what_cannot_be_cut_is_told(costs, parts, told):
+@pytest.mark.parametrize(("costs", "parts", "message"), WRONG)
+def test_what_cannot_be_cut_is_told(costs, parts, message):
     with pytest.raises(MismatchError) as caught:
         balanced_starts(costs, parts)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 def test_a_balance_of_times_says_what_it_reached():
@@ -251,7 +251,7 @@ def test_units_are_measured_on_the_device_where_they_will_run_and_that_one_is_wa
         RecordedUnit("", nn.Linear(2, 2, device="meta"), (torch.ones(2, 2, device="meta"),)),
         RecordedUnit("", nn.GELU(), (torch.ones(2),)),
     ]
-    assert [unit_times.module_device(each.module, each.args).type for each in units] == ["cpu", "cpu"]
+    assert [unit_times.module_device(unit.module, unit.args).type for unit in units] == ["cpu", "cpu"]
 
 
 def measured(units):

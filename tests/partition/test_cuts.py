@@ -56,7 +56,7 @@ class Result(NamedTuple):
 
 def result(losses: list[torch.Tensor], outputs: Any, model: Any, every_name: bool = False) -> Result:
     parameters = model.named_parameters(remove_duplicate=False) if every_name else model.named_parameters()
-    gradients = {name: None if each.grad is None else each.grad.clone() for name, each in parameters}
+    gradients = {name: None if parameter.grad is None else parameter.grad.clone() for name, parameter in parameters}
     return Result(losses, outputs, gradients, {name: value.clone() for name, value in model.state_dict().items()})
 
 
@@ -82,18 +82,18 @@ def uncut(run: Run, cases: dict[str, Case] = CASES) -> Result:
 
 def assert_equal(run: Run, ours: Sequence[Result], expected: Result) -> None:
     """Every rank has the loss; together they have every name of the state, and a gradient for every parameter."""
-    for each in ours:
-        assert all(map(torch.equal, each.losses, expected.losses)), (run, each.losses, expected.losses)
-    outputs = [each.outputs for each in ours if each.outputs is not None]
+    for item in ours:
+        assert all(map(torch.equal, item.losses, expected.losses)), (run, item.losses, expected.losses)
+    outputs = [value.outputs for value in ours if value.outputs is not None]
     assert len(outputs) == 1, run
     assert not differing(outputs[0], expected.outputs), run
-    state = merged([each.state for each in ours])
+    state = merged([value.state for value in ours])
     assert state.keys() == expected.state.keys(), run
     assert not [name for name, value in expected.state.items() if not same(state[name], value)], run
-    gradients = merged([each.gradients for each in ours])
+    gradients = merged([value.gradients for value in ours])
     different = [name for name, value in gradients.items() if not _same_gradient(value, expected.gradients[name])]
     assert not different, (run, different)
-    assert sum(each is not None for each in expected.gradients.values()) > 3
+    assert sum(gradient is not None for gradient in expected.gradients.values()) > 3
 
 
 def _same_gradient(ours: Any, expected: Any) -> bool:
@@ -103,7 +103,7 @@ def _same_gradient(ours: Any, expected: Any) -> bool:
 def check(ranks: int, runs: Sequence[Run]) -> None:
     everyone = ps.launch(rank_runs, ranks, runs)
     for number, run in enumerate(runs):
-        assert_equal(run, [each[number] for each in everyone], uncut(run))
+        assert_equal(run, [value[number] for value in everyone], uncut(run))
 
 
 UNITS = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "output")
@@ -172,12 +172,12 @@ TRAININGS = {
 def train(model: nn.Module | ps.Pipeline, step: Any, clip: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Losses and norms of five optimizer steps, each over two batches; the state after them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    told = []
+    results = []
     for number in range(5):
-        told += [step(2 * number), step(2 * number + 1), clip()]
+        results += [step(2 * number), step(2 * number + 1), clip()]
         optimizer.step()
         optimizer.zero_grad()
-    return told, dict(model.state_dict())
+    return results, dict(model.state_dict())
 
 
 def rank_trainings(runs: Sequence[Run]) -> list[Any]:
@@ -198,16 +198,16 @@ def test_five_clipped_optimizer_steps_over_two_batches_each_end_in_the_weights_o
     everyone = ps.launch(rank_trainings, ranks, TRAININGS[ranks])
     for number, run in enumerate(TRAININGS[ranks]):
         case, model = CASES[run.case], CASES[run.case].model()
-        told, state = train(
+        expected_message, state = train(
             model,
             lambda seed, case=case, model=model, run=run: accumulate(
                 model, case.loss_fn, case.batch(run.rows, seed), run.microbatches
             ),
             lambda model=model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
         )
-        for each in everyone:
-            assert all(map(torch.equal, each[number][0], told)), (run, each[number][0], told)
-        assert_same(merged([each[number][1] for each in everyone]), state)
+        for value in everyone:
+            assert all(map(torch.equal, value[number][0], expected_message)), (run, value[number][0], expected_message)
+        assert_same(merged([value[number][1] for value in everyone]), state)
 
 
 DROPOUTS = {
@@ -225,7 +225,7 @@ def test_dropout_draws_the_same_wherever_the_model_is_cut():
     for ranks in (2, 3):
         everyone = ps.launch(rank_runs, ranks, DROPOUTS[ranks])
         for number, run in enumerate(DROPOUTS[ranks]):
-            assert_equal(run, [each[number] for each in everyone], alone[number])
+            assert_equal(run, [value[number] for value in everyone], alone[number])
     without = uncut(Run("transformer"))
     assert not torch.allclose(alone[0].losses[0], without.losses[0])
 
@@ -270,13 +270,13 @@ def rank_keywords(schedule):
     pipe = ps.Pipeline(stages_with_keywords(), keyword_loss, schedule, microbatches=3)
     hidden, target = torch.linspace(-1, 1, 42).view(7, 6), torch.ones(7, 6)
     losses = [pipe.step(hidden, target=target, **KEYWORDS) for _ in STEPS]
-    told = ""
+    message = ""
     try:
         pipe.step(hidden, target=target, **KEYWORDS, maks=1)
     except ps.PenstockError as error:
-        told = str(error)
+        message = str(error)
     losses.append(pipe.step(hidden, target=target, **KEYWORDS))
-    return losses, gradients(pipe.named_parameters()), told
+    return losses, gradients(pipe.named_parameters()), message
 
 
 @pytest.mark.parametrize(("ranks", "schedule"), [(4, "1f1b"), (2, "zb-v"), (2, "interleaved-1f1b")])
@@ -291,10 +291,10 @@ def test_keywords_reach_every_stage_of_a_list_that_takes_them(ranks, schedule):
     for _ in range(3):
         losses.append(accumulate(forward, keyword_loss, Batch((hidden,), target, KEYWORDS), 3))
     everyone = ps.launch(rank_keywords, ranks, schedule)
-    for each in everyone:
-        assert all(map(torch.equal, each[0], losses))
-        assert "no stage's forward takes maks=: the first takes hidden, mask, ids, factor" in each[2]
-    assert_same(merged([each[1] for each in everyone]), gradients(nn.Sequential(*stages).named_parameters()))
+    for value in everyone:
+        assert all(map(torch.equal, value[0], losses))
+        assert "no stage's forward takes maks=: the first takes hidden, mask, ids, factor" in value[2]
+    assert_same(merged([value[1] for value in everyone]), gradients(nn.Sequential(*stages).named_parameters()))
 
 
 class OneOfTwoOrders(nn.Module):

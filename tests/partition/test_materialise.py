@@ -263,7 +263,7 @@ def used_twice():
 def rank_used_twice():
     pipe = ps.Pipeline(used_twice(), nn.functional.mse_loss, microbatches=2)
     pipe.step(torch.ones(2, 3), target=torch.zeros(2, 3))
-    return {name: each.grad for name, each in pipe.named_parameters()}
+    return {name: parameter.grad for name, parameter in pipe.named_parameters()}
 
 
 @pytest.mark.ranks
@@ -366,13 +366,13 @@ def test_a_models_own_init_weights_initialises_what_is_inside_it():
 
 
 def rank_loads() -> list[str]:
-    told = []
+    results = []
 
     def tries(call, *args, **kwargs):
         try:
             call(*args, **kwargs)
         except MismatchError as error:
-            told.append(str(error))
+            results.append(str(error))
 
     inputs = torch.ones(4, 3)
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), Gain())).to("meta")
@@ -384,7 +384,7 @@ def rank_loads() -> list[str]:
     pipe.load_state_dict(ones)
     tries(pipe.eval, inputs)
     tries(ps.Pipeline, nn.Sequential(nn.Linear(3, 3), Unsaved().to("meta")), nn.functional.mse_loss, microbatches=2)
-    return [*told, str(all((value == 1).all() for value in pipe.state_dict().values()))]
+    return [*results, str(all((value == 1).all() for value in pipe.state_dict().values()))]
 
 
 class Unsaved(Gain):
@@ -423,12 +423,12 @@ UNTOUCHED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "init", "told"), UNTOUCHED)
-def test_what_nothing_initialises_is_told(make, init, told):
+@pytest.mark.parametrize(("make", "init", "message"), UNTOUCHED)
+def test_what_nothing_initialises_is_told(make, init, message):
     module = on_meta(make)
     with pytest.raises(MismatchError) as caught:
         materialise(module, init=init)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
     assert all(value.is_meta for value in tensors(module).values())
 
 

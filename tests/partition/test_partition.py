@@ -309,8 +309,8 @@ def test_without_an_example_parameters_keep_their_defaults():
     assert torch.equal(partition.run(stages, x), model(x))
     assert torch.equal(partition.run(stages, x=x, scale=1.0, shift=None), model(x))
     for kwargs, name in (({"shift": x}, "shift"), ({"scale": 2.0}, "scale"), ({"other": x}, "other")):
-        told = f"^the model was cut without {name}=: where it is cut, give it in example_args or _kwargs$"
-        with pytest.raises(MismatchError, match=told):
+        message = f"^the model was cut without {name}=: where it is cut, give it in example_args or _kwargs$"
+        with pytest.raises(MismatchError, match=message):
             partition.run(stages, x, **kwargs)
 
 
@@ -343,20 +343,20 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "shape", "kwargs", "told"), REFUSED)
-def test_a_batch_for_which_the_example_does_not_speak_is_refused(rows, shape, kwargs, told):
+@pytest.mark.parametrize(("rows", "shape", "kwargs", "message"), REFUSED)
+def test_a_batch_for_which_the_example_does_not_speak_is_refused(rows, shape, kwargs, message):
     stages = split(Sized(), 2, cuts=["b"], example_args=(torch.ones(rows, 4),), example_kwargs={"scale": 2.0})
-    with pytest.raises(MismatchError, match=re.escape(told) + "give an example like this batch$"):
+    with pytest.raises(MismatchError, match=re.escape(message) + "give an example like this batch$"):
         partition.run(stages, torch.ones(shape), **({"scale": 2.0} | kwargs))
     assert partition.run(stages, torch.ones(rows, 4), scale=2.0).shape == (rows, 4)
 
 
 def test_a_size_of_one_is_told_that_the_example_must_have_it():
     stages = split(Sized(), 2, cuts=["b"], example_args=(torch.ones(5, 4),))
-    told = (
+    message = (
         "x = torch.float32 of shape (any, 2 or more), not torch.float32 of shape (5, 1): give an example like this batch, with"
     )
-    with pytest.raises(MismatchError, match=re.escape(f"{told} a size of 1 where this has one") + "$"):
+    with pytest.raises(MismatchError, match=re.escape(f"{message} a size of 1 where this has one") + "$"):
         partition.run(stages, torch.ones(5, 1))
 
 
@@ -391,11 +391,11 @@ WRONG_CUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("cuts", "told"), WRONG_CUTS)
-def test_wrong_cuts_are_told(cuts, told):
+@pytest.mark.parametrize(("cuts", "message"), WRONG_CUTS)
+def test_wrong_cuts_are_told(cuts, message):
     with pytest.raises(MismatchError) as caught:
         split(named("a", "b", "c"), 3, cuts=cuts)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 WRONG_CUTS_OF_ANY = [
@@ -408,11 +408,11 @@ WRONG_CUTS_OF_ANY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("cuts", "told"), WRONG_CUTS_OF_ANY)
-def test_wrong_cuts_of_any_model_are_told_with_the_names_nearest_to_them(cuts, told):
+@pytest.mark.parametrize(("cuts", "message"), WRONG_CUTS_OF_ANY)
+def test_wrong_cuts_of_any_model_are_told_with_the_names_nearest_to_them(cuts, message):
     with pytest.raises(MismatchError) as caught:
         split(Transformer(), 3, cuts=cuts)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("example", [None, (torch.ones(3, 2),)])
@@ -516,7 +516,9 @@ def test_what_stands_between_units_does_what_it_does_in_the_model(forward, examp
         model.zero_grad()
         output = run(x)
         (output["sum"] if isinstance(output, dict) else output).sum().backward()
-        results.append((output, {name: each.grad for name, each in model.named_parameters() if each.grad is not None}))
+        results.append(
+            (output, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
+        )
     assert not differing(results[1], results[0])
     assert type(results[1][0]) is type(results[0][0])
 
@@ -551,8 +553,10 @@ def test_a_forward_that_cannot_be_followed_is_told_with_what_to_do_instead():
 @pytest.mark.parametrize("forward", [by_mode, one_or_other])
 @pytest.mark.parametrize("example", [None, (torch.ones(2, 4),)])
 def test_a_forward_that_differs_between_training_and_evaluation_is_told(forward, example):
-    told = "the forward of Undecided does one thing in training and another in evaluation: give a list with one module for each"
-    with pytest.raises(MismatchError, match=told):
+    message = (
+        "the forward of Undecided does one thing in training and another in evaluation: give a list with one module for each"
+    )
+    with pytest.raises(MismatchError, match=message):
         split(Undecided(forward), 2, cuts=["b"], example_args=example)
 
 
@@ -561,10 +565,10 @@ def test_a_forward_of_any_number_of_arguments_is_refused():
         def forward(self, *tensors):
             return self.b(self.a(sum(tensors)))
 
-    told = r"a forward that takes \*tensors cannot be cut along its graph: give its parameters names"
-    with pytest.raises(MismatchError, match=told):
+    message = r"a forward that takes \*tensors cannot be cut along its graph: give its parameters names"
+    with pytest.raises(MismatchError, match=message):
         split(Any(None), 2, cuts=["b"])
-    with pytest.raises(MismatchError, match=told):
+    with pytest.raises(MismatchError, match=message):
         split(Any(None), 2, cuts=["b"], example_args=(torch.ones(2, 4),))
 
 
@@ -577,8 +581,8 @@ def test_running_statistics_that_two_stages_would_move_are_refused():
         def forward(self, x):
             return self.norm(self.b(self.norm(self.a(x))))
 
-    told = "^norm runs in stages 0 and 1, which cannot share its running statistics: cut elsewhere$"
-    with pytest.raises(MismatchError, match=told):
+    message = "^norm runs in stages 0 and 1, which cannot share its running statistics: cut elsewhere$"
+    with pytest.raises(MismatchError, match=message):
         split(Again(), 2, cuts=["b"])
     split(Again(), 2, cuts=["norm"])
     norm = nn.BatchNorm1d(4)
@@ -600,10 +604,10 @@ def test_a_hook_of_the_whole_model_is_refused_where_no_stage_would_run_it(model)
 
 
 def test_stages_are_not_cut_again():
-    told = "cuts= and example_args= are for a whole model, but the stages were given"
-    with pytest.raises(MismatchError, match=f"{told} as a list"):
+    message = "cuts= and example_args= are for a whole model, but the stages were given"
+    with pytest.raises(MismatchError, match=f"{message} as a list"):
         partition.as_cuttable([nn.Linear(2, 2), nn.Linear(2, 2)], ["1"], None, None)
-    with pytest.raises(MismatchError, match=f"{told} by number"):
+    with pytest.raises(MismatchError, match=f"{message} by number"):
         partition.as_cuttable({1: nn.Linear(2, 2)}, ["1"], None, None)
 
 
@@ -688,7 +692,7 @@ class Decides(nn.Module):
 def test_a_forward_that_decides_by_values_is_refused_in_one_sentence_and_nothing_else_is_shown(capfd):
     with pytest.raises(MismatchError) as caught:
         partition.split(Decides(), 2, example_args=(torch.ones(2, 3),))
-    told = str(caught.value)
-    assert told.startswith("cannot export the forward of Decides (")
-    assert "\n" not in told
+    message = str(caught.value)
+    assert message.startswith("cannot export the forward of Decides (")
+    assert "\n" not in message
     assert capfd.readouterr() == ("", "")

@@ -135,13 +135,13 @@ def everyone() -> list[Any]:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case} {run.schedule}{' from meta' * run.meta}")
 def test_transformers_models_have_the_numbers_of_the_uncut_ones(everyone, run):
-    assert_equal(run, [each[RUNS.index(run)] for each in everyone], uncut(run, CASES))
+    assert_equal(run, [result[RUNS.index(run)] for result in everyone], uncut(run, CASES))
 
 
 def test_an_exported_model_without_a_mask_is_the_uncut_one_with_the_mask_of_everyone(everyone):
     """Where no mask is given, transformers makes none, unless it is exported: then attention may take another kernel."""
     given = uncut(WITHOUT_MASK._replace(case="llama with the mask of everyone"), CASES)
-    assert_equal(WITHOUT_MASK, [each[len(RUNS)] for each in everyone], given)
+    assert_equal(WITHOUT_MASK, [result[len(RUNS)] for result in everyone], given)
     without = uncut(WITHOUT_MASK, CASES)
     for name, gradient in given.gradients.items():
         torch.testing.assert_close(without.gradients[name], gradient)
@@ -151,4 +151,4 @@ def test_an_exported_model_generates_the_tokens_of_its_own_generate(everyone):
     prompt, model = ids(4, 1), CASES[WITHOUT_MASK.case].model().eval()
     given = {"attention_mask": torch.ones_like(prompt), "eos_token_id": 2, "pad_token_id": 2}
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False, **given)
-    assert all(torch.equal(each[-1], expected) for each in everyone)
+    assert all(torch.equal(result[-1], expected) for result in everyone)

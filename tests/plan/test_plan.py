@@ -49,8 +49,10 @@ def test_a_plan_is_proved_and_takes_what_the_simulator_says_it_takes():
 def test_the_best_comes_first_and_the_same_seed_gives_the_same_plans():
     once, again = quick(memory=100 * MB, head=2.5), quick(memory=100 * MB, head=2.5)
     assert once == again
-    assert len({(each.schedule.actions, each.cuts) for each in quick(microbatches=1)}) == 5  # most families are one table then
-    assert [each.seconds for each in once] == sorted(each.seconds for each in once)
+    assert (
+        len({(value.schedule.actions, value.cuts) for value in quick(microbatches=1)}) == 5
+    )  # most families are one table then
+    assert [result.seconds for result in once] == sorted(result.seconds for result in once)
 
 
 class Alike(LayerChain):
@@ -73,8 +75,8 @@ def test_no_family_on_an_even_cut_that_fits_is_faster_than_the_plan(memory):
     for name, family in FAMILIES.items():
         table = ScheduleTimer(build(name, 4, 8))
         even = tuple(balanced_starts(line.layer_seconds, 4 * family.stages_per_rank))
-        for each in (line, *(Alike(line.layers, way) for way in (None, "stage", "block"))):
-            candidate = PartitionSearch(each, table, Limits((memory,) * 4)).evaluate(even)
+        for value in (line, *(Alike(line.layers, way) for way in (None, "stage", "block"))):
+            candidate = PartitionSearch(value, table, Limits((memory,) * 4)).evaluate(even)
             assert candidate.excess_bytes or best.seconds <= candidate.seconds * (1 + 1e-9), name
 
 
@@ -119,7 +121,7 @@ def test_a_rank_that_is_slow_gets_fewer_layers():
 
 def test_what_the_engine_takes_counts_once_for_each_action():
     for name, actions in (("1f1b", 2 * 8), ("gpipe", 2 * 8)):  # F and B of 8 microbatches
-        free, taken = (quick(action=each, schedules=[name], microbatches=8, fewer=False)[0].timeline for each in (0, 0.001))
+        free, taken = (quick(action=value, schedules=[name], microbatches=8, fewer=False)[0].timeline for value in (0, 0.001))
         assert sum(taken.busy) == pytest.approx(sum(free.busy) + 4 * actions * 0.001)
 
 
@@ -139,16 +141,16 @@ def test_all_ranks_are_used_if_that_is_asked():
 
 @pytest.mark.slow
 def test_a_search_for_tables_tells_how_far_it_is_and_ends_when_it_is_told_to():
-    told = []
+    results = []
 
     def enough(what, share, seconds):
-        told.append((what, share, seconds))
+        results.append((what, share, seconds))
         return True
 
     options = {"ranks": 4, "memory": 100 * MB, "batch": 16, "microbatches": 8}
     found = plan(layers(head=2.5), **options, effort="long", progress=enough)[0]
     assert found.seconds <= plan(layers(head=2.5), **options, effort="quick")[0].seconds * (1 + 1e-9)
-    assert told[0][0].startswith("table 1 of")
+    assert results[0][0].startswith("table 1 of")
 
 
 @pytest.mark.slow
@@ -162,7 +164,7 @@ def test_where_nothing_fits_the_rank_the_bytes_and_what_would_fit_are_named():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"ranks": 0}, "1 rank or more"),
         ({"memory": [1e9, 1e9]}, "for 4 ranks"),
@@ -194,8 +196,8 @@ def test_where_nothing_fits_the_rank_the_bytes_and_what_would_fit_are_named():
         ({"effort": ["quick"]}, r"effort=\['quick'\]: use quick"),
     ],
 )
-def test_what_cannot_be_planned_for_is_told(wrong, told):
-    with pytest.raises(PenstockError, match=told):
+def test_what_cannot_be_planned_for_is_told(wrong, message):
+    with pytest.raises(PenstockError, match=message):
         quick(**wrong)
 
 
@@ -229,7 +231,7 @@ def test_replicas_share_ranks_and_rows_and_sum_what_their_parameters_are():
     assert two.seconds == pytest.approx(two.timeline.makespan + summed)
     assert two.bound <= two.seconds
     best = quick(dp=[1, 2, 4], bandwidth=1e9, **options)[0]
-    assert best == min(one, two, four, key=lambda each: each.seconds) == four  # no pipeline, no bubble
+    assert best == min(one, two, four, key=lambda value: value.seconds) == four  # no pipeline, no bubble
     assert "on 1 ranks, 4 replicas" in str(best)
     assert "the replicas sum their gradients" in quick(dp=4, bandwidth=1e7, **options)[0].why
 
@@ -354,7 +356,7 @@ def test_layers_that_several_ranks_measured_count_with_the_mean():
         [LayerCost("a", 3.0, 4.0, 3.0), LayerCost("b", 5.0, 0.0, 4.0)],
     )
     mean = ModelProfile.mean_of(
-        [ModelProfile((ProfileSample(2, tuple(fast)), ProfileSample(8, tuple(each)))) for each in (fast, slow)]
+        [ModelProfile((ProfileSample(2, tuple(fast)), ProfileSample(8, tuple(value)))) for value in (fast, slow)]
     )
     assert mean.samples[0] == (2, tuple(fast))
     assert mean.samples[1] == (8, (LayerCost("a", 2.0, 3.0, 3.0), LayerCost("b", 4.5, 0.0, 3.0)))

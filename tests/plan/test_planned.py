@@ -98,7 +98,7 @@ def test_a_border_carries_what_flies_past_it_as_well():
     both = [source + target, source + target, source + target, target]
     for rows, times in ((4, 1), (1, 0.25)):
         found = measure(Translator(), example, seconds=0).costs_at(rows)
-        assert [layer.output for layer in found] == [times * each for each in both]
+        assert [layer.output for layer in found] == [times * result for result in both]
     with torch.device("meta"):
         model = Translator()
     assert [layer.output for layer in estimate(model, example, speed=1e9).costs_at(1)] == both
@@ -109,7 +109,7 @@ PAIR = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
-    ("model", "args", "told"),
+    ("model", "args", "message"),
     [
         ([nn.Linear(2, 2)], (ROW,), "one nn.Module, not a list"),
         (nn.Linear(2, 2), (ROW,), "Linear has no layers to plan with"),
@@ -119,8 +119,8 @@ PAIR = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         (nn.Sequential(PAIR, nn.BatchNorm1d(2)), (ROW,), "fails on 1 rows .* all and a quarter are measured: Expected more"),
     ],
 )
-def test_what_cannot_be_measured_is_told_in_a_sentence(model, args, told):
-    with pytest.raises(ps.MismatchError, match=told):
+def test_what_cannot_be_measured_is_told_in_a_sentence(model, args, message):
+    with pytest.raises(ps.MismatchError, match=message):
         measure(model, args)
 
 
@@ -196,10 +196,10 @@ def test_a_class_of_transformers_that_cannot_be_imported_is_told_in_one_sentence
 
     fake = SimpleNamespace(AutoConfig=SimpleNamespace(from_pretrained=fails), AutoModelForCausalLM=None)
     monkeypatch.setitem(sys.modules, "transformers", fake)
-    told = (
+    message = (
         r"^no causal language model can be made of .*config\.json \(Failed to import transformers.models.gpt2:\): give another"
     )
-    with pytest.raises(ps.PenstockError, match=told):
+    with pytest.raises(ps.PenstockError, match=message):
         estimate_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
 
 
@@ -249,13 +249,15 @@ def test_planned_pipelines_have_the_bits_of_one_process_and_the_memory_of_the_pl
         assert all(held <= 1.02 * said for held, said in zip(peaks[0], found.timeline.peak_memory, strict=True))
 
 
-@pytest.mark.parametrize(("count", "told"), [(8, "this one has 8: 4 is not in the plan"), (2, "has 2: 2 is not in the model")])
-def test_a_plan_for_a_model_of_other_layers_is_refused(tmp_path, count, told):
+@pytest.mark.parametrize(
+    ("count", "message"), [(8, "this one has 8: 4 is not in the plan"), (2, "has 2: 2 is not in the model")]
+)
+def test_a_plan_for_a_model_of_other_layers_is_refused(tmp_path, count, message):
     plan([LayerCost(str(number), 1, 1, 1) for number in range(4)], 1, 1e9, batch=1, effort="quick")[0].save(
         tmp_path / "plan.json"
     )
     found, model = load(tmp_path / "plan.json"), nn.Sequential(*[nn.Linear(2, 2) for _ in range(count)])
-    with pytest.raises(ps.MismatchError, match=f"the plan is for a model of 4 layers, 0 to 3, and .*{told}"):
+    with pytest.raises(ps.MismatchError, match=f"the plan is for a model of 4 layers, 0 to 3, and .*{message}"):
         ps.Pipeline(model, nn.functional.mse_loss, plan=found)
 
 

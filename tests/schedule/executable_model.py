@@ -49,7 +49,7 @@ def makes(action: Action, stages: int, skips: Skips = ()) -> list[Value]:
         "I": [("owed", stage, None), *gradients],
         "W": [],
     }[kind]
-    made.sort(key=lambda each: each[1])
+    made.sort(key=lambda value: value[1])
     return [Value(what, to, microbatch, past) for what, to, past in made if 0 <= to < stages]
 
 

@@ -83,11 +83,11 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "stages_per_rank", "told"), WRONG)
-def test_a_wrong_number_is_told(ranks, microbatches, stages_per_rank, told):
+@pytest.mark.parametrize(("ranks", "microbatches", "stages_per_rank", "message"), WRONG)
+def test_a_wrong_number_is_told(ranks, microbatches, stages_per_rank, message):
     with pytest.raises(ScheduleError) as caught:
         build("1f1b", ranks, microbatches, stages_per_rank)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 OTHER_STAGES = [
@@ -100,14 +100,14 @@ OTHER_STAGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "stages_per_rank", "told"), OTHER_STAGES)
-def test_another_number_of_stages_is_built_where_the_rule_is_for_it_else_told(name, stages_per_rank, told):
-    if told is None:
+@pytest.mark.parametrize(("name", "stages_per_rank", "message"), OTHER_STAGES)
+def test_another_number_of_stages_is_built_where_the_rule_is_for_it_else_told(name, stages_per_rank, message):
+    if message is None:
         assert build(name, 3, 4, stages_per_rank).stages == 3 * stages_per_rank
         return
     with pytest.raises(ScheduleError) as caught:
         build(name, 3, 4, stages_per_rank)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 def test_an_option_that_a_schedule_does_not_have_is_refused():

@@ -112,7 +112,7 @@ def test_a_rank_without_actions_is_idle_by_imbalance():
 def handed_over(drawn, **sent):
     """`drawn`, with the times at which its actions' messages were sent: `a0F0=3`."""
     at = {action[1:]: time for action, time in sent.items()}
-    return replace(drawn, rows=tuple(tuple(each._replace(sent=at.get(str(each.action))) for each in row) for row in drawn.rows))
+    return replace(drawn, rows=tuple(tuple(cell._replace(sent=at.get(str(cell.action))) for cell in row) for row in drawn.rows))
 
 
 def test_a_rank_that_hands_over_what_it_made_is_sending_first_and_waits_then():
@@ -184,8 +184,8 @@ def test_at_every_moment_the_cause_is_what_the_definitions_say(timed):
     for rank, row in enumerate(planned.idle):
         for moment in range(round(planned.makespan / MOMENT)):
             time = moment * MOMENT
-            told = [cause for start, end, cause in row if start <= time < end] or ["busy"]
-            assert told == [cause_at(time, rank, planned, makers)], (rank, time)
+            results = [cause for start, end, cause in row if start <= time < end] or ["busy"]
+            assert results == [cause_at(time, rank, planned, makers)], (rank, time)
 
 
 @settings(max_examples=150, deadline=None)

@@ -119,8 +119,8 @@ def test_what_a_pair_needs_is_posted_with_its_first_action():
 
 def test_a_program_is_read_post_by_post_with_a_pair_between_its_receives_and_its_sends():
     row = pairs_over_two_ranks(ahead=0).instructions(0)
-    told = [f"run {cells(each)}" if isinstance(each, Compute) else f"post {each.action}" for each in row]
-    assert ", ".join(told) == (
+    results = [f"run {cells(cell)}" if isinstance(cell, Compute) else f"post {cell.action}" for cell in row]
+    assert ", ".join(results) == (
         "run 0F0, post 0F0, run 0F1, post 0F1, post 1B0, run 0F2+0B0 after 1B0, post 0F2, "
         "post 1B1, run 0B1 after 1B1, post 1B2, run 0B2 after 1B2"
     )
@@ -185,8 +185,11 @@ def test_a_pair_waits_for_the_skips_of_both_its_actions_and_then_sends_those_of_
     rows = [f"{stage}F0 {stage}F1 {stage}B0 {stage}B1".split() for stage in (0, 1, 3, 4)]
     rows.insert(2, ["2F0", "(2F1;2B0)OVERLAP_F_B", "2B1"])
     program = lower(from_rows("x", rows, "loop"), ahead=0, skips={(0, 2), (2, 4)})
-    told = [f"run {cells(each)}" if isinstance(each, Compute) else f"post {short(each)}" for each in program.instructions(2)]
-    assert told == [
+    results = [
+        f"run {cells(instruction)}" if isinstance(instruction, Compute) else f"post {short(instruction)}"
+        for instruction in program.instructions(2)
+    ]
+    assert results == [
         "post 0F0>2", "post 1F0",
         "run 2F0 after 0F0 after 1F0",
         "post 2F0", "post 2F0>4",

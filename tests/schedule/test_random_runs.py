@@ -40,8 +40,8 @@ def in_table_order(table: Schedule, kind: str) -> tuple[Tensor, dict[str, Any]]:
         row = table.actions[table.placement[stage]]
         order = [action.microbatch for action in row if action.stage == stage and action.kind in (Kind.B, Kind.W)]
         for name, _ in module.named_parameters():
-            each = [parts[m][name] for m in order]
-            sums[name] = None if each[0] is None else sum(each[1:], each[0].clone())
+            value = [parts[m][name] for m in order]
+            sums[name] = None if value[0] is None else sum(value[1:], value[0].clone())
     return sum(losses[1:], losses[0]), sums
 
 
@@ -52,5 +52,5 @@ def test_a_random_valid_table_runs_to_the_end_with_the_right_bits(table: Schedul
     kind = ("mlp", "gpt", "mixed")[len(table.actions[0]) % 3]
     everyone = ps.launch(rank_run, table.ranks, table, kind)
     loss, expected = in_table_order(table, kind)
-    assert all(each == loss for each, _ in everyone)
+    assert all(result == loss for result, _ in everyone)
     assert_same(merged([grads for _, grads in everyone]), expected)

@@ -40,15 +40,15 @@ def pipelines(draw: st.DrawFn, stages: int = 6, microbatches: int = 4) -> tuple[
     dice.shuffle(placement)
     time, border = ([dice.choice([0, 1, 2, 3, 5.5]) for _ in range(count)] for _ in range(2))
     every = {
-        "forward": [each + 1 for each in time],
-        "backward_input": [each + dice.random() for each in time],
+        "forward": [duration + 1 for duration in time],
+        "backward_input": [duration + dice.random() for duration in time],
         "backward_weight": time,
-        "backward": draw(st.sampled_from([None, [1.5 * each + 1 for each in time]])),
+        "backward": draw(st.sampled_from([None, [1.5 * duration + 1 for duration in time]])),
         "send": border[:-1],
         "size": draw(st.sampled_from([0, 3])),
         "bandwidth": 2,
-        "act": [each + 0.5 for each in time],
-        "keep": draw(st.sampled_from([None, [0.4 * each for each in time], [each + 1 for each in time]])),
+        "act": [duration + 0.5 for duration in time],
+        "keep": draw(st.sampled_from([None, [0.4 * duration for duration in time], [duration + 1 for duration in time]])),
         "skips": dict.fromkeys(draw(some_skips(count)), 1.0),
     }
     return Costs(**every), tuple(placement), draw(whole_numbers(1, microbatches))
@@ -62,7 +62,7 @@ def test_what_is_found_is_proved_timed_within_its_limit_and_no_longer_than_a_pub
     least = [0.0] * (max(placement) + 1)
     for stage, rank in enumerate(placement):
         least[rank] += costs.act[stage]
-    limits = [more * each for each in least]
+    limits = [more * limit for limit in least]
     found = search(costs, placement, microbatches, limits, "quick", progress=soon)
     timeline = simulate(found.schedule, costs)
     verify(found.schedule, skips=list(costs.skips))
@@ -97,18 +97,18 @@ def test_where_published_tables_fit_the_best_is_told():
 
 
 def test_a_search_ends_where_it_is_proven_that_there_is_nothing_shorter():
-    told: list[float] = []
-    found = search(COSTS, V, 5, effort="long", progress=lambda done, makespan: told.append(done))
+    results: list[float] = []
+    found = search(COSTS, V, 5, effort="long", progress=lambda done, makespan: results.append(done))
     assert found.proven
     assert found.makespan == found.bound
-    assert max(told) < 0.1
+    assert max(results) < 0.1
 
 
 def test_a_table_that_meets_the_bound_of_its_memory_is_proven():
-    told: list[float] = []
-    found = search(Costs(), (0, 1), 2, limit=1, effort="quick", progress=lambda done, makespan: told.append(done))
+    results: list[float] = []
+    found = search(Costs(), (0, 1), 2, limit=1, effort="quick", progress=lambda done, makespan: results.append(done))
     assert found.proven
-    assert max(told, default=0) < 0.1
+    assert max(results, default=0) < 0.1
 
 
 def test_the_same_seed_gives_the_same_table_in_any_process():
@@ -121,8 +121,8 @@ found = search(costs, (0, 1, 2, 2, 1, 0), 4, 1.5, "quick", 7, progress=lambda do
 print(found.schedule.digest())
 """
     other = os.environ | {"PYTHONHASHSEED": "1"}
-    told = subprocess.run([sys.executable, "-c", program], env=other, capture_output=True, check=True, text=True)
-    assert told.stdout.strip() == first.schedule.digest()
+    result = subprocess.run([sys.executable, "-c", program], env=other, capture_output=True, check=True, text=True)
+    assert result.stdout.strip() == first.schedule.digest()
 
 
 def test_what_can_run_in_one_order_only_is_not_moved():
@@ -147,7 +147,7 @@ def test_tables_for_many_microbatches_grow_from_those_for_few():
 
 def test_a_table_found_before_is_a_start():
     before = search(COSTS, V, 4, limit=1.5, effort="quick", progress=soon)
-    after = search(COSTS, V, 4, limit=1.5, effort="quick", start=before.schedule, progress=lambda *told: True)
+    after = search(COSTS, V, 4, limit=1.5, effort="quick", start=before.schedule, progress=lambda *message: True)
     assert after.makespan <= before.makespan
 
 
@@ -180,7 +180,7 @@ def test_any_pipeline_is_searched_within_its_memory_and_none_comes_out_longer_th
     assert found.bound <= found.makespan == timeline.makespan
     assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
     times = [simulate(table, costs) for table in published_schedules(placement, 6)]
-    fit = [each.makespan for each in times if max(each.peak_memory) <= limit]
+    fit = [duration.makespan for duration in times if max(duration.peak_memory) <= limit]
     assert found.makespan <= min(fit, default=INFINITE)
 
 
@@ -244,10 +244,10 @@ def test_ctrl_c_before_there_is_any_table_gives_one_microbatch_after_the_other(m
 
 
 def test_whoever_watches_can_end_a_search_before_any_published_table_fits():
-    told = []
-    found = search(Costs(3, 4, 2), (0, 0, 1, 1), 4, limit=2, effort="long", progress=lambda *far: told.append(far) or True)
+    results = []
+    found = search(Costs(3, 4, 2), (0, 0, 1, 1), 4, limit=2, effort="long", progress=lambda *far: results.append(far) or True)
     assert found.family is None
-    assert told == [(0.0, INFINITE)]
+    assert results == [(0.0, INFINITE)]
     assert found.makespan == 4 * 4 * (3 + 4 + 2)  # one microbatch after the other
 
 
@@ -259,7 +259,7 @@ def test_ctrl_c_gives_the_best_so_far():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"limit": 0.9}, r"take on rank 0 1 \(limit 0.9\), rank 1 1"),
         ({"limit": [2, 2]}, "limit has 2 numbers for 3 ranks"),
@@ -278,8 +278,8 @@ def test_ctrl_c_gives_the_best_so_far():
         ({"start": build("1f1b", 2, 2)}, "1f1b is no start: it has 2 microbatches"),
     ],
 )
-def test_what_is_wrong_is_said_in_numbers(wrong, told):
-    with pytest.raises(ScheduleError, match=told):
+def test_what_is_wrong_is_said_in_numbers(wrong, message):
+    with pytest.raises(ScheduleError, match=message):
         search(**({"costs": COSTS, "placement": V, "microbatches": 4, "effort": "quick"} | wrong))
 
 

@@ -401,15 +401,15 @@ WRONG_COSTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("costs", "told"), WRONG_COSTS)
-def test_a_cost_that_is_no_time_is_refused(costs, told):
+@pytest.mark.parametrize(("costs", "message"), WRONG_COSTS)
+def test_a_cost_that_is_no_time_is_refused(costs, message):
     with pytest.raises(ScheduleError) as caught:
         simulate(build("1f1b", 3, 4), costs)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("0B0 0F0", "drawn stops: rank 0 waits for ever before 0B0"),
         ("0F0 0W0 0I0", "drawn stops: rank 0 waits for ever before 0W0"),
@@ -418,23 +418,23 @@ def test_a_cost_that_is_no_time_is_refused(costs, told):
         ("{0F0 0B0}\n1F0 1B0", "drawn stops: rank 0 waits for ever before 0F0"),  # a pair is one: it waits for 1B0, and so on
     ],
 )
-def test_a_table_that_stops_is_not_timed(text, told):
-    with pytest.raises(ScheduleError, match=told):
+def test_a_table_that_stops_is_not_timed(text, message):
+    with pytest.raises(ScheduleError, match=message):
         simulate(table(text))
 
 
 @pytest.mark.parametrize(
-    ("drawn", "told"),
+    ("drawn", "message"),
     [
         (Schedule("odd", (0, 1), 1, ([Action(Kind.F, 1, 0)], [])), "odd cannot be timed: rank 0 has 1F0 (see verify)"),
         (Schedule("odd", (0,), 1, ([Action(Kind.F, 2, 0)],)), "odd cannot be timed: rank 0 has 2F0 (see verify)"),
         (Schedule("odd", (0,), 1, ([Action(Kind.F, 0, 1)],)), "odd cannot be timed: rank 0 has 0F1 (see verify)"),
     ],
 )
-def test_an_action_that_is_not_its_ranks_is_not_timed(drawn, told):
+def test_an_action_that_is_not_its_ranks_is_not_timed(drawn, message):
     with pytest.raises(ScheduleError) as caught:
         simulate(drawn)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 def test_a_table_without_actions_takes_no_time():

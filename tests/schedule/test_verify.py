@@ -216,9 +216,9 @@ NO_SKIPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("skip", "told"), NO_SKIPS)
-def test_a_skip_that_the_model_cannot_have_is_refused(skip, told):
-    assert refusal(build("gpipe", 4, 2), skips=[(0, 3), skip]) == told
+@pytest.mark.parametrize(("skip", "message"), NO_SKIPS)
+def test_a_skip_that_the_model_cannot_have_is_refused(skip, message):
+    assert refusal(build("gpipe", 4, 2), skips=[(0, 3), skip]) == message
 
 
 def test_a_table_is_checked_before_its_skips():
@@ -294,21 +294,21 @@ REFUSALS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "placement", "told"), REFUSALS)
-def test_a_refusal_names_what_is_wrong(text, placement, told):
-    assert refusal(table(text, placement)) == told
+@pytest.mark.parametrize(("text", "placement", "message"), REFUSALS)
+def test_a_refusal_names_what_is_wrong(text, placement, message):
+    assert refusal(table(text, placement)) == message
 
 
 @pytest.mark.parametrize(
-    ("action", "told"),
+    ("action", "message"),
     [
         (Action(Kind.F, -1, 0), "rank 0 has -1F0; the stages are 0 to 0"),
         (Action(Kind.F, 0, -1), "rank 0 has 0F-1; the microbatches are 0 to 0"),
         (Action(Kind.F, 0, 1), "rank 0 has 0F1; the microbatches are 0 to 0"),
     ],
 )
-def test_an_action_out_of_range_is_named(action, told):
-    assert refusal(Schedule("x", (0,), 1, ((Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), action),))) == told
+def test_an_action_out_of_range_is_named(action, message):
+    assert refusal(Schedule("x", (0,), 1, ((Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), action),))) == message
 
 
 PAIRS = [
@@ -321,10 +321,10 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("pairs", "told"), PAIRS)
-def test_a_pair_that_is_not_in_the_table_or_not_alone_is_refused(pairs, told):
+@pytest.mark.parametrize(("pairs", "message"), PAIRS)
+def test_a_pair_that_is_not_in_the_table_or_not_alone_is_refused(pairs, message):
     row = table("0F0 0F1 0B0 0F2 0B1 0B2")
-    assert refusal(replace(row, overlaps=frozenset(cell(pair) for pair in pairs.split(", ")))) == told
+    assert refusal(replace(row, overlaps=frozenset(cell(pair) for pair in pairs.split(", ")))) == message
 
 
 @pytest.mark.parametrize(("placement", "microbatches", "rows"), [((), 0, ()), ((), 1, ((),)), ((0,), 0, ((),))])
@@ -436,8 +436,8 @@ class Stands(NamedTuple):
 
 def check_told(schedule: Schedule, model: Model, skips: Skips) -> None:
     """The message of this stopping table is a circle, and everything it says is so."""
-    _, _, told = refusal(schedule, sends=model.sends, channels=model.channels, skips=skips).partition(" deadlocks: ")
-    waits = [Wait(text) for text in told.split("; ")]
+    _, _, message = refusal(schedule, sends=model.sends, channels=model.channels, skips=skips).partition(" deadlocks: ")
+    waits = [Wait(text) for text in message.split("; ")]
     assert len({wait.rank for wait in waits}) == len(waits)
     assert all(wait.leads_to == following.rank for wait, following in pairwise([*waits, waits[0]]))
     at, network = execution(schedule, model, skips=skips)

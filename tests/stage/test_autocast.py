@@ -109,14 +109,14 @@ def plain(name: str, forwards_first: bool) -> dict[str, Tensor | None]:
     model, batch = case(name)
     for _ in range(2):
         losses = []
-        for each in batch.chunk(M):
+        for microbatch in batch.chunk(M):
             with torch.autocast("cpu", torch.bfloat16), CollectAuxiliaryLosses() as auxiliary:
-                loss = loss_fn(model(each), None)
+                loss = loss_fn(model(microbatch), None)
                 losses.append([loss, *auxiliary])
             if not forwards_first:
                 torch.autograd.backward(losses[-1], [torch.full_like(value, 1 / M) for value in losses[-1]])
-        for each in losses if forwards_first else ():
-            torch.autograd.backward(each, [torch.full_like(value, 1 / M) for value in each])
+        for item in losses if forwards_first else ():
+            torch.autograd.backward(item, [torch.full_like(value, 1 / M) for value in item])
     return gradients(model.named_parameters())
 
 

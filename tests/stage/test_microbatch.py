@@ -112,17 +112,17 @@ def test_a_wrapper_says_where_the_rows_of_its_tensor_are():
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: Rows(torch.zeros(3, 4), 2), "Rows(tensor, 2): a tensor of shape (3, 4) has no such dimension"),
         (lambda: Rows([1], 0), "Rows takes a tensor, not a list: wrap the tensors inside"),
         (lambda: Replicated(None), "Replicated takes a tensor, not a NoneType: wrap the tensors inside"),
     ],
 )
-def test_what_a_wrapper_cannot_take_is_refused(make, told):
+def test_what_a_wrapper_cannot_take_is_refused(make, message):
     with pytest.raises(MismatchError) as caught:
         make()
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 # ---- split and join
@@ -174,7 +174,7 @@ def test_an_output_that_does_not_have_the_rows_where_outputs_are_joined_is_refus
 
 def test_the_signature_of_a_batch_tells_how_its_tensors_are_cut():
     one, two = torch.zeros(4, 4), torch.zeros(4, 4)
-    found = {batch_signature([one, each]) for each in (two, Rows(two, 0), Rows(two, 1), Replicated(two))}
+    found = {batch_signature([one, value]) for value in (two, Rows(two, 0), Rows(two, 1), Replicated(two))}
     assert len(found) == 4
 
 
@@ -242,9 +242,9 @@ def test_when_nothing_counts_every_weight_is_zero():
 
 @pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), torch.tensor(-0.5)])
 def test_a_weight_that_is_no_share_is_refused_with_its_piece(count):
-    told = iter([1, 1, count])
+    result = iter([1, 1, count])
     with pytest.raises(MismatchError) as caught:
-        microbatch_weights([None] * 3, lambda target: next(told))
+        microbatch_weights([None] * 3, lambda target: next(result))
     assert str(caught.value) == f"loss_weight is {float(count)} for microbatch 2: it must be a finite number, 0 or more"
 
 

@@ -47,9 +47,9 @@ def test_gradients_have_the_norm_of_the_uncut_model_to_the_bit(make, cut):
             list(model.state_dict()),
         )
         ranks = [RankParameters({index: stage}, names, aliases, order) for index, stage in enumerate(stages)]
-        parts = [each.gradient_norms_by_name(2.0) for each in ranks]
+        parts = [rank.gradient_norms_by_name(2.0) for rank in ranks]
         expected = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-        assert all(torch.equal(each.clip_grads(parts, math.inf, 2.0), expected) for each in ranks)
+        assert all(torch.equal(rank.clip_grads(parts, math.inf, 2.0), expected) for rank in ranks)
 
 
 def test_a_parameter_that_came_after_the_pipeline_is_told_by_its_name():

@@ -28,7 +28,7 @@ class Does(nn.Module):
 def apart(value):
     """As another rank receives it."""
     return detach_for_next_stage(
-        tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), value)
+        tree_map_only(Tensor, lambda value: value.detach().clone().requires_grad_(value.requires_grad), value)
     )
 
 
@@ -68,7 +68,7 @@ def test_a_value_that_shares_memory_with_another_is_not_changed_in_place_by_a_la
 
 @pytest.mark.parametrize("make", SHARED.values(), ids=SHARED.keys())
 def test_values_that_share_memory_come_as_they_are_where_they_are_only_read(make):
-    made = through(apart, [make, lambda *values: values, lambda *values: [each * 1 for each in values]])
+    made = through(apart, [make, lambda *values: values, lambda *values: [value * 1 for value in values]])
     expected = make(torch.full((2, 4), 3.0))
     assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
 
@@ -121,27 +121,27 @@ def listed():
 
 def rank_shared():
     """What steps and evaluations come to, where a view goes along with the value, and where it goes past the stage between."""
-    told, batch = [], torch.ones(4, 4)
+    results, batch = [], torch.ones(4, 4)
     for make, cuts in ((Late, ["act", "last"]), (listed, None)):
         pipe = ps.Pipeline(make(), nn.functional.mse_loss, "1f1b", 2, cuts=cuts)
         for call in (pipe.step, pipe.step, pipe.eval):
             try:
-                told.append(f"{call(batch, target=batch[:, :2])}")
+                results.append(f"{call(batch, target=batch[:, :2])}")
             except MismatchError as error:
-                told.append(str(error))
-    return told
+                results.append(str(error))
+    return results
 
 
 @pytest.mark.ranks
 def test_a_cut_model_whose_views_would_not_change_with_a_value_is_refused_on_all_ranks():
-    for told in ps.launch(rank_shared, 3):
-        assert all("stage 1 changes in place a value of shape (2, 4)" in each for each in told[:3])
-        assert all("stage 2 changes in place a value of shape (2, 4)" in each for each in told[3:])
+    for result in ps.launch(rank_shared, 3):
+        assert all("stage 1 changes in place a value of shape (2, 4)" in value for value in result[:3])
+        assert all("stage 2 changes in place a value of shape (2, 4)" in value for value in result[3:])
 
 
 def rank_renormalised():
     """What two ranks are told whose first stage renormalises the embedding that is the last one's matrix too."""
-    told, tokens = [], torch.arange(8).view(4, 2)
+    results, tokens = [], torch.arange(8).view(4, 2)
     for schedule in ("1f1b", "zb-v"):  # the last stage is on another rank, or on the same
         model = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 8))
         model[3].weight = model[0].weight
@@ -149,11 +149,13 @@ def rank_renormalised():
         for call in (pipe.step, pipe.eval):
             with pytest.raises(MismatchError) as caught:
                 call(tokens, target=tokens)
-            told.append(str(caught.value))
-    return told
+            results.append(str(caught.value))
+    return results
 
 
 @pytest.mark.ranks
 def test_a_forward_that_changes_in_place_a_parameter_of_several_stages_is_refused_on_all_ranks():
-    for told in ps.launch(rank_renormalised, 2):
-        assert all("stage 0 changes in place a parameter of shape (8, 4) that another stage has too" in each for each in told)
+    for result in ps.launch(rank_renormalised, 2):
+        assert all(
+            "stage 0 changes in place a parameter of shape (8, 4) that another stage has too" in value for value in result
+        )

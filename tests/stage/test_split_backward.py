@@ -425,9 +425,9 @@ def test_checkpointed_blocks_are_recomputed_once_in_i(reentrant: bool) -> None:
     batches = [torch.randn(7, 6) for _ in range(3)]
     if reentrant:  # its input must require a gradient
         other = copy.deepcopy(module)
-        for each, split in ((module, True), (other, False)):
-            each.zero_grad()
-            again = split_stage(each)
+        for item, split in ((module, True), (other, False)):
+            item.zero_grad()
+            again = split_stage(item)
             for m, value in enumerate(batches):
                 output = again.forward(m, [value.clone().requires_grad_()], split_backward=split)
                 again.backward(m, [torch.ones_like(output)])
@@ -447,7 +447,7 @@ def test_a_checkpointed_block_keeps_no_activation_between_forward_and_i() -> Non
     stage.forward(0, [batch(33, 64)], split_backward=True)
     gc.collect()
     assert len(alive) == 2
-    assert all(each() is None for each in alive)
+    assert all(process() is None for process in alive)
 
 
 def test_activations_no_weight_needs_go_with_i_and_the_rest_with_w() -> None:
@@ -513,14 +513,14 @@ def test_parameters_may_be_frozen_replaced_and_moved_between_steps() -> None:
     stage, other = split_stage(module), split_stage(copy.deepcopy(module))
     value = torch.randn(7, 6)
     for change in (lambda net: None, *changes):
-        for each, split in ((stage, True), (other, False)):
-            change(each.module)
-            each.module.zero_grad()
-            each.begin_step()
-            output = each.forward(0, [value.to(each.module[0].weight.dtype)], split_backward=split)
-            each.backward(0, [torch.ones_like(output)])
+        for item, split in ((stage, True), (other, False)):
+            change(item.module)
+            item.module.zero_grad()
+            item.begin_step()
+            output = item.forward(0, [value.to(item.module[0].weight.dtype)], split_backward=split)
+            item.backward(0, [torch.ones_like(output)])
             if split:
-                each.backward_weight([0])
+                item.backward_weight([0])
         for p, q in zip(module.parameters(), other.module.parameters(), strict=True):
             assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad)
 
@@ -541,7 +541,7 @@ def test_values_that_a_forward_puts_in_the_place_of_a_parameters_stay_there(in_o
     other = copy.deepcopy(module)
     stage = Stage(1, module, CPU, in_order=in_order)
     values = [torch.randn(4, 2, 9) for _ in range(3)]
-    optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (module, other)]
+    optimizers = [torch.optim.SGD(value.parameters(), lr=1.0) for value in (module, other)]
     for _ in range(3):
         stage.begin_step()
         for m, value in enumerate(values):
@@ -617,8 +617,8 @@ def test_gradients_are_added_in_one_go_where_nobody_listens(monkeypatch: Any) ->
         module = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
         plain, seen = copy.deepcopy(module), list[Tensor]()
         with torch.no_grad():
-            for each in (*module, *plain):
-                each.weight.grad = torch.zeros(64 * 64).view(64, 64)  # as people make it who keep all gradients in one piece
+            for value in (*module, *plain):
+                value.weight.grad = torch.zeros(64 * 64).view(64, 64)  # as people make it who keep all gradients in one piece
         if hooked:
             module[1].weight.register_hook(seen.append)
         batches = [torch.randn(64, 64) for _ in range(2)]

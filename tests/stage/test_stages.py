@@ -35,9 +35,9 @@ def test_slices_built_by_each_rank_train_as_the_monolith_and_only_the_ends_need_
     torch.manual_seed(5)
     model = ps.model.mlp(12, 7, classes=3)
     loss = accumulate(model, nn.functional.cross_entropy, data("mlp", 8), 3)
-    assert all(torch.equal(each[0], loss) for each in everyone)
-    assert_same(merged([each[1] for each in everyone]), gradients(model.named_parameters()))
-    assert_same(merged([each[2] for each in everyone]), model.state_dict())
+    assert all(torch.equal(result[0], loss) for result in everyone)
+    assert_same(merged([result[1] for result in everyone]), gradients(model.named_parameters()))
+    assert_same(merged([result[2] for result in everyone]), model.state_dict())
 
 
 # -- what passes ----------------------------------------------------------------------------------------------------
@@ -292,8 +292,8 @@ def test_frozen_parts_and_layers_that_change_their_input_in_place_right_after_a_
             expected = sum(
                 nn.functional.cross_entropy(model(i), t) * 0.5 for i, t in zip(inputs.chunk(2), target.chunk(2), strict=True)
             )
-        assert all(torch.equal(each[number][0], expected) for each in everyone)
-        assert_same(merged([each[number][1] for each in everyone]), gradients(model.named_parameters()))
+        assert all(torch.equal(result[number][0], expected) for result in everyone)
+        assert_same(merged([result[number][1] for result in everyone]), gradients(model.named_parameters()))
 
 
 def tied(microbatches):
@@ -322,18 +322,18 @@ def rank_tied_fails(frozen):
     """A step that fails on the first rank as the last of its gradients comes, or is refused there, and a good one."""
     pipe = ps.Pipeline(tied(2), token_loss, "1f1b", 2)
     tokens, target = data("gpt", 6)
-    fault, told = pipe.topology.rank == 0, ""
+    fault, message = pipe.topology.rank == 0, ""
     weight = next(pipe.parameters()).requires_grad_(not (fault and frozen))
     hook = weight.register_hook(Fails(2)) if fault and not frozen else None
     try:
         pipe.step(tokens, target=target)
     except ps.PenstockError as error:
-        told = str(error)
+        message = str(error)
     if hook is not None:
         hook.remove()
     weight.requires_grad_(True)
     pipe.step(tokens, target=target)
-    return told, weight.grad
+    return message, weight.grad
 
 
 class Fails:
@@ -353,9 +353,9 @@ class Fails:
     ("frozen", "words"), [(False, "0B1, .* boom$"), (True, "stage 0 gets 2 gradients for 1 values: freeze")]
 )
 def test_a_rank_that_fails_at_last_ends_the_step_on_the_others_that_have_its_weight(frozen, words):
-    (told, first), (others, last) = ps.launch(rank_tied_fails, 2, frozen)
-    assert re.search(words, told)
-    assert told == others
+    (result, first), (others, last) = ps.launch(rank_tied_fails, 2, frozen)
+    assert re.search(words, result)
+    assert result == others
     assert torch.equal(first, last)
 
 
@@ -396,7 +396,7 @@ def test_tied_weights_get_the_sum_of_their_owners_gradients_and_stay_equal(ranks
         optimizer.step()
         optimizer.zero_grad()
     accumulate(model, token_loss, batch, microbatches)
-    grads, state = merged([each[2] for each in everyone]), merged([each[3] for each in everyone])
+    grads, state = merged([result[2] for result in everyone]), merged([result[3] for result in everyone])
     assert torch.equal(everyone[0][2]["0.weight"], everyone[-1][2]["0.weight"])
     assert torch.equal(state["0.weight"], state["3.weight"])
     for name, parameter in model.named_parameters():  # the two uses' gradients are summed in another order
@@ -423,8 +423,8 @@ def test_a_state_moves_between_any_number_of_ranks_and_the_uncut_model():
     state = model.state_dict()
     for ranks, schedule in ((4, "1f1b"), (2, "gpipe"), (1, "naive")):
         everyone = ps.launch(rank_state, ranks, schedule, state)
-        assert all(torch.equal(each[0], loss) for each in everyone)
-        state = merged([each[1] for each in everyone])
+        assert all(torch.equal(result[0], loss) for result in everyone)
+        state = merged([result[1] for result in everyone])
         assert_same(state, model.state_dict())
     model.load_state_dict(state)
 
@@ -506,13 +506,13 @@ def test_what_a_weight_is_owed_is_not_changed_by_a_sum_that_begins_with_a_view_o
     module = Crossed()
     stage, alone = Stage(1, module, torch.device("cpu"), in_order=True), copy.deepcopy(module)
     batch = torch.randn(3, 1, 64, 64)
-    for each in batch:
-        alone(each).sum().backward()
+    for value in batch:
+        alone(value).sum().backward()
     for _ in range(2):  # from the second step on small gradients reach their parameters in I
         module.zero_grad()
         stage.begin_step()
-        for microbatch, each in enumerate(batch):
-            output = stage.forward(microbatch, [each.clone().requires_grad_()], split_backward=True)
+        for microbatch, value in enumerate(batch):
+            output = stage.forward(microbatch, [value.clone().requires_grad_()], split_backward=True)
             stage.backward(microbatch, [torch.ones_like(output)])
         for microbatch in range(3):
             stage.backward_weight([microbatch], is_last=microbatch == 2)
@@ -540,4 +540,4 @@ def test_a_buffer_that_a_stage_gives_is_as_it_was_when_the_next_microbatch_chang
     for step in range(2):
         stage.begin_step()
         given = [stage.forward(microbatch, [(torch.ones(1),), {}], with_backward=training)[1] for microbatch in range(3)]
-        assert [each.unique().item() for each in given] == [3 * step + 1, 3 * step + 2, 3 * step + 3]
+        assert [value.unique().item() for value in given] == [3 * step + 1, 3 * step + 2, 3 * step + 3]

@@ -286,10 +286,10 @@ def test_memory_in_bytes_sending_and_the_time_between_steps_are_told(visit):
         )
     )
     assert (figures["memory of activations, at most"], figures["between steps, before this one"]) == ("6 MB", "20 ms")
-    legend = [each.text for each in browser.find_elements(By.CSS_SELECTOR, ".legend li")]
-    assert any(each.startswith("between steps, of all time") for each in legend)
+    legend = [element.text for element in browser.find_elements(By.CSS_SELECTOR, ".legend li")]
+    assert any(label.startswith("between steps, of all time") for label in legend)
     assert legend[-1] == "memory of activations (dashed: planned)"
-    assert any(each.startswith("idle by sending") for each in legend)
+    assert any(label.startswith("idle by sending") for label in legend)
     ActionChains(browser, duration=20).click(browser.find_element(By.CSS_SELECTOR, ".chart")).send_keys(
         Keys.ARROW_RIGHT
     ).perform()

@@ -96,8 +96,8 @@ def test_what_did_different_work_is_compared_with_a_warning(run):
     save(measured(build("1f1b", ranks=2, microbatches=6), 1), None, more / "timeline.json")
     for folder, batch in ((run, 8), (more, 16)):
         (folder / "run.json").write_text(json.dumps({"config": TrainConfig(batch=batch, seed=batch).described()}))
-    told = penstock("compare", run, more).stdout.splitlines()
-    assert told[-1] == "these differ in microbatches (4 and 6) and batch (8 and 16): their times are those of different work"
+    output = penstock("compare", run, more).stdout.splitlines()
+    assert output[-1] == "these differ in microbatches (4 and 6) and batch (8 and 16): their times are those of different work"
 
 
 def test_compare_takes_two_runs(run):
@@ -107,14 +107,14 @@ def test_compare_takes_two_runs(run):
 
 
 def test_a_schedule_beside_a_run_is_predicted_at_its_costs(run):
-    told = penstock("compare", "gpipe", run).stdout
-    assert "gpipe, predicted  1f1b, measured" in told
-    assert "1f1b, measured, is itself predicted to take 1" in told
-    assert "differ in" not in told  # it has the run's ranks and microbatches
+    output = penstock("compare", "gpipe", run).stdout
+    assert "gpipe, predicted  1f1b, measured" in output
+    assert "1f1b, measured, is itself predicted to take 1" in output
+    assert "differ in" not in output  # it has the run's ranks and microbatches
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["show", "1f1b", "--html", "nowhere/a.html"], "nowhere/a.html cannot be written: No such file or directory"),
         (["show", "tests"], "tests has no timeline: there is no file tests/timeline.json"),
@@ -124,12 +124,12 @@ def test_a_schedule_beside_a_run_is_predicted_at_its_costs(run):
         (["compare", "1f1b", "gpip"], "did you mean gpipe?"),
     ],
 )
-def test_what_cannot_be_shown_is_one_sentence(words, told, run, tmp_path):
+def test_what_cannot_be_shown_is_one_sentence(words, message, run, tmp_path):
     if "PLAN" in words:
         layers = ModelProfile.from_layers([LayerCost("a", 0.1, 0.1, 0.1), LayerCost("b", 0.1, 0.1, 0.1)])
         plan(layers, 2, 1e12, batch=2, effort="quick")[0].save(tmp_path / "PLAN.json")
         words = [*words[:-1], str(tmp_path / "PLAN.json")]
     done = penstock(*(run if word == "RUN" else word for word in words))
     assert done.returncode == 1
-    assert told in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr

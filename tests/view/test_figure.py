@@ -71,11 +71,11 @@ def test_the_planned_row_stands_below_the_measured_one_on_the_same_axis():
 
 def test_memory_path_and_arrows_are_drawn_if_asked():
     timeline = two_ranks()
-    plain, told = figure(Record((timeline,))), figure(Record((timeline,)), ("memory", "path", "arrows"))
-    count = [sum(isinstance(shape, Line) for shape in drawn.shapes) for drawn in (plain, told)]
+    plain, result = figure(Record((timeline,))), figure(Record((timeline,)), ("memory", "path", "arrows"))
+    count = [sum(isinstance(shape, Line) for shape in drawn.shapes) for drawn in (plain, result)]
     between = sum(one.rank != other.rank for one, other in pairwise(timeline.critical_path))
     assert count[1] - count[0] == 4 + between + 2 * len(timeline.critical_path)  # four messages; an outline is two lines
-    assert sum(isinstance(shape, Box) and shape.color == SHADE for shape in told.shapes) > 4
+    assert sum(isinstance(shape, Box) and shape.color == SHADE for shape in result.shapes) > 4
 
 
 def test_idle_time_is_hatched_by_its_cause_within_its_box():

@@ -206,8 +206,8 @@ questions = st.recursive(
 @FUZZ
 @given(questions)
 def test_odd_questions_are_refused_in_a_sentence(question):
-    told = worker.answer_question(json.loads(json.dumps(question)))
-    assert "timeline" in told or not told["error"].startswith("Penstock failed")
+    data = worker.answer_question(json.loads(json.dumps(question)))
+    assert "timeline" in data or not data["error"].startswith("Penstock failed")
 
 
 @FUZZ

@@ -42,7 +42,7 @@ class Outline(HTMLParser):
 def unpacked(data):
     """What a page says of a record, its columns of events one by one again."""
     if isinstance(data, list):
-        return [unpacked(each) for each in data]
+        return [unpacked(batch) for batch in data]
     if not isinstance(data, dict):
         return data
     if "ranks" not in data:

@@ -48,7 +48,7 @@ def test_its_files_answer_alone_as_the_studio_does(tmp_path):
     command = [sys.executable, "-I", "-S", "-c", ALONE, tmp_path / "penstock.zip"]
     lines = "\n".join(map(json.dumps, questions))
     lines = subprocess.run(command, input=lines, stdout=-1, text=True, check=True).stdout.splitlines()
-    *answers, better, told = map(json.loads, lines[:-1])
+    *answers, better, data = map(json.loads, lines[:-1])
     rows = [[f"{rank}{kind}{m}" for m in range(2) for kind in "FB"] for rank in range(3)]
     same = [*questions[:2], {"rows": rows, "name": "your schedule", "costs": {"forward": 2}}]
     assert answers == [
@@ -58,7 +58,7 @@ def test_its_files_answer_alone_as_the_studio_does(tmp_path):
         {"error": "your schedule, line 1: invalid syntax"},
     ]
     assert better["name"] == "1f1b (searched)"
-    assert 0 < told["share"] <= 1
+    assert 0 < data["share"] <= 1
     assert set(lines[-1].split()) <= {"__main__", "answering", "penstock", *BLOCKED}
 
 

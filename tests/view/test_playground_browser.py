@@ -38,7 +38,7 @@ def home(tmp_path):
 
 
 def test_python_in_the_browser_answers_as_the_studio_does(browser, home):  # noqa: F811
-    def told(name, text):
+    def wait_for_text(name, text):
         while not browser.find_element("id", name).get_attribute("textContent").startswith(text):
             time.sleep(0.05)
 
@@ -50,24 +50,24 @@ def test_python_in_the_browser_answers_as_the_studio_does(browser, home):  # noq
     browser.get_log("performance")
     browser.get(f"{home}?schedule=zb-v&ranks=16&microbatches=64#written")
     expected = answer({"schedule": "zb-v", "ranks": 16, "microbatches": 64})
-    told("proof", expected["proof"]["text"])
+    wait_for_text("proof", expected["proof"]["text"])
     assert browser.execute_script("return studio.answer.timeline.makespan") == expected["timeline"]["makespan"]
-    told("python", "Python runs in this browser (12.")
+    wait_for_text("python", "Python runs in this browser (12.")
     circle = "0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n"
     write(circle)
-    told("proof", answer({"csv": circle, "file": "your table"})["proof"]["text"])
-    told("proof", "your table deadlocks: rank 0 waits for ")
+    wait_for_text("proof", answer({"csv": circle, "file": "your table"})["proof"]["text"])
+    wait_for_text("proof", "your table deadlocks: rank 0 waits for ")
     write(FUNCTION)
-    told("proof", "proved: your schedule over 2 ranks, 2 stages, 4 microbatches")
+    wait_for_text("proof", "proved: your schedule over 2 ranks, 2 stages, 4 microbatches")
     browser.execute_script("studio.improve()")
-    told("proof", "proved: your schedule (searched)")
+    wait_for_text("proof", "proved: your schedule (searched)")
     write("def schedule(rank, ranks, microbatches):\n    yield '0Z0'")
-    told("problem", "your schedule: ")
+    wait_for_text("problem", "your schedule: ")
     write("while True: pass")
     write(FUNCTION)  # for which Python starts anew
-    told("proof", "proved: your schedule over")
+    wait_for_text("proof", "proved: your schedule over")
     assert browser.get_log("browser") == []
     messages = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
-    asked = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+    asked = [message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"]
     assert asked
     assert all(url.startswith((home, "data:")) for url in asked), asked

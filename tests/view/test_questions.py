@@ -105,7 +105,7 @@ def why_rank_2_waits(run):
     data = timeline_data(run.usual)["ranks"]
     gap = [end for _, end, cause in data[2]["idle"] if cause == "imbalance"][1]
     event = next(event for event in data[2]["events"] if event["start"] >= gap)
-    home = next(rank for rank, row in enumerate(data) if event["waited_for"] in [each["action"] for each in row["events"]])
+    home = next(rank for rank, row in enumerate(data) if event["waited_for"] in [event["action"] for event in row["events"]])
     return f"next\n{event['action']} .*\nwaits for\n{event['waited_for']} of rank {home}, which ends at "
 
 
@@ -159,17 +159,17 @@ def test_a_question_is_answered_from_a_fresh_page_in_two_actions_at_most(visit, 
     for does in actions:
         does(browser)
         drawn(browser)
-    shown, told = browser.find_element(By.CSS_SELECTOR, where).text, answer(run)
-    assert told in shown or re.search(told, shown), shown
+    shown, result = browser.find_element(By.CSS_SELECTOR, where).text, answer(run)
+    assert result in shown or re.search(result, shown), shown
 
 
 def test_each_sentence_of_the_verdict_lights_up_what_it_is_about_and_draws_the_step_without_it(visit, run):
-    browser, told = visit("run.html"), run.explanation.verdict
+    browser, verdict = visit("run.html"), run.explanation.verdict
     sentences = browser.find_elements(By.CSS_SELECTOR, ".finding")
-    assert [each.text for each in sentences] == [each.text for each in told]
+    assert [sentence.text for sentence in sentences] == [finding.text for finding in verdict]
     assert sentences[0].text.startswith("rank 1 is slow: ")
     shown = "const c = page.charts[0]; return c.instead && [c.instead.timeline.data.makespan, c.rows[0].plannedHigh > 0]"
-    for sentence, finding in zip(sentences, told, strict=True):
+    for sentence, finding in zip(sentences, verdict, strict=True):
         sentence.click()
         drawn(browser)
         assert browser.execute_script(shown) == [pytest.approx(finding.timeline.makespan), True]
@@ -291,8 +291,8 @@ def test_shift_and_drag_selects_time_and_ranks_and_the_address_brings_it_back(vi
     busy = (
         "return happened(page.records[0].timeline, {from: 0, to: page.records[0].timeline.data.makespan, ranks: [0, 1, 2, 3]})"
     )
-    told = browser.execute_script(f"{busy}.map(({{busy}}) => busy)")
-    assert told == pytest.approx(browser.execute_script("return page.records[0].timeline.data.busy"), rel=1e-6)
+    result = browser.execute_script(f"{busy}.map(({{busy}}) => busy)")
+    assert result == pytest.approx(browser.execute_script("return page.records[0].timeline.data.busy"), rel=1e-6)
 
 
 def test_the_critical_path_is_unrolled_below_and_told_in_sums(visit, run):
@@ -304,10 +304,10 @@ def test_the_critical_path_is_unrolled_below_and_told_in_sums(visit, run):
     )
     move_to(browser, round(x), round(y)).perform()
     assert tip(browser).startswith(str(path[3].action))
-    told = browser.find_element(By.CSS_SELECTOR, ".path").text
-    assert told.startswith("The critical path is backward ")
-    assert "messages" in told
-    assert "Its actions are on rank 1 " in told
+    result = browser.find_element(By.CSS_SELECTOR, ".path").text
+    assert result.startswith("The critical path is backward ")
+    assert "messages" in result
+    assert "Its actions are on rank 1 " in result
 
 
 @pytest.mark.parametrize(("name", "slow"), [("1f1b", 0), ("1f1b", 1), ("1f1b", None), ("zb-v", None)])
@@ -316,19 +316,19 @@ def test_idle_and_bubble_have_one_value_and_one_name_wherever_they_are_told(visi
     text = json.dumps(Record((step,), None, "s").data())
     record = read(text, "a run")
     (folder / "words.html").write_text(page([record]))
-    data, told = record.data()["steps"][0]["timeline"], summary(step, "s")
+    data, summary_text = record.data()["steps"][0]["timeline"], summary(step, "s")
     browser = visit("words.html")
-    cards = [each.text.split("\n") for each in browser.find_elements(By.CSS_SELECTOR, ".figures > div")]
+    cards = [element.text.split("\n") for element in browser.find_elements(By.CSS_SELECTOR, ".figures > div")]
     shown = {name: value for name, value, *_ in cards}
     assert shown["idle, of all ranks' time"] == f"{100 * data['idle_share']:.1f} %"
     assert shown["bubble, idle of the busiest rank"] == f"{100 * data['bubble']:.1f} %"
     assert shown["makespan"] == terminal.format_time(data["makespan"], "s") == terminal.format_time(record.usual.makespan, "s")
-    assert told.startswith(f"makespan {shown['makespan']}, ")
+    assert summary_text.startswith(f"makespan {shown['makespan']}, ")
     assert (
         shown["in flight, most at once"] == "/".join(map(str, data["peak_in_flight"])) or len(set(data["peak_in_flight"])) == 1
     )
-    assert f"idle {data['idle_share']:.1%}" in told
-    assert f"bubble {data['bubble']:.1%}" in told
+    assert f"idle {data['idle_share']:.1%}" in summary_text
+    assert f"bubble {data['bubble']:.1%}" in summary_text
     assert browser.find_element(By.CSS_SELECTOR, ".shares h3").text.endswith(f"idle {shown[cards[1][0]]}")
     assert answer({"run": text})["measured"]["steps"][0]["timeline"]["idle_share"] == data["idle_share"]
     closing, legend = str(record.explanation), browser.find_element(By.CSS_SELECTOR, ".legend").text
@@ -336,14 +336,14 @@ def test_idle_and_bubble_have_one_value_and_one_name_wherever_they_are_told(visi
     for cause, share in data["causes"].items():
         assert share == 0 or f"{cause} {share:.1%}" in closing
         assert share == 0 or f"idle by {cause}{100 * share:.1f} %" in legend.replace("\n", "")
-        assert share == 0 or f"{cause} {share:.1%}" in told
+        assert share == 0 or f"{cause} {share:.1%}" in summary_text
 
 
 def test_numbers_are_told_alike_by_the_page_and_the_terminal(visit):
     browser = visit("run.html")
     shares = [0, 1 / 16, 3 / 16, 5 / 16, 1 / 8, 1 / 3, 0.0125, 0.00049, 0.9999, 1]
-    told = browser.execute_script("return arguments[0].map(percent)", shares)
-    assert told == [f"{share:.1%}".replace("%", " %") for share in shares]
+    result = browser.execute_script("return arguments[0].map(percent)", shares)
+    assert result == [f"{share:.1%}".replace("%", " %") for share in shares]
     numbers = [15357, 15360.4, 0.1 + 0.2, 12.345678, 0.012345678, 12345678]
     for unit, scales in (("", [1]), ("s", [1, 1e-3, 1e-6])):
         times = [number * scale / 100 for number in numbers[:5] for scale in scales] + numbers[-1:] * (not unit)
@@ -359,7 +359,7 @@ def test_numbers_are_told_alike_by_the_page_and_the_terminal(visit):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("2B99", "there is no 2B99"),
         ("2B99 = 3", "there is no 2B99"),
@@ -377,8 +377,8 @@ def test_numbers_are_told_alike_by_the_page_and_the_terminal(visit):
         ("ZB-V", "zb-v (2 stages a rank): "),
     ],
 )
-def test_what_cannot_be_answered_is_told_in_a_sentence(opened, words, told):
-    assert ask(opened, words).startswith(told)
+def test_what_cannot_be_answered_is_told_in_a_sentence(opened, words, message):
+    assert ask(opened, words).startswith(message)
 
 
 def test_a_step_of_too_many_actions_answers_with_its_sums(visit, folder, monkeypatch):
@@ -453,9 +453,9 @@ def test_a_question_in_words_is_answered_in_a_sentence_and_drawn_below(visit, ru
     browser = visit("run.html")
     now = browser.execute_script("return page.records[0].timeline.data.makespan")
     assert browser.execute_script("return page.records[0].timeline.replay.run().makespan") == pytest.approx(now)
-    told = ask(browser, "rank 1 at the mean")
-    assert told.startswith("rank 1 as fast as the mean of the others: the step takes ")
-    assert " less (" in told
+    result = ask(browser, "rank 1 at the mean")
+    assert result.startswith("rank 1 as fast as the mean of the others: the step takes ")
+    assert " less (" in result
     ghost = browser.execute_script("return page.charts[0].instead.timeline.data.makespan")
     assert ghost < now
     assert ask(browser, "1B3 as fast as the others").startswith("1B3 as fast as the others (")

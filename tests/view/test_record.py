@@ -145,7 +145,7 @@ def _events(data, rank=0):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda data: data.update(format="penstock timeline 9"), "its format is 'penstock timeline 9'"),
         (lambda data: data.update(steps=[]), "it has no steps"),
@@ -179,13 +179,13 @@ def _events(data, rank=0):
         ),
     ],
 )
-def test_what_is_no_timeline_is_refused_in_one_sentence(tmp_path, change, told):
+def test_what_is_no_timeline_is_refused_in_one_sentence(tmp_path, change, message):
     path = tmp_path / "timeline.json"
     save(two_ranks(), None, path)
     _changed(path, change)
     with pytest.raises(PenstockError, match="is not a timeline that Penstock wrote") as caught:
         load(path)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_file_that_is_not_there_or_not_json_is_told(tmp_path):
@@ -208,14 +208,14 @@ def test_the_verdict_in_the_file_is_that_of_the_explanation_and_is_worked_out_ag
     schedule = build("1f1b", ranks=4, microbatches=8)
     save([measured(schedule, seed, slow=1) for seed in range(3)], None, tmp_path / "timeline.json", layers=[1, 1, 1, 1])
     record = load(tmp_path)
-    told = record.data()["verdict"]
+    verdict = record.data()["verdict"]
     assert record.explanation
-    assert told["text"] == record.explanation.verdict_text
-    assert told["text"].startswith("rank 1 is slow: ")
-    assert told["basis"] == "at the medians of 3 steps"
-    assert "; ".join(each["text"] for each in told["findings"]) + f" ({told['basis']})" == told["text"]
-    assert told["findings"][0]["rank"] == 1
-    assert told["findings"][0]["timeline"]["makespan"] < record.explanation.predicted_step
+    assert verdict["text"] == record.explanation.verdict_text
+    assert verdict["text"].startswith("rank 1 is slow: ")
+    assert verdict["basis"] == "at the medians of 3 steps"
+    assert "; ".join(finding["text"] for finding in verdict["findings"]) + f" ({verdict['basis']})" == verdict["text"]
+    assert verdict["findings"][0]["rank"] == 1
+    assert verdict["findings"][0]["timeline"]["makespan"] < record.explanation.predicted_step
     assert load(tmp_path).data() == record.data()
 
 

@@ -92,14 +92,16 @@ def test_an_incomplete_table_is_shown_and_said_to_be():
 
 @pytest.mark.slow
 def test_a_better_table_is_found_within_the_memory_that_was_taken_or_the_limit():
-    told, costs = [], {"forward": 3, "backward_input": 4, "backward_weight": 2}
+    results, costs = [], {"forward": 3, "backward_input": 4, "backward_weight": 2}
     question = {"schedule": "zb-h1", "ranks": 3, "microbatches": 6, "costs": costs}
-    before, found = answer(question), answer({**question, "better": True}, told.append)
+    before, found = answer(question), answer({**question, "better": True}, results.append)
     assert found["name"] == "zb-h1 (searched)"
     assert found["proof"]["holds"]
     assert found["found"]["bound"] <= found["timeline"]["makespan"] <= before["timeline"]["makespan"]
-    assert all(now <= then for now, then in zip(*(each["timeline"]["peak_in_flight"] for each in (found, before)), strict=True))
-    assert all(0 <= each["share"] <= 1 for each in told)
+    assert all(
+        now <= then for now, then in zip(*(value["timeline"]["peak_in_flight"] for value in (found, before)), strict=True)
+    )
+    assert all(0 <= result["share"] <= 1 for result in results)
     tight = answer({**question, "max_in_flight": 2, "better": True})
     assert max(tight["timeline"]["peak_in_flight"]) <= 2
     with pytest.raises(PenstockError, match="64 stages of 512 microbatches are more than the studio searches for"):
@@ -121,7 +123,7 @@ def test_a_run_brings_its_table_and_its_costs_in_milliseconds():
 def test_the_verdict_on_a_run_is_of_all_its_steps_as_on_its_page():
     fast, slow = (read(run_of(), "run").steps[0] for _ in range(2))
     slow = replace(
-        slow, rows=tuple(tuple(each._replace(start=3 * each.start, end=3 * each.end) for each in row) for row in slow.rows)
+        slow, rows=tuple(tuple(cell._replace(start=3 * cell.start, end=3 * cell.end) for cell in row) for row in slow.rows)
     )
     run = json.dumps(Record((fast, slow, slow), None, "s").data())
     assert answer({"run": run})["measured"]["verdict"]["text"] == read(run, "run").explanation.verdict_text
@@ -300,9 +302,9 @@ def test_a_file_it_was_opened_with_is_read_again_when_it_has_changed(tmp_path, p
         ):
             path.write_text(text)
             os.utime(path, ns=(0, int(first["changed"]) + later))  # the clock of files may be slow
-            told = json.loads(request(own, path="/opened")[1])
-            assert told["changed"] != first["changed"]
-            assert part in str(told[name])
+            data = json.loads(request(own, path="/opened")[1])
+            assert data["changed"] != first["changed"]
+            assert part in str(data[name])
         path.unlink()
         assert json.loads(request(own, path="/opened")[1]) == {"changed": "", "error": f"{path} is gone"}
     assert request(port, path="/opened")[0].status == 404
@@ -367,8 +369,8 @@ def test_without_werkzeug_one_line_says_what_to_install():
     code += "sys.argv = ['penstock', 'studio', '--no-browser']\nfrom penstock.commands.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    told = "penstock: the studio is served with Werkzeug, which is not installed: pip install 'penstock[studio]'"
-    assert done.stderr.strip() == told
+    message = "penstock: the studio is served with Werkzeug, which is not installed: pip install 'penstock[studio]'"
+    assert done.stderr.strip() == message
 
 
 def test_what_never_runs_is_laid_out_where_its_rank_would_come_to_it():
@@ -376,7 +378,7 @@ def test_what_never_runs_is_laid_out_where_its_rank_would_come_to_it():
     found = answer({**table, "costs": {"forward": 2, "backward_input": 1, "backward_weight": 3}})
     assert found["stopped"]
     assert sorted(found["proof"]["actions"]) == ["0B0", "0F1", "1B0", "1F1"]
-    laid = [(each["rank"], each["action"], each["start"], each["end"]) for each in found["stuck"]]
+    laid = [(value["rank"], value["action"], value["start"], value["end"]) for value in found["stuck"]]
     assert laid[:3] == [(0, "0B0", 2, 6), (0, "0F1", 6, 8), (0, "0B1", 8, 12)]
     assert laid[3:] == [(1, "1F1", 4, 6), (1, "1B0", 6, 10), (1, "1B1", 10, 14)]
     assert answer({"schedule": "1f1b", "ranks": 2, "microbatches": 2})["stuck"] == []
@@ -385,7 +387,7 @@ def test_what_never_runs_is_laid_out_where_its_rank_would_come_to_it():
 def test_a_pair_that_never_runs_is_laid_out_as_one():
     rows = [["0F0", "(0B0;0F1)OVERLAP_F_B", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
     found = answer({"rows": rows, "placement": [0, 1]})
-    assert [(each["action"], each["start"], each.get("half")) for each in found["stuck"]][:3] == [
+    assert [(value["action"], value["start"], value.get("half")) for value in found["stuck"]][:3] == [
         ("0B0", 1, 0),
         ("0F1", 1, 1),
         ("0B1", 4, None),

@@ -36,7 +36,7 @@ def studio(browser, port):
     yield browser
     assert browser.get_log("browser") == []
     messages = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
-    urls = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+    urls = [message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"]
     assert urls
     assert all(url.startswith((home, "data:", f"blob:{home}")) for url in urls), urls
 
@@ -133,7 +133,7 @@ def test_dragging_an_action_makes_a_deadlock_that_is_told_and_marked_and_undone(
     settle(studio)
     assert row(studio, 0).startswith("0F0 0F1 0F3 0B0 0F2 0F4")
     assert "deadlocks: rank 0 waits for the gradient of 1B0 from rank 1, before 0B0; rank 1 waits for" in proof(studio)
-    wrong = {each.text for each in studio.find_elements("css selector", ".cell.wrong")}
+    wrong = {element.text for element in studio.find_elements("css selector", ".cell.wrong")}
     assert wrong == {"1B0", "0B0", "0F2", "1F2"}
     assert len(studio.find_elements("css selector", ".circle path")) == 4  # two arrows, line and tip
     studio.find_element("id", "undo").click()
@@ -423,8 +423,8 @@ def test_a_number_that_cannot_be_is_told(studio, value):
     typed(studio, "microbatches", value)
     settle(studio)
     shown = repr(value) if value == "abc" else value
-    told = f"microbatches is {shown}: the studio takes a whole number from 1 to 512"
-    assert studio.find_element("id", "problem").text == told
+    message = f"microbatches is {shown}: the studio takes a whole number from 1 to 512"
+    assert studio.find_element("id", "problem").text == message
 
 
 def test_no_file_of_another_kind_is_taken(studio, tmp_path):

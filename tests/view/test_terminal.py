@@ -101,16 +101,16 @@ def test_a_number_without_a_unit_has_six_digits_and_no_exponent():
 
 
 def test_the_summary_of_many_ranks_is_short_and_says_idle_and_bubble():
-    told = summary(simulate(build("1f1b", 64, 70), Costs(1, 1, 1)))
-    assert "activations in flight 1 to 64 on 64 ranks" in told
-    assert max(map(len, told.splitlines())) < 130
+    summary_text = summary(simulate(build("1f1b", 64, 70), Costs(1, 1, 1)))
+    assert "activations in flight 1 to 64 on 64 ranks" in summary_text
+    assert max(map(len, summary_text.splitlines())) < 130
     uneven = simulate(build("1f1b", 2, 4), Costs([1, 3], 1, 1))
     assert f"idle {uneven.idle_share:.1%} (the bubble is that of the busiest rank alone) by" in summary(uneven)
     assert uneven.idle_share != uneven.bubble
 
 
-@pytest.mark.parametrize(("told", "width"), [("40", 40), ("", 100), ("wide", 100), ("0", 100), ("-5", 100)])
-def test_a_width_that_is_no_number_of_columns_is_not_believed(monkeypatch, told, width):
-    monkeypatch.setenv("COLUMNS", told)
+@pytest.mark.parametrize(("message", "width"), [("40", 40), ("", 100), ("wide", 100), ("0", 100), ("-5", 100)])
+def test_a_width_that_is_no_number_of_columns_is_not_believed(monkeypatch, message, width):
+    monkeypatch.setenv("COLUMNS", message)
     monkeypatch.setattr(sys, "__stdout__", None)  # which may be a terminal
     assert terminal_width() == width

@@ -57,9 +57,9 @@ def test_the_page_is_for_this_machine_and_only_reads(tmp_path):
     with watched(tmp_path) as address:
         for path in ("/", "/watch.js", "/words.js", "/watch.css", "/page.css", "/state"):
             assert got(address, path)[0] == 200
-        status, told = got(address, "/timeline")
+        status, result = got(address, "/timeline")
         assert status == 404
-        assert "has no timeline" in told
+        assert "has no timeline" in result
         (tmp_path / "timeline.json").write_text(run_of())
         status, page = got(address, "/timeline")
         assert status == 200

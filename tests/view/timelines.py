@@ -29,7 +29,10 @@ def measured(schedule: Schedule, seed: int, slow: int | None = None) -> Timeline
     rows: list[list[Event]] = [[] for _ in schedule.actions]
     for event in sorted(plan.events, key=lambda event: event.start):
         needs = [
-            done[each] for alternatives in dependencies(event.action, schedule.stages) for each in alternatives if each in done
+            done[alternative]
+            for alternatives in dependencies(event.action, schedule.stages)
+            for alternative in alternatives
+            if alternative in done
         ]
         free = rows[event.rank][-1].end if rows[event.rank] else 1000.0
         start = max([free + 1e-5, *(need.end + 4e-4 * (need.rank != event.rank) for need in needs)])

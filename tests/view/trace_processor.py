@@ -53,9 +53,9 @@ class _Processor:
         engine, module = _compiled()
         self.store = wasmtime.Store(engine)
         linker = wasmtime.Linker(engine)
-        for each in module.imports:
-            if host := getattr(self, f"_{each.name}", None):
-                linker.define(self.store, each.module, each.name, wasmtime.Func(self.store, each.type, host))
+        for name in module.imports:
+            if host := getattr(self, f"_{name.name}", None):
+                linker.define(self.store, name.module, name.name, wasmtime.Func(self.store, name.type, host))
         linker.define_unknown_imports_as_traps(module)  # whatever else it asks of its host is an error
         self.exports = linker.instantiate(self.store, module).exports(self.store)
         self.memory = self.exports["memory"]
@@ -126,7 +126,7 @@ class _Processor:
 
     def _fd_write(self, _file: int, pieces: int, count: int, written: int) -> int:
         """What it prints (its progress) is dropped."""
-        sizes = (int.from_bytes(self._bytes(pieces + 8 * each + 4, 4), "little") for each in range(count))
+        sizes = (int.from_bytes(self._bytes(pieces + 8 * index + 4, 4), "little") for index in range(count))
         self._put(sum(sizes), written)
         return 0
 

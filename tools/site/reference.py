@@ -50,7 +50,7 @@ def _entry(name: str, value: Any) -> Iterator[str]:
     if inspect.isclass(value):
         yield f"## {name.rpartition('.')[2]}"
         signature = "" if issubclass(value, BaseException | Enum) else _signature(value)
-        yield _directive("class", name + signature, value, [_member(name, *each) for each in _members(value)])
+        yield _directive("class", name + signature, value, [_member(name, *member) for member in _members(value)])
     else:
         yield f"## {name.rpartition('.')[2]}"
         yield _directive("function", name + _signature(value), value, [])
@@ -83,9 +83,9 @@ def _signature(value: Any) -> str:
     except (TypeError, ValueError):
         return "()"
     parameters = [
-        each.replace(annotation=inspect.Parameter.empty, default=_told(each.default))
-        for each in signature.parameters.values()
-        if each.name not in ("self", "cls")
+        parameter.replace(annotation=inspect.Parameter.empty, default=_told(parameter.default))
+        for parameter in signature.parameters.values()
+        if parameter.name not in ("self", "cls")
     ]
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 

@@ -32,12 +32,12 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, list | tuple):
-        parts = [pack(each, f"{name}.{number}", tensors) for number, each in enumerate(value)]
+        parts = [pack(item, f"{name}.{number}", tensors) for number, item in enumerate(value)]
         return parts if isinstance(value, list) else {"tuple": parts}
     if isinstance(value, dict):
         if not isinstance(value, Counter) and all(isinstance(key, str) for key in value):
-            return {"dict": {key: pack(each, f"{name}.{key}", tensors) for key, each in value.items()}}
-        pairs = [[pack(key, name, tensors), pack(each, f"{name}.{key}", tensors)] for key, each in value.items()]
+            return {"dict": {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}}
+        pairs = [[pack(key, name, tensors), pack(item, f"{name}.{key}", tensors)] for key, item in value.items()]
         return {"counter" if isinstance(value, Counter) else "items": pairs}
     raise MismatchError(
         f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot keep: "
@@ -48,7 +48,7 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     """What `pack` made `packed` of."""
     if isinstance(packed, list):
-        return [unpack(each, tensors) for each in packed]
+        return [unpack(value, tensors) for value in packed]
     if not isinstance(packed, dict):
         return packed
     ((kind, content),) = packed.items()
@@ -57,8 +57,8 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "tuple":
         return tuple(unpack(content, tensors))
     if kind == "dict":
-        return {key: unpack(each, tensors) for key, each in content.items()}
-    pairs = {unpack(key, tensors): unpack(each, tensors) for key, each in content}
+        return {key: unpack(value, tensors) for key, value in content.items()}
+    pairs = {unpack(key, tensors): unpack(value, tensors) for key, value in content}
     return Counter(pairs) if kind == "counter" else pairs
 
 
@@ -67,8 +67,8 @@ def tensor_names_in(packed: Any, location: str, depth: int = 0) -> Iterator[str]
     if depth > MAX_DEPTH:
         raise ValueError(f"{location[:60]}.. is more than {MAX_DEPTH} lists or dicts deep")
     if isinstance(packed, list):
-        for number, each in enumerate(packed):
-            yield from tensor_names_in(each, f"{location}.{number}", depth + 1)
+        for number, value in enumerate(packed):
+            yield from tensor_names_in(value, f"{location}.{number}", depth + 1)
     elif isinstance(packed, dict):
         ((kind, content),) = packed.items() if len(packed) == 1 else (("", None),)
         if not isinstance(content, PACKED_KINDS.get(kind, ())):
@@ -76,8 +76,8 @@ def tensor_names_in(packed: Any, location: str, depth: int = 0) -> Iterator[str]
         if kind == "tensor":
             yield content
         elif kind == "dict":
-            for key, each in content.items():
-                yield from tensor_names_in(each, f"{location}.{key}", depth + 1)
+            for key, value in content.items():
+                yield from tensor_names_in(value, f"{location}.{key}", depth + 1)
         else:
             yield from tensor_names_in(content, location, depth + 1)
             if kind != "tuple" and not all(

@@ -78,15 +78,15 @@ def _tensor_names(value: Any, expected: Any, location: str) -> Iterator[str]:
     if not kind.accepts(value):
         raise ValueError(f"{location} is {repr(value)[:60]}, not {kind.description}")
     if isinstance(expected, list):
-        for number, each in enumerate(value):
-            yield from _tensor_names(each, expected[0], f"{location}.{number}")
-    for name, each in expected.items() if isinstance(expected, dict) else ():
+        for number, item in enumerate(value):
+            yield from _tensor_names(item, expected[0], f"{location}.{number}")
+    for name, item in expected.items() if isinstance(expected, dict) else ():
         if isinstance(name, ValueRule):
             for key, one in value.items():
                 yield from _tensor_names(key, name, f"a name in {location}")
-                yield from _tensor_names(one, each, f"{location}.{key}")
+                yield from _tensor_names(one, item, f"{location}.{key}")
         elif name not in value:
             if name not in _MISSING_IN_OLD_CHECKPOINTS:
                 raise ValueError(f"{location} has no {name!r}")
         elif value[name] is not None or name not in _OPTIONAL:
-            yield from _tensor_names(value[name], each, f"{location}.{name}")
+            yield from _tensor_names(value[name], item, f"{location}.{name}")

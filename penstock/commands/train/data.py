@@ -16,7 +16,7 @@ MAX_TEXT_BYTES = 8_000_000  # more than a short training sees
 
 
 @dataclass(frozen=True)
-class Text:
+class TextDataset:
     """Bytes of text. A batch is `rows` windows of `context` bytes; its target is the same windows one byte later."""
 
     train: Tensor  # (bytes,) uint8
@@ -39,7 +39,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Digits:
+class DigitsDataset:
     """Images of handwritten digits with their classes."""
 
     inputs: Tensor  # (images, width) float32, an 8 x 8 image padded with zeros to `width`
@@ -61,11 +61,11 @@ def _generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(mix_seed(seed, step) >> 1)
 
 
-def text(path: Path | None, context: int) -> Text:
+def text(path: Path | None, context: int) -> TextDataset:
     """Return the bytes of `read`, the last of them held out."""
     content = read(path)
     held_out = int(len(content) * HELD_OUT)
-    return Text(content[:-held_out], content[-held_out:], context)
+    return TextDataset(content[:-held_out], content[-held_out:], context)
 
 
 def read(path: Path | None) -> Tensor:
@@ -84,7 +84,7 @@ def _sources() -> list[Path]:
     return sorted(standard.glob("*.py")) + [file for file in packages if file.parent.name != "site-packages"]
 
 
-def digits(width: int) -> Digits:
+def digits(width: int) -> DigitsDataset:
     """Return scikit-learn's 1797 handwritten digits (8 x 8, from UCI's Optical Recognition of Handwritten Digits)."""
     from sklearn.datasets import load_digits
 
@@ -93,4 +93,4 @@ def digits(width: int) -> Digits:
     order = torch.randperm(len(images), generator=_generator(0, 0))
     inputs = torch.zeros(len(images), width)
     inputs[:, :PIXELS] = images[order]
-    return Digits(inputs, torch.tensor(loaded.target)[order], held_out=len(images) // 5)
+    return DigitsDataset(inputs, torch.tensor(loaded.target)[order], held_out=len(images) // 5)

@@ -1,6 +1,6 @@
 """Evaluate a trained model: its loss on the held-out part, and a sample of text."""
 
-from penstock.commands.train.data import Text
+from penstock.commands.train.data import TextDataset
 from penstock.commands.train.setup import Setup
 
 VALIDATION_BATCHES = 8
@@ -20,7 +20,7 @@ def validation_loss(setup: Setup) -> float:
 
 def sample(setup: Setup) -> tuple[str, str]:
     """Return held-out text and the model's continuation of it; two empty strings for a model of images."""
-    if not isinstance(setup.source, Text):
+    if not isinstance(setup.source, TextDataset):
         return "", ""
     prompt = setup.source.held_out[: setup.source.context].long()[None]  # (1, context)
     text = setup.pipe.generate(prompt, max_new_tokens=SAMPLE_BYTES, temperature=TEMPERATURE, seed=setup.config.seed)

@@ -34,7 +34,7 @@ class Setup:
     folder: Path | None  # of the run, the same on every rank; None if nothing is written
     memory: Path | None  # a folder in memory, for a checkpoint after each step; None if ranks are not restarted
     has_checkpoint: bool  # in one of the folders: of an earlier attempt, or of the run that is resumed
-    source: data.Text | data.Digits
+    source: data.TextDataset | data.DigitsDataset
     pipe: Pipeline
     optimizer: torch.optim.Optimizer
     rate: torch.optim.lr_scheduler.LRScheduler
@@ -79,7 +79,7 @@ def set_up(config: TrainConfig, folder: Path | None, memory: Path | None = None)
     return Setup(config, topology, *folders, source, pipe, optimizer, rate, sizes)
 
 
-def task(config: TrainConfig) -> tuple[data.Text | data.Digits, nn.Sequential, Loss]:
+def task(config: TrainConfig) -> tuple[data.TextDataset | data.DigitsDataset, nn.Sequential, Loss]:
     """Return the data, the model and the loss function."""
     if config.model == "mlp":
         return data.digits(config.width), mlp(config.width, config.depth, classes=10), nn.functional.cross_entropy

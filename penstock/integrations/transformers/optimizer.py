@@ -27,11 +27,11 @@ class RankOptimizer:
             parameters = group["params"]
             if any(id(parameter) not in all_of_model for parameter in parameters):
                 raise ps.MismatchError("the optimizer has parameters that are not the model's: make them a part of the model")
-            self.places.append([number + place for place, each in enumerate(parameters) if id(each) in own])
+            self.places.append([number + place for place, parameter in enumerate(parameters) if id(parameter) in own])
             self.counts.append(len(parameters))
-            for parameter in [each for each in parameters if id(each) not in own]:
+            for parameter in [parameter for parameter in parameters if id(parameter) not in own]:
                 optimizer.state.pop(parameter, None)
-            group["params"] = [each for each in parameters if id(each) in own]
+            group["params"] = [parameter for parameter in parameters if id(parameter) in own]
             number += len(parameters)
         optimizer.register_load_state_dict_pre_hook(self._part)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nan
 
 from penstock.learn import by_hand
-from penstock.learn.by_hand import Here
+from penstock.learn.by_hand import RankGroup
 from penstock.learn.story import check, on_ranks, ranks_here, say
 
 RANKS = 4
@@ -44,7 +44,7 @@ def main() -> None:
 class Collective:
     """One of the eight: by hand, who has what before, and which one its backward is."""
 
-    hand: Callable[[Here, Tensor], Tensor | None]
+    hand: Callable[[RankGroup, Tensor], Tensor | None]
     given: str  # "all" ranks have all pieces, each has its own "piece", or only the "root", rank 0, has all
     backward: str
 
@@ -61,36 +61,36 @@ COLLECTIVES = {  # drawn in pairs
 }
 
 
-def by_torch(name: str, here: Here, mine: Tensor) -> Tensor | None:
+def by_torch(name: str, group: RankGroup, tensor: Tensor) -> Tensor | None:
     """The same by torch.distributed: in place, or into what it is given, a tensor or a list of one for each rank."""
-    piece, pieces, first = torch.empty(1), torch.empty(here.ranks, 1), here.rank == 0
+    piece, pieces, first = torch.empty(1), torch.empty(group.ranks, 1), group.rank == 0
     match name:
         case "broadcast":
-            dist.broadcast(mine, 0)
+            dist.broadcast(tensor, 0)
         case "reduce":
-            dist.reduce(mine, 0)
-            return mine if first else None
+            dist.reduce(tensor, 0)
+            return tensor if first else None
         case "scatter":
-            dist.scatter(piece, list(mine) if first else None, 0)
+            dist.scatter(piece, list(tensor) if first else None, 0)
             return piece
         case "gather":
-            dist.gather(mine, list(pieces) if first else None, 0)
+            dist.gather(tensor, list(pieces) if first else None, 0)
             return pieces if first else None
         case "all-gather":
-            dist.all_gather(list(pieces), mine)
+            dist.all_gather(list(pieces), tensor)
             return pieces
         case "reduce-scatter":
-            dist.reduce_scatter(piece, list(mine))
+            dist.reduce_scatter(piece, list(tensor))
             return piece
         case "all-to-all":
-            dist.all_to_all(list(pieces), list(mine))
+            dist.all_to_all(list(pieces), list(tensor))
             return pieces
         case "all-reduce":
-            dist.all_reduce(mine)
-    return mine
+            dist.all_reduce(tensor)
+    return tensor
 
 
-class Seen(NamedTuple):
+class CollectiveResult(NamedTuple):
     """A collective on one rank: its pieces before and after, `nan` where it has none; whether torch makes the same."""
 
     before: Tensor  # (ranks,)
@@ -100,59 +100,59 @@ class Seen(NamedTuple):
     def drawn(self) -> str:
         """In one line, a dot where nothing is."""
         lines = (
-            "".join("   ." if each.isnan() else f"  {each:02.0f}" for each in pieces) for pieces in (self.before, self.after)
+            "".join("   ." if piece.isnan() else f"  {piece:02.0f}" for piece in pieces) for pieces in (self.before, self.after)
         )
         return "  ->".join(lines)
 
 
-def see(here: Here, name: str, numbers: Tensor) -> Seen:
+def see(group: RankGroup, name: str, numbers: Tensor) -> CollectiveResult:
     """Run a collective on `numbers` (ranks, 1), by hand and by torch."""
     collective = COLLECTIVES[name]
-    given = numbers[here.rank] if collective.given == "piece" else numbers
-    hand, library = collective.hand(here, given.clone()), by_torch(name, here, given.clone())
+    given = numbers[group.rank] if collective.given == "piece" else numbers
+    hand, library = collective.hand(group, given.clone()), by_torch(name, group, given.clone())
     same = hand is library if hand is None or library is None else torch.equal(hand, library)
-    start = None if collective.given == "root" and here.rank else given
-    return Seen(in_place(here, start), in_place(here, hand), same)
+    start = None if collective.given == "root" and group.rank else given
+    return CollectiveResult(in_place(group, start), in_place(group, hand), same)
 
 
-def in_place(here: Here, data: Tensor | None) -> Tensor:
+def in_place(group: RankGroup, data: Tensor | None) -> Tensor:
     """(ranks,): all pieces, or one in this rank's place, or none."""
-    places = torch.full((here.ranks,), nan)
+    places = torch.full((group.ranks,), nan)
     if data is not None:
-        places[here.rank if data.numel() == 1 else slice(None)] = data.squeeze()
+        places[group.rank if data.numel() == 1 else slice(None)] = data.squeeze()
     return places
 
 
-def backward_holds(here: Here, name: str) -> bool:
+def backward_holds(group: RankGroup, name: str) -> bool:
     """Whether f(x) . y = x . b(y), summed over all ranks, f being the collective and b what is said to be its backward."""
-    generator = torch.Generator().manual_seed(here.rank)
-    x, y = torch.randint(-99, 99, (2, here.ranks, 1), generator=generator).float()
-    forward, backward = see(here, name, x), see(here, COLLECTIVES[name].backward, y)
+    generator = torch.Generator().manual_seed(group.rank)
+    x, y = torch.randint(-99, 99, (2, group.ranks, 1), generator=generator).float()
+    forward, backward = see(group, name, x), see(group, COLLECTIVES[name].backward, y)
     products = torch.stack([(forward.after * backward.before).nansum(), (forward.before * backward.after).nansum()])
     dist.all_reduce(products)
     return products[0].item() == products[1].item()
 
 
-def see_all() -> dict[str, tuple[Seen, bool]]:
+def see_all() -> dict[str, tuple[CollectiveResult, bool]]:
     """Every collective on this rank, and whether its backward is what it is said to be."""
-    here = Here.join()
-    numbers = torch.tensor([[10.0 * here.rank + piece] for piece in here.all])
-    return {name: (see(here, name, numbers), backward_holds(here, name)) for name in COLLECTIVES}
+    group = RankGroup.join()
+    numbers = torch.tensor([[10.0 * group.rank + piece] for piece in group.all])
+    return {name: (see(group, name, numbers), backward_holds(group, name)) for name in COLLECTIVES}
 
 
 def show_all(ranks: int) -> None:
     """Every collective drawn, two side by side, and what was checked of it."""
     seen = on_ranks(see_all, ranks)
     pictures = {
-        name: [name, *(f"rank {rank} {each[name][0].drawn()}" for rank, each in enumerate(seen))] for name in COLLECTIVES
+        name: [name, *(f"rank {rank} {result[name][0].drawn()}" for rank, result in enumerate(seen))] for name in COLLECTIVES
     }
     names, width = list(COLLECTIVES), 8 * ranks + 16
     for pair in zip(names[::2], names[1::2], strict=True):
         for left, right in zip(*(pictures[name] for name in pair), strict=True):
             say(f"  {left:{width}}{right}")
-    other = [name for name in names if not all(each[name][0].as_torch for each in seen)]
+    other = [name for name in names if not all(result[name][0].as_torch for result in seen)]
     check(not other, "torch makes the same on every rank", f"torch makes something else of {', '.join(other)}")
-    wrong = [name for name in names if not all(each[name][1] for each in seen)]
+    wrong = [name for name in names if not all(result[name][1] for result in seen)]
     check(
         not wrong,
         "left and right are each other's backward; the last two are their own",
@@ -168,25 +168,25 @@ def watch_the_ring(ranks: int) -> None:
     width = max(2 * ranks + 2, 9)
     titles = ["start", *(f"step {step}" for step in range(1, len(states[0])))]
     say(f"  {'':8}{''.join(f'{title:{width}}' for title in titles)}".rstrip())
-    for rank, each in enumerate(states):
-        say(f"  rank {rank}  {''.join(f'{state:{width}}' for state in each)}".rstrip())
+    for rank, value in enumerate(states):
+        say(f"  rank {rank}  {''.join(f'{state:{width}}' for state in value)}".rstrip())
     whole = " ".join([str(ranks)] * ranks)
     check(
-        all(each[-1] == whole for each in states),
+        all(state[-1] == whole for state in states),
         f"after 2 (n-1) = {len(states[0]) - 1} steps every rank has every piece whole",
-        f"the ring should end with {whole} on every rank; it ends with {[each[-1] for each in states]}",
+        f"the ring should end with {whole} on every rank; it ends with {[state[-1] for state in states]}",
     )
 
 
 def ring_of_ones() -> list[str]:
     """This rank's pieces after every step."""
-    here, states = Here.join(), list[str]()
-    ones = torch.ones(here.ranks, 1)
-    by_hand.ring_all_reduce(here, ones, lambda pieces: states.append(" ".join(f"{piece:.0f}" for piece in pieces.flatten())))
+    group, states = RankGroup.join(), list[str]()
+    ones = torch.ones(group.ranks, 1)
+    by_hand.ring_all_reduce(group, ones, lambda pieces: states.append(" ".join(f"{piece:.0f}" for piece in pieces.flatten())))
     return states
 
 
-class Trial(NamedTuple):
+class AllReduceTrial(NamedTuple):
     """A way to sum, on one rank."""
 
     sent: int  # bytes, of the large sum; 0 where it is not known
@@ -196,13 +196,13 @@ class Trial(NamedTuple):
     small: float
 
 
-def torchs_all_reduce(here: Here, mine: Tensor) -> Tensor:
+def torchs_all_reduce(group: RankGroup, tensor: Tensor) -> Tensor:
     """Gloo's, which does not say what it sends."""
-    dist.all_reduce(mine)
-    return mine
+    dist.all_reduce(tensor)
+    return tensor
 
 
-WAYS: dict[str, Callable[[Here, Tensor], Tensor]] = {
+WAYS: dict[str, Callable[[RankGroup, Tensor], Tensor]] = {
     "one adds": by_hand.all_reduce,
     "each sends all to all": by_hand.everything_to_everyone,
     "a ring": by_hand.ring_all_reduce,
@@ -219,21 +219,21 @@ def compare_ways(ranks: int) -> str:
     )
     say(f"  {'':24}{'MB sent, by rank':{width}}{f'{size / 1e6:.3g} MB':>10} {f'{4 * SMALL / 1e3:g} KB':>10}")
     for way, first in trials[0].items():
-        sent = "".join(f"{each[way].sent / 1e6:<6.3g}" for each in trials) if first.sent else "?"
+        sent = "".join(f"{trial[way].sent / 1e6:<6.3g}" for trial in trials) if first.sent else "?"
         say(f"  {way:24}{sent:{width}}{1e3 * first.large:7.2f} ms {1e3 * first.small:7.2f} ms")
     say(f"The ring is for much data. With little, its {2 * (ranks - 1)} messages in turn count, each with its latency.")
-    ring, share = [each["a ring"] for each in trials], 2 * (ranks - 1) / ranks
+    ring, share = [trial["a ring"] for trial in trials], 2 * (ranks - 1) / ranks
     check(
-        all(each.sent == 2 * (ranks - 1) * size // ranks for each in ring),
+        all(result.sent == 2 * (ranks - 1) * size // ranks for result in ring),
         f"in the ring every rank sends 2 (n-1)/n = {share:.3g} times its data: never twice, however many ranks there are",
-        f"in the ring every rank should send {share:.3g} times its {size} bytes; they sent {[each.sent for each in ring]}",
+        f"in the ring every rank should send {share:.3g} times its {size} bytes; they sent {[result.sent for result in ring]}",
     )
     check(
-        all(each.same for each in ring),
+        all(result.same for result in ring),
         "the ring leaves the same bits on all ranks: a piece is added up once, and handed round",
         "the ring leaves other bits on other ranks",
     )
-    off = max(each.off for each in trials[0].values())
+    off = max(trial.off for trial in trials[0].values())
     check(
         off < 1e-5,
         f"the ways agree within {off:.0e}: each adds in an order of its own, and the last bits of a sum depend on it",
@@ -247,30 +247,32 @@ def compare_ways(ranks: int) -> str:
     )
 
 
-def try_ways() -> dict[str, Trial]:
+def try_ways() -> dict[str, AllReduceTrial]:
     """Every way to sum, on this rank."""
-    here, trials = Here.join(), {}
-    generator = torch.Generator().manual_seed(here.rank)
-    large, small = (torch.randn(here.ranks, count // here.ranks, generator=generator) for count in (LARGE, SMALL))
-    expected = torchs_all_reduce(here, large.clone())
+    group, trials = RankGroup.join(), {}
+    generator = torch.Generator().manual_seed(group.rank)
+    large, small = (torch.randn(group.ranks, count // group.ranks, generator=generator) for count in (LARGE, SMALL))
+    expected = torchs_all_reduce(group, large.clone())
     for way, add in WAYS.items():
-        here.sent = 0
-        total = add(here, large.clone())
-        sent, first = here.sent, total.clone()
+        group.sent = 0
+        total = add(group, large.clone())
+        sent, first = group.sent, total.clone()
         dist.broadcast(first, 0)
         off = (total - expected).abs().max().item()
-        trials[way] = Trial(sent, torch.equal(total, first), off, seconds(add, here, large), seconds(add, here, small))
+        trials[way] = AllReduceTrial(
+            sent, torch.equal(total, first), off, seconds(add, group, large), seconds(add, group, small)
+        )
     return trials
 
 
-def seconds(add: Callable[[Here, Tensor], Tensor], here: Here, mine: Tensor) -> float:
+def seconds(add: Callable[[RankGroup, Tensor], Tensor], group: RankGroup, tensor: Tensor) -> float:
     """The least disturbed of some repetitions."""
     times = []
     for _ in range(REPEATS):
-        copy = mine.clone()
+        copy = tensor.clone()
         dist.barrier()
         start = time.perf_counter()
-        add(here, copy)
+        add(group, copy)
         times.append(time.perf_counter() - start)
     return min(times)
 

@@ -71,7 +71,7 @@ def shares_and_steps() -> Replica:
 
     parallel = DistributedDataParallel(model())  # sums the gradients and divides by the number of ranks
     (cross_entropy(parallel(inputs[mine]), targets[mine]) * (rows * ranks / total)).backward()
-    off = [((each - expected).abs().max() / expected.abs().max()).item() for each in (means, weighted, flat(parallel))]
+    off = [((value - expected).abs().max() / expected.abs().max()).item() for value in (means, weighted, flat(parallel))]
     return Replica(rows, loss.item(), off[0], off[1], off[2], train(rank, ranks), train_alone(ranks))
 
 
@@ -95,7 +95,7 @@ def share(rank: int) -> slice:
 
 def flat(module: nn.Module) -> Tensor:
     """All gradients in one piece, so that one all-reduce takes them all."""
-    return torch.cat([each.grad.flatten() for each in module.parameters() if each.grad is not None])
+    return torch.cat([parameter.grad.flatten() for parameter in module.parameters() if parameter.grad is not None])
 
 
 def gradient(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def train(rank: int, ranks: int) -> Tensor:
 
 def give(module: nn.Module, gradients: Tensor) -> None:
     """The other way of `flat`."""
-    pieces = gradients.split([each.numel() for each in module.parameters()])
+    pieces = gradients.split([parameter.numel() for parameter in module.parameters()])
     for parameter, piece in zip(module.parameters(), pieces, strict=True):
         parameter.grad = piece.view_as(parameter)
 
@@ -146,16 +146,18 @@ def train_alone(ranks: int) -> Tensor:
 
 def the_gradient(replicas: list[Replica]) -> float:
     """Three ways to the whole batch's gradient. Returns how far off a mean of means is."""
-    total = sum(each.rows for each in replicas)
-    for rank, each in enumerate(replicas):
-        say(f"  rank {rank}: {each.rows:2} of {total} rows, their mean loss {each.loss:.4f}, weight {each.rows}/{total}")
+    total = sum(replica.rows for replica in replicas)
+    for rank, replica in enumerate(replicas):
+        say(
+            f"  rank {rank}: {replica.rows:2} of {total} rows, their mean loss {replica.loss:.4f}, weight {replica.rows}/{total}"
+        )
     first = replicas[0]
     say("\nThe gradients after one all-reduce, against one process with the whole batch:")
     say(f"  a mean of the ranks' means           {percent(first.mean_of_means):>7} off")
     say(f"  each weighted by its rows            {first.weighted:7.0e} off")
     say(f"  DDP, the loss weighted by its rows   {first.ddp:7.0e} off")
     check(
-        max(each.weighted for each in replicas) < EXACT,
+        max(replica.weighted for replica in replicas) < EXACT,
         "weighted by rows, the sum of the ranks' gradients is the gradient of the batch",
         f"the weighted sum of the gradients is {first.weighted:.0e} off",
     )
@@ -165,7 +167,7 @@ def the_gradient(replicas: list[Replica]) -> float:
         f"a mean of means is only {first.mean_of_means:.0e} off: do the ranks have equal shares?",
     )
     check(
-        max(each.ddp for each in replicas) < EXACT,
+        max(replica.ddp for replica in replicas) < EXACT,
         "DDP takes the mean of the ranks: right for equal shares, for others weight the loss by rows x ranks / all rows",
         f"DDP's gradient is {first.ddp:.0e} off",
     )
@@ -179,7 +181,7 @@ def the_steps(replicas: list[Replica]) -> None:
     """What training leaves on the ranks."""
     say(f"\n{STEPS} steps, each rank its own optimizer, one all-reduce of {replicas[0].trained.numel()} numbers a step:")
     off = (replicas[0].trained - replicas[0].alone).abs().max().item()
-    same = sum(torch.equal(each.trained, replicas[0].trained) for each in replicas)
+    same = sum(torch.equal(replica.trained, replicas[0].trained) for replica in replicas)
     say(f"  rank 0's weights are {off:.0e} off those of one process")
     check(
         same == len(replicas),

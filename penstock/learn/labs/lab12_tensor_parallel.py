@@ -188,7 +188,7 @@ def outcome(module: nn.Module) -> dict[str, Tensor]:
     output = module(inputs)
     mse_loss(output, targets).backward()
     gradients = {f"{name}.grad": parameter.grad for name, parameter in [("X", inputs), *module.named_parameters()]}
-    return {"Y": output.detach(), **{name: each for name, each in gradients.items() if each is not None}}
+    return {"Y": output.detach(), **{name: gradient for name, gradient in gradients.items() if gradient is not None}}
 
 
 def declared() -> dict[str, Tensor]:
@@ -196,7 +196,7 @@ def declared() -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}  # the layers' names
     cut = parallelize_module(block(), mesh, plan)  # the parameters are DTensors now: one tensor, a part on each rank
-    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in outcome(cut).items()}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in outcome(cut).items()}
 
 
 class Pair(NamedTuple):
@@ -230,7 +230,7 @@ def compare() -> Part:
         off = [((got - right).abs().max() / right.abs().max()).item() for got, right in ((part, expected), (full, whole))]
         compared[name] = Pair(tuple(whole.shape), tuple(part.shape), (off[0], off[1]))
     equal = (hand["Y"] == uncut["Y"]).sum().item()
-    return Part(compared, int(equal), list(sent), sum(each.numel() for each in mine.parameters()))
+    return Part(compared, int(equal), list(sent), sum(parameter.numel() for parameter in mine.parameters()))
 
 
 if __name__ == "__main__":

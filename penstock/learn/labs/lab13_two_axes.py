@@ -40,13 +40,13 @@ def main() -> None:
     shares = " and ".join(map(str, SHARES))
     say(f"By hand: {STEPS} steps of {sum(SHARES)} rows, {shares} for the replicas, each in {MICROBATCHES} microbatches.")
     seen = on_ranks(both, RANKS)
-    for rank, each in enumerate(seen):
+    for rank, result in enumerate(seen):
         stage, replica = divmod(rank, REPLICAS)
-        bytes_of_a_step = f"{each.sent:5,} bytes sent, {each.summed:,} bytes of gradients summed"
+        bytes_of_a_step = f"{result.sent:5,} bytes sent, {result.summed:,} bytes of gradients summed"
         say(f"  rank {rank}, stage {stage} of replica {replica}: in a step {bytes_of_a_step}")
-    hand = check_weights([each.hand for each in seen], seen[0].alone)
+    hand = check_weights([result.hand for result in seen], seen[0].alone)
     say(f"\nBy Penstock:\n\n{indent(inspect.getsource(by_penstock), '  ')}")
-    penstock = check_weights([each.penstock for each in seen], seen[0].alone)
+    penstock = check_weights([result.penstock for result in seen], seen[0].alone)
     compare_meshes()
     say(
         f"\nMeasured: after {STEPS} steps of 2 x 2 ranks the weights are those of one process within {hand:.0e}, by Penstock "
@@ -104,18 +104,21 @@ def one_pipeline(mine: nn.Module, stage: int, other: int, inputs: Tensor, target
     microbatches = inputs.tensor_split(MICROBATCHES)
     if stage == 0:
         hidden = [mine(microbatch) for microbatch in microbatches]
-        for each in hidden:
-            ps.comms.send_tensor(each, dest=other)
-        for each in hidden:
-            each.backward(ps.comms.recv_tensor(each.shape, src=other, dtype=each.dtype))
-        return sum(each.nbytes for each in hidden)
-    handed = [ps.comms.recv_tensor((len(each), DIM), src=other, dtype=each.dtype).requires_grad_() for each in microbatches]
-    for each, target in zip(handed, targets.tensor_split(MICROBATCHES), strict=True):
-        loss = cross_entropy(mine(each), target, reduction="sum") / sum(SHARES)  # of all rows, those of the other replicas too
+        for hidden_state in hidden:
+            ps.comms.send_tensor(hidden_state, dest=other)
+        for hidden_state in hidden:
+            hidden_state.backward(ps.comms.recv_tensor(hidden_state.shape, src=other, dtype=hidden_state.dtype))
+        return sum(hidden_state.nbytes for hidden_state in hidden)
+    handed = [
+        ps.comms.recv_tensor((len(microbatch), DIM), src=other, dtype=microbatch.dtype).requires_grad_()
+        for microbatch in microbatches
+    ]
+    for value, target in zip(handed, targets.tensor_split(MICROBATCHES), strict=True):
+        loss = cross_entropy(mine(value), target, reduction="sum") / sum(SHARES)  # of all rows, those of the other replicas too
         loss.backward()
-        assert each.grad is not None
-        ps.comms.send_tensor(each.grad, dest=other)
-    return sum(each.nbytes for each in handed)
+        assert value.grad is not None
+        ps.comms.send_tensor(value.grad, dest=other)
+    return sum(value.nbytes for value in handed)
 
 
 def by_penstock(replica: int) -> Weights:
@@ -143,7 +146,7 @@ def alone() -> Weights:
     return dict(whole.named_parameters())
 
 
-class Seen(NamedTuple):
+class TrainingResult(NamedTuple):
     """One rank: its weights in the end, by hand and by Penstock, those of one process, and the bytes of a step by hand."""
 
     hand: Weights
@@ -153,14 +156,14 @@ class Seen(NamedTuple):
     summed: int
 
 
-def both() -> Seen:
+def both() -> TrainingResult:
     """Train by hand, by Penstock and alone."""
     topology = ps.comms.init_distributed(backend="gloo")
     stage, replica = divmod(topology.rank, REPLICAS)
     hand, sent, summed = by_hand(stage, replica)
     weights = (hand, by_penstock(replica), alone())
-    hand, penstock, one = ({name: value.detach() for name, value in each.items()} for each in weights)
-    return Seen(hand, penstock, one, sent, summed)
+    hand, penstock, one = ({name: value.detach() for name, value in weight.items()} for weight in weights)
+    return TrainingResult(hand, penstock, one, sent, summed)
 
 
 def check_weights(ranks: list[Weights], expected: Weights) -> float:
@@ -170,18 +173,18 @@ def check_weights(ranks: list[Weights], expected: Weights) -> float:
         name
         for first, *others in replicas
         for name in first
-        if not all(torch.equal(first[name], each[name]) for each in others)
+        if not all(torch.equal(first[name], result[name]) for result in others)
     ]
     check(not apart, "replicas are equal bit by bit", f"replicas have different {', '.join(apart)}")
-    off = max((value - expected[name]).abs().max().item() for each in ranks for name, value in each.items())
-    whole = {name for each in ranks for name in each} == set(expected)
+    off = max((value - expected[name]).abs().max().item() for rank in ranks for name, value in rank.items())
+    whole = {name for rank in ranks for name in rank} == set(expected)
     check(whole and off < EXACT, f"all weights are those of one process, within {off:.0e}", f"the weights are {off:.0e} off")
     return off
 
 
 def compare_meshes() -> None:
     """What a rank holds, idles and sends, by the shape of the mesh."""
-    weights, activations = 8 * sum(each.numel() for each in model().parameters()), 8 * sum(SHARES) * DIM
+    weights, activations = 8 * sum(parameter.numel() for parameter in model().parameters()), 8 * sum(SHARES) * DIM
     say(f"\nOther meshes of {RANKS} ranks, with the same batch in the same microbatches (1f1b, simulated). Bytes of a rank:\n")
     say("  pipeline x data    weights    bubble    activations sent    gradients sent, in a ring")
     bubbles = []

@@ -60,8 +60,8 @@ def main() -> None:
     wide = trials[max(trials)]
     stored, inputs = (megabytes(wide.held[way][0]) for way in (STORE, RECOMPUTE))
     times = ", ".join(
-        f"{1e3 * each.more(RECOMPUTE):.0f} and {1e3 * each.more(COMMUNICATE):.0f} ms at dim {dim}"
-        for dim, each in trials.items()
+        f"{1e3 * trial.more(RECOMPUTE):.0f} and {1e3 * trial.more(COMMUNICATE):.0f} ms at dim {dim}"
+        for dim, trial in trials.items()
     )
     say(
         f"\nMeasured: recomputing keeps {inputs} of {stored}, communicating none; they take {times} more than storing; "
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 @dataclass(frozen=True)
-class Trial:
+class ActivationTrial:
     """All three ways, measured on rank 0."""
 
     held: dict[str, tuple[int, int]]  # way -> bytes on rank 0, on rank 1
@@ -93,18 +93,18 @@ class Trial:
         return max(ratio, 1 / ratio)
 
 
-def try_both_ranks(dim: int, rows: int) -> Trial:
+def try_both_ranks(dim: int, rows: int) -> ActivationTrial:
     """All three ways at this size."""
     [trial] = [found for found in ps.launch(try_all, 2, dim, rows) if found]
     return trial
 
 
-def worst_off(trial: Trial) -> float:
+def worst_off(trial: ActivationTrial) -> float:
     """By how many times arithmetic is wrong about a step, at most."""
     return max(map(trial.off, WAYS))
 
 
-def show(dim: int, trial: Trial) -> None:
+def show(dim: int, trial: ActivationTrial) -> None:
     """The trial's lines of the table."""
     for way in WAYS:
         held = "".join(f"{megabytes(size):>10}" for size in trial.held[way])
@@ -113,7 +113,7 @@ def show(dim: int, trial: Trial) -> None:
         say(f"  {size:14}{way:12}{held}{1e3 * trial.seconds[way]:7.1f} ms{more}".rstrip())
 
 
-def check_trial(dim: int, trial: Trial) -> None:
+def check_trial(dim: int, trial: ActivationTrial) -> None:
     """What can be counted exactly."""
     block_input = 4 * dim * SIZES[dim]
     expected = {STORE: (KEPT, 0), RECOMPUTE: (1, 0), COMMUNICATE: (0, KEPT)}
@@ -137,7 +137,7 @@ def check_trial(dim: int, trial: Trial) -> None:
     )
 
 
-def where_which(trials: dict[int, Trial]) -> None:
+def where_which(trials: dict[int, ActivationTrial]) -> None:
     """From which dim on communicating is the better of the two, by the speeds of compute and link."""
     dim = max(trials)
     speed = OPERATIONS * dim**2 * SIZES[dim] * BLOCKS / trials[dim].again
@@ -160,7 +160,7 @@ def blocks(dim: int) -> nn.Sequential:
     """(rows, dim) -> the same."""
     torch.manual_seed(0)
     layers = ([nn.Linear(dim, WIDER * dim), nn.GELU(), nn.Linear(WIDER * dim, dim)] for _ in range(BLOCKS))
-    return nn.Sequential(*(nn.Sequential(*each) for each in layers))
+    return nn.Sequential(*(nn.Sequential(*layer) for layer in layers))
 
 
 class Recomputed(nn.Module):
@@ -175,7 +175,7 @@ class Recomputed(nn.Module):
         return checkpoint(self.block, hidden, use_reentrant=False)
 
 
-class Here:
+class LocalActivations:
     """Keeps what autograd saves on this rank, and counts its bytes, without the weights."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -195,7 +195,7 @@ class Here:
         """Nothing more will be kept."""
 
 
-class OnRank1(Here):
+class RemoteActivations(LocalActivations):
     """Sends it to rank 1, and holds only its shape."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -236,7 +236,7 @@ def keep_for_rank_0(dim: int, rows: int) -> int:
     return sum(tensor.nbytes for tensor in kept)
 
 
-def try_all(dim: int, rows: int) -> Trial | None:
+def try_all(dim: int, rows: int) -> ActivationTrial | None:
     """All three on rank 0, while rank 1 is there for it; None on rank 1."""
     rank = ps.comms.init_distributed(backend="gloo").rank
     model, numbers = blocks(dim), torch.Generator().manual_seed(1)
@@ -250,26 +250,26 @@ def try_all(dim: int, rows: int) -> Trial | None:
     held, gradients = {}, {}
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for way in WAYS * REPEATS:  # in turn, so that a busy machine disturbs all of them
-        here = OnRank1(model) if way == COMMUNICATE else Here(model)
+        activations = RemoteActivations(model) if way == COMMUNICATE else LocalActivations(model)
         run = nn.Sequential(*map(Recomputed, model)) if way == RECOMPUTE else model
         start = time.perf_counter()
-        forward_and_backward(run, here, inputs, gradient)
+        forward_and_backward(run, activations, inputs, gradient)
         times[way].append(time.perf_counter() - start)
-        held[way] = here.held, 0
-        gradients[way] = [each.grad for each in model.parameters()]
+        held[way] = activations.held, 0
+        gradients[way] = [parameter.grad for parameter in model.parameters()]
     elsewhere = torch.zeros(1, dtype=torch.int64)
     dist.recv(elsewhere, 1)
     held[COMMUNICATE] = held[COMMUNICATE][0], int(elsewhere)
-    equal = all(torch.equal(first, each) for first, *others in zip(*gradients.values(), strict=True) for each in others)
-    return Trial(held, {way: min(each) for way, each in times.items()}, equal, again, link)
+    equal = all(torch.equal(first, result) for first, *others in zip(*gradients.values(), strict=True) for result in others)
+    return ActivationTrial(held, {way: min(duration) for way, duration in times.items()}, equal, again, link)
 
 
-def forward_and_backward(model: nn.Module, here: Here, inputs: Tensor, gradient: Tensor) -> None:
+def forward_and_backward(model: nn.Module, activations: LocalActivations, inputs: Tensor, gradient: Tensor) -> None:
     """One step, what it saves left with `here`."""
     model.zero_grad()
-    with saved_tensors_hooks(here.keep, here.fetch):
+    with saved_tensors_hooks(activations.keep, activations.fetch):
         output = model(inputs)
-    here.forward_done()
+    activations.forward_done()
     output.backward(gradient)
 
 

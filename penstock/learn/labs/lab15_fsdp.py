@@ -24,7 +24,7 @@ from torch.nn.functional import mse_loss
 
 import penstock as ps
 from penstock.learn import by_hand
-from penstock.learn.by_hand import Here
+from penstock.learn.by_hand import RankGroup
 from penstock.learn.story import check, on_ranks, say
 
 RANKS = 4
@@ -43,21 +43,21 @@ def main() -> None:
     say(f"  replicas, all-reduce in a ring {4 * weights:16,} {'-':>18} {ring:16,}")
     say(f"  sharded, by hand               {shards[0].held:16,} {shards[0].gathered:18,} {shards[0].sent:16,}")
     check(
-        all(each.held == 4 * weights // RANKS for each in shards),
+        all(shard.held == 4 * weights // RANKS for shard in shards),
         f"a rank holds a {RANKS}th of weights, gradients and Adam's two averages",
-        f"the ranks hold {[each.held for each in shards]} bytes, not {4 * weights // RANKS}",
+        f"the ranks hold {[shard.held for shard in shards]} bytes, not {4 * weights // RANKS}",
     )
     check(
-        all(each.gathered == 8 * DIM**2 for each in shards),
+        all(shard.gathered == 8 * DIM**2 for shard in shards),
         "and never more than one whole weight beside it",
-        f"the ranks had {[each.gathered for each in shards]} bytes of whole weights at once, not {8 * DIM**2}",
+        f"the ranks had {[shard.gathered for shard in shards]} bytes of whole weights at once, not {8 * DIM**2}",
     )
     check(
-        all(2 * each.sent == 3 * ring for each in shards),
+        all(2 * shard.sent == 3 * ring for shard in shards),
         "it sends half as much again as an all-reduce: gathered twice, reduce-scattered once",
-        f"the ranks sent {[each.sent for each in shards]} bytes in a step, not {3 * ring // 2}",
+        f"the ranks sent {[shard.sent for shard in shards]} bytes in a step, not {3 * ring // 2}",
     )
-    off = {way: max(each.off[way] for each in shards) for way in WAYS}
+    off = {way: max(shard.off[way] for shard in shards) for way in WAYS}
     say(f"\nAfter {STEPS} steps, the weights against those of one process on all {RANKS * ROWS} rows:")
     for way, error in off.items():
         check(error < EXACT, f"{way}: {error:.0e} off", f"{way} the weights are {error:.0e} off those of one process")
@@ -88,11 +88,11 @@ whole_weights: list["weakref.ref[Tensor]"] = []  # all that were gathered, as fa
 most_at_once = [0]
 
 
-def gathered(here: Here, shard: Tensor) -> Tensor:
+def gathered(group: RankGroup, shard: Tensor) -> Tensor:
     """(out / ranks, in) of every rank -> (out, in)."""
-    weight = by_hand.all_gather(here, shard.detach()).flatten(0, 1)
+    weight = by_hand.all_gather(group, shard.detach()).flatten(0, 1)
     whole_weights.append(weakref.ref(weight))
-    most_at_once[0] = max(most_at_once[0], sum(each.nbytes for ref in whole_weights if (each := ref()) is not None))
+    most_at_once[0] = max(most_at_once[0], sum(value.nbytes for ref in whole_weights if (value := ref()) is not None))
     return weight
 
 
@@ -100,25 +100,25 @@ class ShardedLinear(torch.autograd.Function):
     """y = x Wt, of whose W each rank has its part of the rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: Tensor, here: Here) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shard: Tensor, group: RankGroup) -> Tensor:
         """(rows, in), (out / ranks, in) -> (rows, out)."""
         ctx.save_for_backward(x, shard)  # not the whole weight
-        ctx.here = here
-        return x @ gathered(here, shard).t()
+        ctx.group = group
+        return x @ gathered(group, shard).t()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         """The gradients of x, of this rank's rows, and of the shard: the mean over the ranks."""
         x, shard = ctx.saved_tensors
-        pieces = (gradient.t() @ x).unflatten(0, (ctx.here.ranks, -1))  # one for each rank
-        mine = by_hand.reduce_scatter(ctx.here, pieces) / ctx.here.ranks
-        return gradient @ gathered(ctx.here, shard), mine, None
+        pieces = (gradient.t() @ x).unflatten(0, (ctx.group.ranks, -1))  # one for each rank
+        tensor = by_hand.reduce_scatter(ctx.group, pieces) / ctx.group.ranks
+        return gradient @ gathered(ctx.group, shard), tensor, None
 
 
 def model() -> nn.Sequential:
     """The uncut model, the same on every rank."""
     torch.manual_seed(0)
-    layers = [each for _ in range(LAYERS) for each in (nn.Linear(DIM, DIM, bias=False), nn.Tanh())]
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(DIM, DIM, bias=False), nn.Tanh())]
     return nn.Sequential(*layers).double()
 
 
@@ -131,9 +131,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def train_all() -> Shard:
     """The same training in four ways."""
-    here = Here.join()
-    sharded, held, sent = train_by_hand(here)
-    trained = sharded, train_by_torch(here), train_in_a_pipeline()
+    group = RankGroup.join()
+    sharded, held, sent = train_by_hand(group)
+    trained = sharded, train_by_torch(group), train_in_a_pipeline()
     expected = train_alone()
     off = {
         way: max((weight - expected[name]).abs().max().item() for name, weight in weights.items())
@@ -142,27 +142,27 @@ def train_all() -> Shard:
     return Shard(held, most_at_once[0], sent, off)
 
 
-def train_by_hand(here: Here) -> tuple[dict[str, Tensor], int, int]:
+def train_by_hand(group: RankGroup) -> tuple[dict[str, Tensor], int, int]:
     """The weights, gathered in the end; the bytes a rank holds, and sends in a step."""
     named = dict(model().named_parameters())
-    shards = {name: nn.Parameter(each.detach().chunk(RANKS)[here.rank].clone()) for name, each in named.items()}
+    shards = {name: nn.Parameter(parameter.detach().chunk(RANKS)[group.rank].clone()) for name, parameter in named.items()}
     optimizer = torch.optim.Adam(shards.values(), lr=0.01)
     for step in range(STEPS):
-        here.sent = 0
-        inputs, targets = (each.chunk(RANKS)[here.rank] for each in batch(step))
+        group.sent = 0
+        inputs, targets = (microbatch.chunk(RANKS)[group.rank] for microbatch in batch(step))
         hidden = inputs.requires_grad_()
         for shard in shards.values():
-            hidden = ShardedLinear.apply(hidden, shard, here).tanh()
+            hidden = ShardedLinear.apply(hidden, shard, group).tanh()
         mse_loss(hidden, targets).backward()
-        sent = here.sent
+        sent = group.sent
         optimizer.step()
-        held = sum(each.nbytes + each.grad.nbytes for each in shards.values() if each.grad is not None)
+        held = sum(shard.nbytes + shard.grad.nbytes for shard in shards.values() if shard.grad is not None)
         held += sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
         optimizer.zero_grad()
-    return {name: by_hand.all_gather(here, shard.detach()).flatten(0, 1) for name, shard in shards.items()}, held, sent
+    return {name: by_hand.all_gather(group, shard.detach()).flatten(0, 1) for name, shard in shards.items()}, held, sent
 
 
-def train_by_torch(here: Here) -> dict[str, Tensor]:
+def train_by_torch(group: RankGroup) -> dict[str, Tensor]:
     """The weights after the same steps, by `fully_shard`."""
     replica, mesh = model(), init_device_mesh("cpu", (RANKS,))
     for layer in [*replica][::2]:
@@ -170,7 +170,7 @@ def train_by_torch(here: Here) -> dict[str, Tensor]:
     fully_shard(replica, mesh=mesh)
     optimizer = torch.optim.Adam(replica.parameters(), lr=0.01)
     for step in range(STEPS):
-        inputs, targets = (each.chunk(RANKS)[here.rank] for each in batch(step))
+        inputs, targets = (microbatch.chunk(RANKS)[group.rank] for microbatch in batch(step))
         mse_loss(replica(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -183,7 +183,7 @@ def train_in_a_pipeline() -> dict[str, Tensor]:
     pipe = ps.Pipeline(model(), mse_loss, "1f1b", 4, mesh=mesh, data_parallel="fsdp")
     optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
     for step in range(STEPS):
-        inputs, targets = (each.chunk(2)[pipe.position.replica] for each in batch(step))
+        inputs, targets = (microbatch.chunk(2)[pipe.position.replica] for microbatch in batch(step))
         pipe.step(inputs, target=targets)
         optimizer.step()
         optimizer.zero_grad()
@@ -192,7 +192,10 @@ def train_in_a_pipeline() -> dict[str, Tensor]:
 
 def in_full(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """The whole of each."""
-    return {name: each.full_tensor() if isinstance(each, DTensor) else each.detach() for name, each in parameters.items()}
+    return {
+        name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        for name, parameter in parameters.items()
+    }
 
 
 def train_alone() -> dict[str, Tensor]:
@@ -204,7 +207,7 @@ def train_alone() -> dict[str, Tensor]:
         mse_loss(alone(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: each.detach() for name, each in alone.named_parameters()}
+    return {name: parameter.detach() for name, parameter in alone.named_parameters()}
 
 
 if __name__ == "__main__":

@@ -35,21 +35,21 @@ def main() -> None:
     expected = seen[0].alone
     for way in ("by hand", "traced"):
         say(f"Cut {way}:")
-        for rank, each in enumerate(seen):
-            say(f"  rank {rank} has {', '.join(each.pieces[way])}")
-        held = [name for each in seen for name in each.names[way]]
+        for rank, result in enumerate(seen):
+            say(f"  rank {rank} has {', '.join(result.pieces[way])}")
+        held = [name for result in seen for name in result.names[way]]
         check(
             sorted(held) == sorted(names),
             f"each of the {len(names)} names of the uncut model is on one rank: checkpoints fit any cut",
             f"{len(names ^ set(held))} names are on no rank, or are new ones",
         )
     losses = seen[-1].losses
-    say(f"\nStep 1, the losses of its {MICROBATCHES} microbatches: {', '.join(f'{each:.4f}' for each in losses[0])}")
+    say(f"\nStep 1, the losses of its {MICROBATCHES} microbatches: {', '.join(f'{loss:.4f}' for loss in losses[0])}")
     say("  pipe.step(tokens, target=targets, losses=each)  # a list, filled on the ranks that give one")
     say("The first rank reads only the tokens, the last one only the targets; the others may pass None.\n")
     for name in ("by hand", "traced", *SCHEDULES):
         check(
-            all(each.trained[name] == expected for each in seen),
+            all(result.trained[name] == expected for result in seen),
             f"{name}: {STEPS} losses with the bits of one process",
             f"{name}: the losses are {seen[0].trained[name]}, those of one process {expected}",
         )
@@ -120,7 +120,7 @@ def tokenwise(logits: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-class Seen(NamedTuple):
+class CutResult(NamedTuple):
     """What one rank has found, by the way of cutting."""
 
     pieces: dict[str, list[str]]  # of its stage
@@ -130,7 +130,7 @@ class Seen(NamedTuple):
     alone: list[float]  # the same, by one process
 
 
-def both_cuts() -> Seen:
+def both_cuts() -> CutResult:
     """Train in every way, on this rank."""
     ps.comms.init_distributed()
     tokens, _ = batch()
@@ -145,7 +145,7 @@ def both_cuts() -> Seen:
     for name in SCHEDULES:
         table = ps.schedule.build(name, ranks=RANKS, microbatches=MICROBATCHES)
         trained[name] = train(ps.Pipeline(by_hand(model(), table.num_stages), tokenwise, table), losses)
-    return Seen(pieces, names, losses, trained, alone())
+    return CutResult(pieces, names, losses, trained, alone())
 
 
 def train(pipe: ps.Pipeline, losses: list[list[float]]) -> list[float]:
@@ -154,9 +154,9 @@ def train(pipe: ps.Pipeline, losses: list[list[float]]) -> list[float]:
     tokens, targets = batch()
     trained = []
     for _ in range(STEPS):
-        each: list[Tensor] = []
-        loss = pipe.step(tokens, target=targets, losses=each)
-        losses.append([one.item() for one in each])
+        value: list[Tensor] = []
+        loss = pipe.step(tokens, target=targets, losses=value)
+        losses.append([one.item() for one in value])
         optimizer.step()
         optimizer.zero_grad()
         trained.append(loss.item())
@@ -170,7 +170,7 @@ def alone() -> list[float]:
     trained = []
     for _ in range(STEPS):
         total = torch.zeros(())
-        for tokens, target in zip(*(each.chunk(MICROBATCHES) for each in batch()), strict=True):
+        for tokens, target in zip(*(microbatch.chunk(MICROBATCHES) for microbatch in batch()), strict=True):
             loss = tokenwise(whole(tokens), target)
             loss.backward(torch.full_like(loss, 1 / MICROBATCHES))
             total += loss.detach() / MICROBATCHES

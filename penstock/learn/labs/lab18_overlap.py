@@ -197,7 +197,7 @@ def behind_the_backward(ranks: int) -> tuple[float, float, int]:
         all(real[count] >= plan[-1].end for count, plan in plans.items()),
         "no number of buckets beats the arithmetic",
         f"the backward should take {[round(1e3 * plan[-1].end) for plan in plans.values()]} ms or more, it took "
-        f"{[round(1e3 * each) for each in real.values()]}",
+        f"{[round(1e3 * result) for result in real.values()]}",
     )
     check(
         all((total - sums[1]).abs().max() < EXACT for total in sums.values()),

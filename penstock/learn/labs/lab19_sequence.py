@@ -9,7 +9,7 @@ backward by hand, beside one process. Then: what would it change in a pipeline?
     python -m penstock.learn.labs.lab19_sequence
     torchrun --nproc-per-node 2 -m penstock.learn.labs.lab19_sequence
 
-Try: leave the maximum out of `Seen`. Which inputs break it, and in which dtype first?
+Try: leave the maximum out of `SoftmaxSums`. Which inputs break it, and in which dtype first?
 """
 
 from dataclasses import dataclass
@@ -36,10 +36,10 @@ def main() -> None:
     for rank in range(ranks):
         blocks = [(rank - turn) % ranks for turn in range(ranks)]
         say(f"  rank {rank}  " + "  ".join(f"{block}" if block <= rank else "." for block in blocks))
-    off = {name: max(each) for name, each in together(on_ranks(compare, ranks)).items()}
+    off = {name: max(result) for name, result in together(on_ranks(compare, ranks)).items()}
     for name, error in off.items():
         check(error < EXACT, f"{name}: {error:.0e} off one process", f"{name} is {error:.0e} off that of one process")
-    ring, whole = (2 * 8 * DIM * each for each in (TOKENS, tokens))  # keys and values, of 8 bytes each
+    ring, whole = (2 * 8 * DIM * value for value in (TOKENS, tokens))  # keys and values, of 8 bytes each
     say(f"\nA rank holds {ring:,} bytes of keys and values at once, not {whole:,}, and no table of tokens x tokens at all.")
     say("Each is sent on while the rank works on it: with enough tokens the work takes longer than the way.")
 
@@ -94,18 +94,18 @@ def around(mine: Tensor, way: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SoftmaxSums:
     """What tokens have added up so far: of softmax the maximum, the sum below the line, and the values above it."""
 
     most: Tensor  # (tokens, 1)
     below: Tensor  # (tokens, 1)
     above: Tensor  # (tokens, dim)
 
-    def and_also(self, scores: Tensor, values: Tensor) -> "Seen":
+    def and_also(self, scores: Tensor, values: Tensor) -> "SoftmaxSums":
         """(tokens, others) scores of other tokens, (others, dim) their values: added, at the scale of the new maximum."""
         most = torch.maximum(self.most, scores.amax(1, keepdim=True)).detach()
         scale, weights = (self.most - most).exp(), (scores - most).exp()
-        return Seen(most, self.below * scale + weights.sum(1, keepdim=True), self.above * scale + weights @ values)
+        return SoftmaxSums(most, self.below * scale + weights.sum(1, keepdim=True), self.above * scale + weights @ values)
 
 
 def ring_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def ring_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = torch.ones(len(queries), len(queries), dtype=torch.bool).tril()
     nothing = torch.zeros_like(queries[:, :1])
-    seen = Seen(nothing - torch.inf, nothing, torch.zeros_like(values))
+    seen = SoftmaxSums(nothing - torch.inf, nothing, torch.zeros_like(values))
     block = torch.stack([keys, values])
     for turn in range(ranks):
         source = (rank - turn) % ranks  # whose keys and values these are
@@ -135,19 +135,19 @@ def compare() -> dict[str, float]:
     generator, shape = torch.Generator().manual_seed(0), (4, topology.world_size * TOKENS, DIM)
     *whole, gradient = torch.randn(*shape, dtype=torch.float64, generator=generator)
     mine = slice(topology.rank * TOKENS, (topology.rank + 1) * TOKENS)
-    uncut, parts = ([each[rows].clone().requires_grad_() for each in whole] for rows in (slice(None), mine))
+    uncut, parts = ([result[rows].clone().requires_grad_() for result in whole] for rows in (slice(None), mine))
     expected = scaled_dot_product_attention(uncut[0][None], uncut[1][None], uncut[2][None], is_causal=True)[0]
     expected.backward(gradient)
     output = ring_attention(*parts)
     output.backward(gradient[mine])
-    pairs = [(output, expected), *((part.grad, each.grad) for part, each in zip(parts, uncut, strict=True))]
+    pairs = [(output, expected), *((part.grad, value.grad) for part, value in zip(parts, uncut, strict=True))]
     names = ("the output", *(f"the gradient of the {what}" for what in ("queries", "keys", "values")))
-    return {name: (part - each[mine]).abs().max().item() for name, (part, each) in zip(names, pairs, strict=True)}
+    return {name: (part - pair[mine]).abs().max().item() for name, (part, pair) in zip(names, pairs, strict=True)}
 
 
 def together(ranks: list[dict[str, float]]) -> dict[str, list[float]]:
     """The errors of all ranks, by what they are of."""
-    return {name: [each[name] for each in ranks] for name in ranks[0]}
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
 def work(rank: int, ranks: int, both_ends: bool) -> int:

@@ -31,7 +31,7 @@ def main() -> None:
     """The time that is won, how old the gradients are, which learning rates bear it, and a model that learns with it."""
     say(f"Lab 20: {RANKS} stages that never drain\n")
     drained, endless = in_turn(), without_end()
-    times = [schedule.simulate(each).makespan for each in (drained, endless)]
+    times = [schedule.simulate(value).makespan for value in (drained, endless)]
     say(f"{BATCHES} batches of {MICROBATCHES} microbatches, drained after each: {times[0]:g} steps")
     say(f"{picture(schedule.simulate(drained))}\n\nand never drained: {times[1]:g}\n{picture(schedule.simulate(endless))}")
     count = BATCHES * MICROBATCHES

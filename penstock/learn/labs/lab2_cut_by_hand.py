@@ -60,9 +60,9 @@ def watch_the_cut() -> int:
     describe("handed over", handed)
     cross_entropy(second(handed), targets).backward()  # stops at `handed`, a leaf, and leaves the gradient there
     describe("after the second backward", handed)
-    say(f"  gradients in the first half by now: {sum(each.grad is not None for each in first.parameters())}")
+    say(f"  gradients in the first half by now: {sum(parameter.grad is not None for parameter in first.parameters())}")
     hidden.backward(handed.grad)  # the chain rule goes on where it stopped
-    halves = [each.grad for each in model.parameters()]
+    halves = [parameter.grad for parameter in model.parameters()]
     check(
         all(half is not None and torch.equal(half, expected) for half, expected in zip(halves, whole, strict=True)),
         "after the first half's backward every gradient equals the monolith's, bit by bit",

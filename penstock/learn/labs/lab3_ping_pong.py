@@ -64,7 +64,7 @@ def main() -> None:
         told = ps.launch(both_send_first, 2)
         say("\nBoth send first, then receive:\n  " + "\n  ".join(told))
         check(
-            all("gave up" in each for each in told),
+            all("gave up" in message for message in told),
             "both waited in vain",
             f"both ranks sent first, and a rank came through: {'; '.join(told)}",
         )
@@ -96,13 +96,13 @@ def watch_an_agent() -> None:
 def agent(ranks: int, program: str) -> list[int]:
     """Run a Python program as so many ranks; if one fails, end the others. Returns how each ended."""
     environments = [{**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
-    started = [subprocess.Popen([sys.executable, "-c", program], env=each) for each in environments]
-    while any(each.poll() is None for each in started):
-        if any(each.poll() for each in started):  # one has ended, and not with 0
-            for each in started:
-                each.terminate()
+    started = [subprocess.Popen([sys.executable, "-c", program], env=environment) for environment in environments]
+    while any(process.poll() is None for process in started):
+        if any(process.poll() for process in started):  # one has ended, and not with 0
+            for process in started:
+                process.terminate()
         time.sleep(0.01)
-    return [each.returncode for each in started]
+    return [process.returncode for process in started]
 
 
 mine = {"rank": -1}

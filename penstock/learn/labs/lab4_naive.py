@@ -107,7 +107,7 @@ def real_steps() -> tuple[float, int | None, float, float]:
 def one_process(device: torch.device) -> float:
     """The loss of the same batch, in the same microbatches, without a pipeline."""
     whole = model().to(device)
-    pieces = zip(*(each.to(device).chunk(MICROBATCHES) for each in batch()), strict=True)
+    pieces = zip(*(microbatch.to(device).chunk(MICROBATCHES) for microbatch in batch()), strict=True)
     with torch.no_grad():
         return sum((cross_entropy(whole(inputs), target) / MICROBATCHES for inputs, target in pieces), torch.zeros(())).item()
 

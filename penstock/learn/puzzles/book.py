@@ -62,7 +62,7 @@ def puzzle(number: int) -> Puzzle:
 def _given(source: str, whole: bool) -> str:
     """A puzzle's file without hints and check: story, imports it needs, and what is `yours`, with or without the bodies."""
     lines, nodes = source.splitlines(), ast.parse(source).body
-    names = {each.id for node in nodes if _is_yours(node, lines) for each in ast.walk(node) if isinstance(each, ast.Name)}
+    names = {value.id for node in nodes if _is_yours(node, lines) for value in ast.walk(node) if isinstance(value, ast.Name)}
     parts = [_part(node, lines, names - {"yours"}, whole) for node in nodes]
     return "\n".join(part for part in parts if part) + "\n"
 
@@ -70,7 +70,7 @@ def _given(source: str, whole: bool) -> str:
 def _is_yours(node: ast.stmt, lines: list[str]) -> bool:
     """Whether the learner is to write it: a function that is marked so, or what stands behind an `=` with that comment."""
     if isinstance(node, ast.FunctionDef):
-        return any(isinstance(each, ast.Name) and each.id == "yours" for each in node.decorator_list)
+        return any(isinstance(value, ast.Name) and value.id == "yours" for value in node.decorator_list)
     return isinstance(node, ast.Assign) and lines[node.lineno - 1].endswith("# yours")
 
 
@@ -80,7 +80,7 @@ def _part(node: ast.stmt, lines: list[str], names: set[str], whole: bool) -> str
     if isinstance(node, ast.Expr):
         return text + "\n"
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return text if names & {each.asname or each.name for each in node.names} else ""
+        return text if names & {name.asname or name.name for name in node.names} else ""
     if not _is_yours(node, lines):
         return ""
     if isinstance(node, ast.Assign):

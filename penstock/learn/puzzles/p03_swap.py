@@ -34,9 +34,9 @@ def check(mine: object) -> Passed:
     """Play the ring, round by round."""
     for ranks in range(2, 10):
         todo = [list(written(mine.orders(rank, ranks), f"orders({rank}, {ranks})")) for rank in range(ranks)]  # type: ignore[attr-defined]
-        for rank, each in enumerate(todo):
-            if sorted(each) != ["receive", "send"]:
-                raise Missed(f"orders({rank}, {ranks}) is {each}: each of 'send' and 'receive' once")
+        for rank, call in enumerate(todo):
+            if sorted(call) != ["receive", "send"]:
+                raise Missed(f"orders({rank}, {ranks}) is {call}: each of 'send' and 'receive' once")
         rounds = _rounds(todo, ranks)
         if rounds > 3:
             raise Missed(f"{ranks} ranks need {rounds} rounds, the target is 3: each waits for the one before")
@@ -49,7 +49,7 @@ def _rounds(todo: list[list[str]], ranks: int) -> int:
     while any(todo):
         meeting = [rank for rank in range(ranks) if todo[rank][:1] == ["send"] and todo[(rank + 1) % ranks][:1] == ["receive"]]
         if not meeting:
-            stuck = [f"rank {rank} waits to {each[0]}" for rank, each in enumerate(todo) if each]
+            stuck = [f"rank {rank} waits to {call[0]}" for rank, call in enumerate(todo) if call]
             raise Missed(f"with {ranks} ranks it stops for ever: {', '.join(stuck)}")
         for rank in meeting:
             todo[rank].pop(0)

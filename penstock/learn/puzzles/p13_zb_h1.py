@@ -24,7 +24,7 @@ def row(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
         yield f"{rank}I{m}"
         if m >= rank:
             yield next(weights)
-        yield from [each for each in [next(forwards, None)] if each]
+        yield from [value for value in [next(forwards, None)] if value]
     yield from weights
 
 

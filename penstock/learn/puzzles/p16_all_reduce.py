@@ -47,7 +47,7 @@ def check(mine: Any) -> Passed:
     for ranks in (2, 3, 4):
         count = 12 * ranks
         for rank, (made, sent) in enumerate(on_ranks(_on_rank, ranks, mine, count)):
-            expected = torch.arange(count, dtype=torch.float64) * ranks + sum(1000.0 * each for each in range(ranks))
+            expected = torch.arange(count, dtype=torch.float64) * ranks + sum(1000.0 * index for index in range(ranks))
             if not torch.equal(written(made, "all_reduce()").double(), expected):
                 first = f"the first numbers are {made[:3].tolist()}, not {expected[:3].tolist()}"
                 raise Missed(f"rank {rank} of {ranks} has not the sum: {first}")

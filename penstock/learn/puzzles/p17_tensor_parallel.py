@@ -50,7 +50,7 @@ def check(mine: Any) -> Passed:
     """Beside autograd in one process."""
     for ranks in (2, 4):
         x, a, b, dy = problem()
-        leaves = [each.requires_grad_() for each in (x, a, b)]
+        leaves = [value.requires_grad_() for value in (x, a, b)]
         y = torch.relu(x @ a.t()) @ b.t()
         dx, da, db = torch.autograd.grad(y, leaves, dy)
         for rank, (made, gradients, counts) in enumerate(on_ranks(_on_rank, ranks, mine)):

@@ -63,8 +63,8 @@ def check(mine: Any) -> Passed:
     made, kept = written(mine.forward(stage, x), "forward()")
     if made.requires_grad:
         raise Missed("forward keeps the history of its output, and with it all that the layers remember")
-    tensors = [each for each in (kept if isinstance(kept, tuple | list) else [kept]) if isinstance(each, Tensor)]
-    numbers = sum(each.numel() for each in tensors if each.is_floating_point())
+    tensors = [value for value in (kept if isinstance(kept, tuple | list) else [kept]) if isinstance(value, Tensor)]
+    numbers = sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
     if numbers > x.numel():
         raise Missed(f"forward keeps {numbers} numbers, the input has {x.numel()}")
     torch.randn(3)  # others draw meanwhile

@@ -26,7 +26,7 @@ from penstock.schedule.timing.timeline import Timeline
 def rows(ranks: int, microbatches: int, costs: Costs) -> list[list[str]]:
     """The rows of all ranks."""
     tried = [build(name, ranks=ranks, microbatches=microbatches).csv_rows() for name in ("1f1b", "zb-h1", "zb-h2")]
-    return min(tried, key=lambda each: simulate(from_rows("mine", each), costs).makespan)
+    return min(tried, key=lambda value: simulate(from_rows("mine", value), costs).makespan)
 
 
 TRIALS = 8
@@ -66,7 +66,7 @@ def check(mine: Any) -> Passed:
         known.append(1 - published.family_makespan / plain)
         most.append(1 - published.bound / plain)
         proven += picture.makespan <= published.bound * (1 + 1e-9)
-    mean, best, possible = (sum(each) / TRIALS for each in (gains, known, most))
+    mean, best, possible = (sum(value) / TRIALS for value in (gains, known, most))
     score = f"{mean:.1%} faster than 1f1b on average"
     beside = f"the best of the catalogue is {best:.1%}, and no table more than {possible:.1%}"
     if mean < 0.05:

@@ -91,7 +91,7 @@ class IncrementalSimulation:
         for trace, here, new in zip(self.trace, begin, traces, strict=True):
             trace[here:] = new
         if self.problem.has_positive_times:
-            ends = [self.trace[rank][each.last + 1][0] for rank, each in changed.items()]
+            ends = [self.trace[rank][value.last + 1][0] for rank, value in changed.items()]
             self.tails = self._updated_tails(max(ends, default=INFINITE))
 
     def _updated_tails(self, until: float) -> list[float]:
@@ -104,7 +104,7 @@ class IncrementalSimulation:
         ends = list[tuple[float, int, int]]()
         for row, trace in zip(self.rows, self.trace, strict=True):
             here = bisect_right(trace, (until, INFINITE))
-            times = [each[0] for each in trace[1:here]]
+            times = [value[0] for value in trace[1:here]]
             ends += zip(times, row, [*row[1:here], nothing], strict=False)
         for _, action, after in sorted(ends, reverse=True):
             longest, taker = chain[action], slot[action]

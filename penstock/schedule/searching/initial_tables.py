@@ -19,9 +19,9 @@ def published_schedules(placement: Sequence[int], microbatches: int) -> Iterator
     for name, family in FAMILIES.items():
         if stages % ranks or PLACEMENTS[family.placement](stages, ranks) != tuple(placement):
             continue
-        each = stages // ranks
+        value = stages // ranks
         try:
-            yield build(name, ranks, microbatches, None if each == family.stages_per_rank else each)
+            yield build(name, ranks, microbatches, None if value == family.stages_per_rank else value)
         except ScheduleError:  # not for so many stages on a rank
             continue
 

@@ -102,7 +102,7 @@ def critical_path(step: StepEvents) -> tuple[Event, ...]:
     places = _cells_of_actions(step)
     path = [max(step.events, key=lambda event: event.end)]
     while waited_for := list(_limiting_events(path[-1], step, *places[path[-1].action])):
-        path.append(max(waited_for, key=lambda each: each[0])[1])  # on a tie the first, which is its own rank's
+        path.append(max(waited_for, key=lambda value: value[0])[1])  # on a tie the first, which is its own rank's
     return tuple(reversed(path))
 
 

@@ -188,7 +188,9 @@ class BackwardSplitter:
     def _parameters_with_gradients_from_i(self) -> list[nn.Parameter]:
         """Return the parameters without stand-ins that have a gradient: `before_accumulation` has to hear of them too."""
         deferred = {id(slot.parameter) for slot in self._slots}
-        return [each for each in self.module.parameters() if id(each) not in deferred and each.grad is not None]
+        return [
+            parameter for parameter in self.module.parameters() if id(parameter) not in deferred and parameter.grad is not None
+        ]
 
     def _add_in_product(self, use: WeightUse, gradient: Tensor) -> bool:
         """Add the weight's gradient to `.grad` in the product that computes it, if that is possible; return whether it is."""

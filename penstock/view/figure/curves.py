@@ -16,7 +16,7 @@ def curves(
     title: str, series: Mapping[str, Points], x_name: str, y_name: str, x_ticks: Mapping[float, str], width: float = 720.0
 ) -> Figure:
     """`series` by name, each of points (x, y) above 0; `x_ticks` are the places on the x axis that get a text."""
-    points = [point for each in series.values() for point in each]
+    points = [point for points in series.values() for point in points]
     left, right, top, bottom = LEFT, width - LEGEND, 34.0, width * 0.55
     lowest = math.floor(math.log10(min(y for _, y in points)))
     highest = max(math.ceil(math.log10(max(y for _, y in points))), lowest + 1)
@@ -35,8 +35,8 @@ def curves(
         x = at(tick, 10.0**lowest)[0]
         shapes += [Line(x, bottom, x, bottom + 4), Text(x, bottom + 12, text, TEXT - 1, "middle", MUTED)]
     shapes += [Text(right, bottom + 26, x_name, TEXT - 1, "end", MUTED), Text(6, top - 10, y_name, TEXT - 1, "start", MUTED)]
-    for number, (name, each) in enumerate(series.items()):
-        color, places = COLORS[number % len(COLORS)], [at(*point) for point in each]
+    for number, (name, value) in enumerate(series.items()):
+        color, places = COLORS[number % len(COLORS)], [at(*point) for point in value]
         shapes += [Line(*start, *end, color) for start, end in pairwise(places)]
         shapes += [Box(x - POINT / 2, y - POINT / 2, POINT, POINT, color) for x, y in places]
         y = top + 8 + 16 * number

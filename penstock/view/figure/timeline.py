@@ -170,7 +170,7 @@ def _unit(whole: float) -> tuple[float, str]:
 def _legend(timeline: Data, planned: Data | None, width: float, y: float, memory: bool) -> Iterator[Box | Text]:
     """What is there of kinds and of causes of idle time, in as many lines as are needed."""
     drawn = [timeline, *([planned] if planned else [])]
-    rows = [row for each in drawn for row in each["ranks"]]
+    rows = [row for value in drawn for row in value["ranks"]]
     kinds, causes = {_kind(event) for row in rows for event in row["events"]}, {idle[2] for row in rows for idle in row["idle"]}
     parts = {part for row in rows if "sums" in row for part in row["sums"]["parts"]}  # not hatched
     items = [(color, "", NAMES[kind]) for kind, color in KINDS.items() if kind in kinds | parts]

@@ -59,14 +59,14 @@ def timed(schedule: Schedule, said: Mapping[str, object], unit: object) -> Timed
 def data_of(measured: Measurement) -> Data:
     """What a run's actions cost, as the page has it and asks with it."""
     stages = range(measured.schedule.num_stages)
-    each = {name: [time / MILLI for time in measured.seconds[kind]] for name, kind in STAGE_COSTS.items()}
+    value = {name: [time / MILLI for time in measured.seconds[kind]] for name, kind in STAGE_COSTS.items()}
     usual = fmean(measured.message_seconds) if measured.message_seconds else 0.0
-    halves = [each["backward_input"][stage] + each["backward_weight"][stage] for stage in stages]
+    halves = [value["backward_input"][stage] + value["backward_weight"][stage] for stage in stages]
     full = [both / MILLI / half if half else 1.0 for both, half in zip(measured.seconds[Kind.B], halves, strict=True)]
     return {
-        **{name: fmean(times) for name, times in each.items()},
+        **{name: fmean(times) for name, times in value.items()},
         "send": usual / MILLI,
-        "stages": {str(stage): {name: times[stage] for name, times in each.items()} for stage in stages},
+        "stages": {str(stage): {name: times[stage] for name, times in value.items()} for stage in stages},
         "ranks": {},
         "sizes": [list(size) for size in measured.activation_sizes],
         "measured": {
@@ -164,7 +164,7 @@ def _list(run: Mapping[str, object], name: str, count: int) -> list[float]:
 
 
 def _numbers(value: object, name: str, count: int) -> list[float]:
-    numbers = [question.number(each, name) for each in question.items(value, name)]
+    numbers = [question.number(item, name) for item in question.items(value, name)]
     if len(numbers) != count:
         raise PenstockError(f"{name} has {len(numbers)} numbers, not {count}: load the run again")
     return numbers

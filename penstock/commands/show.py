@@ -54,10 +54,10 @@ def is_recorded(source: str) -> bool:
     return source not in names() and (source.endswith((".json", ".json.gz")) or Path(source).is_dir())
 
 
-def recorded(source: str) -> tuple[Record, list[str]]:
+def recorded(source: str, stages_per_rank: int | None = None) -> tuple[Record, list[str]]:
     """Load the run, timeline, plan or traces `source`, and notes on how traces were read. Raises PenstockError otherwise."""
     if is_traces(Path(source)):
-        return read_traces(Path(source))
+        return read_traces(Path(source), stages_per_rank or 1)
     return Record((load_plan(source).timeline,), unit="s", labels=("planned",)) if is_plan_file(source) else load(source), []
 
 
@@ -122,7 +122,7 @@ class Simulated:
     microbatches: int = 8
     """M, the microbatches that a batch is split into."""
     stages_per_rank: Optional[int] = None
-    """V, the stages on each rank, for the schedules that take any number."""
+    """V, the stages on each rank, for the schedules that take any number, and for traces that name no stages."""
     group_size: Optional[int] = None
     """Microbatches that pass through all stages of a rank together, for the interleaved schedules."""
     slices: Optional[int] = None
@@ -228,7 +228,7 @@ class Show(Simulated):
     def _recorded(self) -> tuple[Record, list[str]]:
         if self.table or self.csv is not None:
             raise PenstockError(f"{self.schedule} is a timeline, not a table: leave out --table and --csv")
-        record, lines = recorded(self.schedule)
+        record, lines = recorded(self.schedule, self.stages_per_rank)
         timelines = {f"{record.name}, {record.label}": record.usual} | ({"planned": record.planned} if record.planned else {})
         for label, timeline in timelines.items():
             picture = draw(timeline, terminal_width(), colors(), list(timelines.values()))
@@ -256,7 +256,7 @@ class Compare(Simulated):
     def run(self) -> None:
         """Write the page, then print both pictures and the differences."""
         sources = (self.first, self.second)
-        found = {source: recorded(source) for source in sources if is_recorded(source)}
+        found = {source: recorded(source, self.stages_per_rank) for source in sources if is_recorded(source)}
         measured = next((record for record, _ in found.values() if record.explanation), None)
         records = [found[source][0] if source in found else self._schedule(source, measured) for source in sources]
         report = [differences(records[0], records[1], [_work(source) for source in sources])]

@@ -19,13 +19,13 @@ from penstock.view.record import Record
 MIN_BAR_BYTES = 50_000_000
 
 
-def read_traces(source: Path) -> tuple[Record, list[str]]:
-    """Return the steps in the traces at `source`, and notes on how they were read. Errors: as `torch_trace.read`."""
+def read_traces(source: Path, stages_per_rank: int = 1) -> tuple[Record, list[str]]:
+    """Return the steps in the traces at `source`, and notes on how they were read. Arguments, errors: as `read_record`."""
     size = sum(file.stat().st_size for file in trace_files(source))
     is_shown = size >= MIN_BAR_BYTES and sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=not is_shown) as bar:
         task = bar.add_task(f"reading {source}", total=size)
-        return read_record(source, on_bytes=lambda count: bar.advance(task, count))
+        return read_record(source, on_bytes=lambda count: bar.advance(task, count), stages_per_rank=stages_per_rank)
 
 
 def layer_costs(record: Record, rows: int = 1) -> ModelProfile:

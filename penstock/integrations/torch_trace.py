@@ -7,6 +7,8 @@ print(timeline.explain())
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from penstock.errors import PenstockError
 from penstock.integrations.chrome_trace import PROFILE, is_trace
 from penstock.integrations.clocks import clock_offsets
 from penstock.integrations.rank_trace import RankTrace, TimedAction, read_rank
+from penstock.integrations.trace_causes import describe, find_causes
 from penstock.schedule import Action, Event, Kind, MeasuredTimeline, Schedule, ScheduleError, build, from_rows, names
 from penstock.view.reading import check_timeline
 from penstock.view.record import FILE, Record
@@ -44,14 +47,16 @@ def read_record(
     ranks: Sequence[int] | None = None,
     placement: Sequence[int] | None = None,
     on_bytes: Callable[[int], object] = lambda count: None,
+    stages_per_rank: int = 1,
 ) -> tuple[Record, list[str]]:
     """Return all steps in the traces, and notes on how they were read. Arguments and errors: as `read`.
 
-    `on_bytes` is called with the number of bytes read, piece by piece.
+    `on_bytes` is called with the number of bytes read, piece by piece. `stages_per_rank`: of a program whose ranges name no
+    stages, where no `placement` is given.
     """
     files = trace_files(paths)
     traces = _of_pipeline([read_rank(file, position, on_bytes) for position, file in enumerate(files)], ranks)
-    _set_stages(traces, placement)
+    _set_stages(traces, placement, stages_per_rank)
     steps = _common_steps(traces)
     tables, dropped = _whole_tables(steps, placement)
     _check_last_stage(next(iter(tables.values())), traces)
@@ -61,13 +66,15 @@ def read_record(
     intervals = [[{timed.action: (timed.start, timed.end) for timed in row} for row in rows] for rows in steps.values()]
     offsets, error = clock_offsets(intervals, [trace.host for trace in traces])
     name = f"{_catalog_name(table)}, measured"
-    timelines = []
+    timelines, size = [], max(trace.marks.message_bytes for trace in traces)
     for key, rows in steps.items():
         events = tuple(_events(rank, row, offsets[rank]) for rank, row in enumerate(rows))
         between = tuple(_between(trace, row) for trace, row in zip(traces, rows, strict=True))
-        timelines.append(_checked(MeasuredTimeline(name, events, between_steps=between), key))
+        timelines.append(_checked(MeasuredTimeline(name, events, between_steps=between, message_bytes=size), key))
     record = Record(tuple(timelines), unit="s", labels=tuple(map(_step_name, steps)))
-    return record, _notes(record, traces, dropped, error)
+    usual = list(steps.values())[record.steps.index(record.usual)]
+    findings = tuple(find_causes(record, traces, usual))
+    return replace(record, findings=findings), [*_notes(record, traces, dropped, error), *describe(record, traces, usual)]
 
 
 def is_traces(path: Path) -> bool:
@@ -110,19 +117,47 @@ def _of_pipeline(traces: Sequence[RankTrace], ranks: Sequence[int] | None) -> li
     return [by_rank[rank] for rank in ranks]
 
 
-def _set_stages(traces: Sequence[RankTrace], placement: Sequence[int] | None) -> None:
-    """Give the actions of ranks whose traces name no stage the one stage that such a rank has."""
+def _set_stages(traces: Sequence[RankTrace], placement: Sequence[int] | None, stages_per_rank: int) -> None:
+    """Give the actions of ranks whose traces name no stage the stages that such a rank has."""
     if any(trace.names_stages for trace in traces):
         if nameless := [trace for trace in traces if not trace.names_stages]:
             raise PenstockError(f"{nameless[0].path} names no stages, the other traces do: give traces of one job")
         return
-    homes = list(range(len(traces))) if placement is None else list(placement)
-    if sorted(homes) != list(range(len(traces))):
-        raise PenstockError(f"placement {homes} is none of {len(traces)} ranks with a stage each: give every rank once")
+    count = len(traces)
+    homes = list(range(count)) * stages_per_rank if placement is None else list(placement)
+    if (
+        not homes
+        or (sorted(homes[:count]) * (len(homes) // count)) != list(range(count)) * (len(homes) // count)
+        or (homes != homes[:count] * (len(homes) // count))
+    ):
+        raise PenstockError(
+            f"placement {homes} is none of {count} ranks that take turns: give every rank once, or V times in turn"
+        )
+    if len(homes) > count and not all(trace.is_counted for trace in traces):
+        raise PenstockError(f"{traces[0].path} has one stage, as its ranges say: leave out placement and stages_per_rank")
     for rank, trace in enumerate(traces):
-        stage = homes.index(rank)
-        trace.actions = [timed._replace(action=timed.action._replace(stage=stage)) for timed in trace.actions]
-        trace.received = frozenset(action._replace(stage=stage) for action in trace.received)
+        named = partial(
+            _interleaved, first_stage=homes.index(rank), ranks=count, stages=len(homes), last=_last_microbatches(trace)
+        )
+        trace.actions = [timed._replace(action=named(timed.action)) for timed in trace.actions]
+
+
+def _last_microbatches(trace: RankTrace) -> int:
+    return 1 + max(timed.action.microbatch for timed in trace.actions)
+
+
+def _interleaved(action: Action, first_stage: int, ranks: int, stages: int, last: int) -> Action:
+    """The stage and microbatch of the n-th forward or backward of a rank that runs P microbatches in one stage after the other.
+
+    So does Megatron's interleaved schedule, backwards from the last stage on. `last`: how many forwards a rank runs in a step.
+    """
+    kind, _, place, _ = action
+    stages_per_rank = stages // ranks
+    group, within_group = divmod(place, ranks * stages_per_rank)
+    size = min(ranks, last // stages_per_rank - group * ranks) or 1
+    turn, microbatch = divmod(within_group, max(size, 1))
+    turn = turn if kind is Kind.F else stages_per_rank - 1 - turn
+    return Action(kind, first_stage + max(turn, 0) * ranks, group * ranks + microbatch)
 
 
 # ---- steps
@@ -212,7 +247,7 @@ def _table(key: StepKey, rows: Sequence[RankStep], placement: Sequence[int] | No
 def _check_last_stage(table: Schedule, traces: Sequence[RankTrace]) -> None:
     """Raise PenstockError where every backward of the last stage has waited for a message, so that it is not the last."""
     last = table.stages - 1
-    received = frozenset[Action]().union(*(trace.received for trace in traces))
+    received = {timed.action for trace in traces for timed in trace.actions if timed.receives}
     backwards = {action for row in table.actions for action in row if action.stage == last and action.kind in (Kind.B, Kind.I)}
     if backwards <= received:
         told = f"backwards of stage {last} wait for messages from stage {last + 1}, which is in no trace"
@@ -239,7 +274,7 @@ def _catalog_name(table: Schedule) -> str:
 def _events(rank: int, row: RankStep, offset: float) -> tuple[Event, ...]:
     """The events of `row`, none beginning or ending before the one it follows, as a rank runs one at a time."""
     events, free = list[Event](), -float("inf")
-    for action, start, end, sent, _ in row:
+    for action, start, end, sent, *_ in row:
         start, end = max(start + offset, free), max(end + offset, free)
         events.append(Event(rank, action, start, end, None if sent is None else max(end, sent + offset)))
         free = end
@@ -278,6 +313,8 @@ def _notes(record: Record, traces: Sequence[RankTrace], dropped: int, error: flo
         notes.append(f"clocks of one machine that its messages contradict, by {1e6 * error:.0f} us")
     if any(trace.is_inferred for trace in traces):
         notes.append("actions inferred from autograd's operations and messages, as nothing names them")
+    if any(trace.is_counted for trace in traces):
+        notes.append("microbatches counted in the order of their ranges, which do not name them")
     return notes
 
 

@@ -27,14 +27,14 @@ from penstock.schedule.table import Action, Kind, Skip, Table
 from penstock.schedule.timing.causes import Cause, Idle
 from penstock.schedule.timing.events import Event, MessageCost
 from penstock.schedule.timing.explain import MeasuredTimeline, explain
-from penstock.schedule.timing.explanation import Explanation
+from penstock.schedule.timing.explanation import Explanation, Improvement
 from penstock.schedule.timing.measurement import Measurement
 from penstock.schedule.timing.simulate import Costs, averaging_end_time, simulate
 from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.verify import Proof, prove, verify
 
 __all__ = [
-    "Action", "ActivationSize", "Cause", "Compute", "Costs", "Event", "Explanation", "Found", "Idle", "Kind",
+    "Action", "ActivationSize", "Cause", "Compute", "Costs", "Event", "Explanation", "Found", "Idle", "Improvement", "Kind",
     "MeasuredTimeline", "Measurement", "MessageCost", "Program", "ProgramLine", "Proof", "Schedule", "ScheduleError",
     "Script", "Skip", "Table", "Timeline", "Transfer", "averaging_end_time", "build", "explain", "from_rows", "lower",
     "names", "prove", "script_from_compute_comms_csv", "script_from_compute_comms_rows", "search", "simulate", "verify",

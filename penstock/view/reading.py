@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.schedule import Action, ActivationSize, Event, MeasuredTimeline, MessageCost, ScheduleError, Timeline
+from penstock.schedule import Action, ActivationSize, Event, Improvement, MeasuredTimeline, MessageCost, ScheduleError, Timeline
 from penstock.schedule.table import dependencies
 from penstock.view.data.timeline import Data
 from penstock.view.record import FILE, FORMAT, Record
@@ -61,7 +61,9 @@ def read(text: str | bytes, file: str) -> Record:
             raise ValueError("it has no steps")
         labels = tuple(str(step["label"]) for step in data["steps"])
         layers = tuple(map(float, data.get("layers", ())))
-        return Record(steps, None if planned is None else _timeline(name, planned), str(data["unit"]), labels, layers)
+        findings = tuple(_finding(each) for each in (data.get("verdict") or {}).get("findings", ()) if each.get("from_trace"))
+        plan = None if planned is None else _timeline(name, planned)
+        return Record(steps, plan, str(data["unit"]), labels, layers, findings)
     except RecursionError as error:
         raise PenstockError(f"{file} is not a timeline that Penstock wrote: it is nested too deeply") from error
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, ScheduleError) as error:
@@ -84,13 +86,22 @@ def _timeline(name: str, data: Data) -> MeasuredTimeline:
     borders = tuple(MessageCost(*map(float, border)) for border in data["borders"])
     skips = {(int(lower), int(upper)): MessageCost(float(time), float(on)) for lower, upper, time, on in data["skips"]}
     sizes = tuple(ActivationSize(*map(float, size)) for size in data["sizes"])
-    unit = str(data.get("memory_unit", ""))  # this and the next three are not in older files
+    unit = str(data.get("memory_unit", ""))  # this and the next four are not in older files
     between, averaging, factors = (
         tuple(map(float, data.get(key, ()))) for key in ("between", "averaging", "microbatch_factors")
     )
-    timeline = MeasuredTimeline(name, rows, borders, sizes, overlaps, skips, unit, between, averaging, factors)
+    message_bytes = float(data.get("message_bytes", 0))
+    timeline = MeasuredTimeline(name, rows, borders, sizes, overlaps, skips, unit, between, averaging, factors, message_bytes)
     check_timeline(timeline)
     return timeline
+
+
+def _finding(data: Data) -> Improvement:
+    gain, rank = float(data["gain"]), data["rank"]
+    if not math.isfinite(gain):
+        raise ValueError(f"a finding gains {gain}")
+    timeline = _timeline(str(data["name"]), data["timeline"])
+    return Improvement(str(data["about"]), str(data["text"]), gain, timeline, None if rank is None else int(rank))
 
 
 def check_timeline(timeline: Timeline) -> None:
@@ -130,6 +141,7 @@ def _check_amounts(timeline: Timeline, stages: int) -> None:
         timeline.between_steps,
         timeline.averaging,
         timeline.microbatch_factors,
+        [timeline.message_bytes],
     )
     if not all(map(math.isfinite, numbers)):
         raise ValueError("it has a time or a size that is no finite number")

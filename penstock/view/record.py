@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
-from penstock.schedule import Explanation, MeasuredTimeline, Measurement, ScheduleError, Timeline
+from penstock.schedule import Explanation, Improvement, MeasuredTimeline, Measurement, ScheduleError, Timeline
 from penstock.view.data.timeline import Data, timeline_data, verdict_data
 
 FORMAT = "penstock timeline 1"
@@ -23,6 +23,7 @@ class Record:
     unit: str = ""  # of time: "s", or "" for the unit of the costs
     labels: tuple[str, ...] = ()  # the names of the steps
     layers: tuple[float, ...] = ()  # share of the model on each stage; empty: equal shares
+    findings: tuple[Improvement, ...] = ()  # what a trace says of the usual step beyond its timeline
 
     @property
     def name(self) -> str:
@@ -49,7 +50,8 @@ class Record:
         if self.unit != "s" or not isinstance(self.usual, MeasuredTimeline):
             return None
         try:
-            return self.usual.explain(Measurement.from_timelines(*self.steps, layers=self.layers))
+            explained = self.usual.explain(Measurement.from_timelines(*self.steps, layers=self.layers))
+            return replace(explained, findings=self.findings)
         except ScheduleError:
             return None
 

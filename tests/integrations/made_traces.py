@@ -1,11 +1,11 @@
 """Traces made by hand, in the form that torch.profiler documents: of a timeline, on a CPU or on GPUs."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.schedule import Event, Timeline, build, simulate
+from penstock.schedule import Action, Event, Timeline, build, simulate
 from penstock.schedule.timing.simulate import Costs
 
 Data = dict[str, Any]
@@ -23,6 +23,8 @@ def write(
     ahead: Sequence[float] = (),  # rank -> seconds its clock is ahead
     hosts: Sequence[str] = (),
     on_gpu: bool = False,
+    name: Callable[[Action], str] = lambda action: f"PP:{action}",
+    extra: Callable[[int, Event, float], list[Data]] = lambda rank, event, begin: [],  # what else a rank runs in an action
 ) -> list[Path]:
     """Write a trace for each rank, with these profiler steps, and return the files."""
     folder.mkdir(exist_ok=True)
@@ -30,9 +32,10 @@ def write(
     for rank in range(planned.ranks):
         events, begin = list[Data](), 1000.0 + (ahead[rank] if ahead else 0.0)
         for step in steps:
-            events.append(_range(f"ProfilerStep#{step}", begin - 0.001, begin + planned.makespan + 0.001))
+            events.append(range_event(f"ProfilerStep#{step}", begin - 0.001, begin + planned.makespan + 0.001))
             for event in planned.rows[rank]:
-                events += _device_events(event, begin, len(events)) if on_gpu else [_action(event, begin)]
+                events += _device_events(event, begin, len(events)) if on_gpu else [_action(event, begin, name(event.action))]
+                events += extra(rank, event, begin)
             begin += planned.makespan + 0.010
         header = {"schemaVersion": 1, "distributedInfo": {"backend": "gloo", "rank": rank, "world_size": planned.ranks}}
         header["host_name"] = hosts[rank] if hosts else "one"
@@ -41,13 +44,13 @@ def write(
     return files
 
 
-def _range(name: str, start: float, end: float, category: str = "user_annotation", **args: Any) -> Data:
+def range_event(name: str, start: float, end: float, category: str = "user_annotation", **args: Any) -> Data:
     place = {"pid": 1, "tid": 1, "ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
     return {"ph": "X", "cat": category, "name": name, **place, "args": args}
 
 
-def _action(event: Event, begin: float) -> Data:
-    return _range(f"PP:{event.action}", begin + event.start, begin + event.end)
+def _action(event: Event, begin: float, name: str) -> Data:
+    return range_event(name, begin + event.start, begin + event.end)
 
 
 def _device_events(event: Event, begin: float, number: int) -> list[Data]:
@@ -56,8 +59,8 @@ def _device_events(event: Event, begin: float, number: int) -> list[Data]:
     middle, host = (start + end) / 2, start + (end - start) / 10
     kernels = [(start, middle, 2 * number), (middle, end, 2 * number + 1)]
     return [
-        _range(f"PP:{event.action}", start, host),
-        *(_range("cudaLaunchKernel", host - 1e-6, host, "cuda_runtime", correlation=key) for *_, key in kernels),
-        *(_range("gemm", first, last, "kernel", correlation=key) for first, last, key in kernels),
-        _range("ncclDevKernel_SendRecv", end, end + 1, "kernel", correlation=kernels[0][2]),  # a message is no work
+        range_event(f"PP:{event.action}", start, host),
+        *(range_event("cudaLaunchKernel", host - 1e-6, host, "cuda_runtime", correlation=key) for *_, key in kernels),
+        *(range_event("gemm", first, last, "kernel", correlation=key) for first, last, key in kernels),
+        range_event("ncclDevKernel_SendRecv", end, end + 1, "kernel", correlation=kernels[0][2]),  # a message is no work
     ]

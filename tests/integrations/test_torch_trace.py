@@ -17,7 +17,8 @@ import torch_runs
 import penstock as ps
 from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces, read, read_record
-from penstock.schedule import Timeline, build
+from penstock.schedule import Action, Event, Kind, Timeline, build
+from penstock.view.reading import load
 
 penstock = partial(prompt.penstock, columns=100)
 
@@ -119,6 +120,100 @@ def test_on_a_gpu_an_action_takes_from_its_first_kernel_to_its_last(tmp_path: Pa
     found = read(tmp_path)
     assert found.name == "zb-v, measured"
     assert [event.end - event.start for event in found.events] == pytest.approx([0.010] * len(made.events), abs=1e-6)
+
+
+def extra_events(rank: int, event: Event, begin: float) -> list[made_traces.Data]:
+    """In 0F0 an all-to-all that waits for the receive of 0B0; before it a data loader and an optimizer."""
+    made, start = made_traces.range_event, begin + event.start
+    if str(event.action) != "0F0":
+        return []
+    return [
+        made("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", start - 0.009, start - 0.003),
+        made("Optimizer.step#Adam.step", start - 0.003, start - 0.001),
+        *(made("aten::add_", start - 0.002, start - 0.002, "cpu_op") for _ in range(30)),
+        made("PP:0RECV_B0", start - 0.00002, start - 0.00001),
+        made("gloo:recv", start - 0.00002, start + 0.006, **{"Input Dims": [[1000, 8000]], "Input type": ["float"]}),
+        made("gloo:all_to_all", start + 0.001, start + 0.0061),
+    ]
+
+
+def test_causes_beyond_the_timeline_are_named_and_kept_in_a_file(tmp_path: Path) -> None:
+    made_traces.write(tmp_path / "traces", made_traces.timeline(), extra=extra_events)
+    record, notes = read_record(tmp_path / "traces")
+    assert record.explanation is not None
+    texts = {finding.kind: finding.text for finding in record.explanation.verdict}
+    assert texts["blocked"].startswith(
+        "rank 0 is blocked for 5 ms in 0F0: all_to_all waits for the receive of 0B0, posted before"
+    )
+    assert texts["between steps"].startswith("between steps 10.0 ms, 6.1% of the loop: on rank 0 data loader 6.0 ms, ")
+    assert texts["between steps"].endswith("optimizer (not fused, 30 operations) 2.0 ms")
+    assert any(note.startswith("collectives in actions: 1 all_to_all, together 5.1 ms") for note in notes)
+    assert any(re.fullmatch(r"between actions .* ms on all ranks: .*host \d+%", note) for note in notes)
+    assert record.usual.message_bytes == 32e6
+
+    record.save(tmp_path / "timeline.json")
+    reread = load(tmp_path / "timeline.json").explanation
+    assert reread is not None
+    assert reread.verdict_text == record.explanation.verdict_text
+    assert reread.verdict[0].timeline.makespan == pytest.approx(record.explanation.verdict[0].timeline.makespan, abs=1e-6)
+
+
+def test_a_pause_of_the_host_is_named_and_so_is_its_action(tmp_path: Path) -> None:
+    for file in made_traces.write(tmp_path, made_traces.timeline()):
+        data = json.loads(file.read_text())
+        for event in data["traceEvents"]:
+            event["dur"] += 30_000 * (event["name"] == "PP:0B3")
+        file.write_text(json.dumps(data))
+    (pause,) = [finding for finding in read_record(tmp_path)[0].findings if finding.kind == "pause"]
+    assert pause.text.startswith(
+        "rank 0 pauses in 0B3, 30 ms longer than usual (garbage collection, or what else stops its host)"
+    )
+    assert pause.timeline.makespan == pytest.approx(made_traces.timeline().makespan, abs=1e-6)
+
+
+def test_on_a_gpu_a_kernel_that_queues_behind_a_receive_is_blocked(tmp_path: Path) -> None:
+    def receive_ahead(rank: int, event: Event, begin: float) -> list[made_traces.Data]:
+        made, start, key = made_traces.range_event, begin + event.start, round(1e6 * begin)
+        if str(event.action) != "0F0":
+            return []
+        return [
+            made("ncclDevKernel_SendRecv", start - 0.001, start + 0.005, "kernel", correlation=key + 1),
+            made("cudaLaunchKernel", start + 0.0005, start + 0.0006, "cuda_runtime", correlation=key),
+            made(
+                "ncclDevKernel_X",
+                start + 0.00501,
+                start + 0.006,
+                "kernel",
+                correlation=key,
+                **{"Collective name": "all_to_allv"},
+            ),
+        ]
+
+    made_traces.write(tmp_path, made_traces.timeline(), on_gpu=True, extra=receive_ahead)
+    record, notes = read_record(tmp_path)
+    (blocked,) = [finding for finding in record.findings if finding.kind == "blocked"]
+    assert blocked.text.startswith("rank 0 is blocked for 4 ms in 0F0: all_to_allv waits for a message")
+    assert any(note.startswith("collectives in actions: 1 all_to_allv, together 1.0 ms") for note in notes)
+
+
+def of_megatron(action: Action) -> str:
+    return "forward_step" if action.kind is Kind.F else "megatron/core/pipeline_parallel/schedules.py(350): backward_step"
+
+
+@pytest.mark.parametrize(("name", "stages_per_rank"), [("1f1b", 1), ("interleaved-1f1b", 2)])
+def test_ranges_that_name_no_microbatch_are_counted(tmp_path: Path, name: str, stages_per_rank: int) -> None:
+    def inner(rank: int, event: Event, begin: float) -> list[made_traces.Data]:  # with_stack: the function that Megatron calls
+        when = begin + event.start + 0.001, begin + event.end - 0.001
+        return [made_traces.range_event("pretrain_gpt.py(90): forward_step", *when, "python_function")] * (
+            event.action.kind is Kind.F
+        )
+
+    made_traces.write(tmp_path, made_traces.timeline(name), name=of_megatron, extra=inner)
+    record, notes = read_record(tmp_path, stages_per_rank=stages_per_rank)
+    assert [step.name for step in record.steps] == [f"{name}, measured"] * 3
+    assert "microbatches counted in the order of their ranges, which do not name them" in notes
+    with pytest.raises(PenstockError, match="is none of 2 ranks that take turns"):
+        read(tmp_path, placement=[0, 1, 1, 0])
 
 
 def test_clocks_of_other_machines_are_lined_up_by_the_messages(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A step explained: its parts add up, the slow rank is named with what it costs, and advice is what the simulator says."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,9 @@ from random_tables import valid_tables, whole_numbers
 from test_measurement import close, even, ran, runs
 from test_simulate import table
 
-from penstock.schedule import Costs, Kind, Measurement, ScheduleError, Timeline, build, explain, names, simulate
+from penstock.schedule import Costs, Kind, Measurement, ScheduleError, Timeline, build, explain, from_rows, names, simulate
 from penstock.schedule.timing.explain import time_shares
+from penstock.schedule.timing.replay import replay
 
 
 def slowed(name: str, rank: int, longer: float, ranks: int = 4, microbatches: int = 8) -> Timeline:
@@ -227,7 +229,7 @@ def test_the_verdict_is_one_line_of_what_was_found_each_with_the_step_as_it_woul
     told = explain(slowed("1f1b", 2, 5))
     assert told.straggler
     assert told.fastest
-    slow, schedule, cut = told.verdict
+    slow, cut, schedule = told.verdict  # what is wrong first
     assert (slow.kind, slow.rank, slow.timeline) == ("straggler", 2, told.straggler.timeline)
     assert slow.text == "rank 2 is slow: 70 s, 9.6 % of the step"
     assert (schedule.text, schedule.timeline) == ("another schedule, interleaved-zb: -24.8 %", told.fastest.timeline)
@@ -236,6 +238,32 @@ def test_the_verdict_is_one_line_of_what_was_found_each_with_the_step_as_it_woul
     even = explain(simulate(runs("zb-v", 4, 40), Costs(1, 1, 1)))
     assert even.verdict == ()
     assert even.verdict_text == "no rank is slow, and no other schedule or cut would make the step 1% shorter"
+
+
+def test_slow_messages_a_wrong_order_and_few_microbatches_are_in_the_verdict():
+    table = build("1f1b", 4, 8)
+    link = explain(simulate(table, Costs(1, 1, 1, send=(0.0, 2.0, 0.0)))).verdict[0]
+    assert link.kind == "message"
+    assert re.match(r"messages from rank (1 to rank 2|2 to rank 1) take 2000.0 ms each", link.text)
+    everywhere = explain(simulate(table, Costs(1, 1, 1, send=1.0))).verdict[0]
+    assert everywhere.text.startswith("messages between ranks take 1000.0 ms each, without that: -")
+
+    first, *others = table.actions
+    swapped = [action._replace(microbatch=action.microbatch ^ 1) if action.kind is Kind.F else action for action in first]
+    wrong = explain(simulate(from_rows("wrong", [swapped, *others]), Costs(1, 1, 1))).verdict[0]
+    assert wrong.kind == "order"
+    assert wrong.text.startswith("rank 0 runs microbatches out of order, in order: -")
+
+    few = explain(simulate(build("1f1b", 4, 4), Costs(1, 1, 1))).verdict[0]
+    assert few.text == "4 microbatches are few for 4 ranks, 8 of the same size: -21.4 % a row"
+
+
+def test_a_replayed_step_keeps_its_order_and_starts_everything_as_early_as_it_can():
+    measured = simulate(build("1f1b", 2, 4), Costs(1, 1, 1, send=1.0))
+    assert [event[1:4] for event in replay(measured, {}).events] == [event[1:4] for event in measured.events]
+    quick = {event.action: 1.0 for event in measured.events if event.rank == 1 and event.action.kind is Kind.F}
+    assert replay(measured, {}, quick).makespan < measured.makespan
+    assert replay(measured, {measured.rows[0][0].action: 0.5}).makespan == measured.makespan - 0.5
 
 
 def test_a_step_without_backwards_is_refused():

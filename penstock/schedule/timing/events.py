@@ -60,6 +60,7 @@ class StepEvents:
     between_steps: tuple[float, ...] = ()  # rank -> time since its step before: optimizer, next batch; empty where not measured
     averaging: tuple[float, ...] = ()  # rank -> time after its last action until gradients were averaged; empty: no replicas
     microbatch_factors: tuple[float, ...] = ()  # microbatch -> how many times its messages and activations cost; empty: once
+    message_bytes: float = 0.0  # of the largest message; 0: unknown
 
     @cached_property
     def events(self) -> tuple[Event, ...]:

@@ -4,21 +4,33 @@ Every `what if` is the simulator's answer for the costs that were measured, set 
 that what the simulator does not know cancels out. How far it is from the measured step is told too.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import FAMILIES, build, names
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import Kind
 from penstock.schedule.timing.causes import Cause
-from penstock.schedule.timing.explanation import ENGINE, NOTABLE_SHARE, Alternative, Explanation, Straggler
+from penstock.schedule.timing.explanation import (
+    ENGINE,
+    NOTABLE_SHARE,
+    Alternative,
+    Explanation,
+    OutOfOrder,
+    SlowMessages,
+    Straggler,
+)
 from penstock.schedule.timing.measurement import Measurement, find_gaps
+from penstock.schedule.timing.replay import replay
 from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.transform import with_full_backwards
 
 STRAGGLER_SHARE = 0.05  # of its planned time: what a rank may be slower by without being named
+SLOW_MESSAGE_SHARE = 0.25  # of the usual forward's time: what a message may take without being named
+SLOW_LINK_FACTOR = 2  # times the usual message between other ranks: above it a link is slow
 
 
 def explain(timeline: Timeline, measurement: Measurement | None = None) -> Explanation:
@@ -57,6 +69,8 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
         fastest=faster,
         fastest_in_same_memory=None if frugal is faster else frugal,
         num_steps=here.num_steps,
+        slow_messages=_find_slow_messages(timeline, here),
+        out_of_order=_find_rank_out_of_order(here, now),
     )
 
 
@@ -137,6 +151,47 @@ def _compare_with_share(here: Measurement, rank: int, now: float) -> Straggler |
     }
     shorter = fair.predict(table)
     return Straggler(rank, (took - planned) / len(actions), times, now - shorter.makespan, shorter)
+
+
+def _find_slow_messages(timeline: Timeline, here: Measurement) -> SlowMessages | None:
+    """Return the slowest link between two ranks whose usual speed would make the step notably shorter, else all links."""
+    waits = [(gap, gap.needed) for gap in find_gaps(timeline) if gap.waited and gap.needed]
+    seconds_by_link = defaultdict[tuple[int, int], list[float]](list)
+    for gap, needed in waits:
+        seconds_by_link[needed.rank, gap.after.rank].append(gap.message_seconds)
+    links = {link: median(seconds) for link, seconds in seconds_by_link.items()}
+    if not links:
+        return None
+    slowest = max(links, key=lambda link: links[link])
+    others = [seconds for link, seconds in links.items() if link != slowest]
+    usual = median(others) if others and links[slowest] > SLOW_LINK_FACTOR * median(others) else 0.0
+    slow = {slowest} if usual else set(links)
+
+    if links[slowest] < SLOW_MESSAGE_SHARE * median(here.seconds[Kind.F]):
+        return None
+    saved = {gap.after.action: gap.message_seconds - usual for gap, needed in waits if (needed.rank, gap.after.rank) in slow}
+    shorter = replay(timeline, {}, saved)
+    if timeline.makespan - shorter.makespan <= NOTABLE_SHARE * timeline.makespan:
+        return None
+    is_one_link = usual or len({frozenset(link) for link in links}) == 1
+    return SlowMessages(slowest if is_one_link else (), links[slowest], usual, timeline.message_bytes, shorter)
+
+
+def _find_rank_out_of_order(here: Measurement, now: float) -> OutOfOrder | None:
+    """Return the first rank whose microbatches, in ascending order on all ranks, would make the step notably shorter."""
+    table = here.schedule
+    rows = []
+    for row in table.actions:
+        ascending = {key: iter(sorted(action for action in row if action[:2] == key)) for key in {action[:2] for action in row}}
+        rows.append(tuple(next(ascending[action[:2]]) for action in row))
+    changed = [rank for rank, row in enumerate(rows) if row != table.actions[rank]]
+    if not changed:
+        return None
+    try:
+        timeline = here.predict(from_rows(table.name, rows))
+    except ScheduleError:
+        return None
+    return OutOfOrder(changed[0], timeline) if now - timeline.makespan > NOTABLE_SHARE * now else None
 
 
 # ---- what would make it shorter

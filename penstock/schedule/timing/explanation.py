@@ -11,12 +11,14 @@ from penstock.schedule.timing.timeline import Timeline
 
 ENGINE = "engine"  # the key of the engine's time among the shares
 NOTABLE_SHARE = 0.01  # of a step; a smaller gain is not suggested
+MIN_TOLD_BYTES = 1_000_000  # of a message; the speed of a smaller one is its latency
+FEW_MICROBATCHES_A_RANK = 2  # with fewer a step is mostly fill and drain
 
 
 class Improvement(NamedTuple):
     """One sentence of the verdict on a step, with the step as it would be without what the sentence names."""
 
-    kind: str  # "straggler", "schedule" or "cut"
+    kind: str  # "straggler", "cut", "message", "order", "microbatches" or "schedule"; others in the traces of other programs
     text: str
     gain: float  # share of the step that would be saved
     timeline: Timeline  # predicted
@@ -32,6 +34,25 @@ class Straggler:
     action_seconds: dict[Kind, tuple[float, float]]  # kind -> (measured, what its share of the model would take)
     step_seconds_lost: float  # how much shorter the step would be if it were as fast as the others
     timeline: Timeline  # that step, predicted
+
+
+@dataclass(frozen=True)
+class SlowMessages:
+    """Messages that take longer than the usual one, or long beside an action."""
+
+    ranks: tuple[int, ...]  # from and to; empty: all messages are slow
+    seconds: float  # of a message
+    usual_seconds: float  # of a message between other ranks; 0: there are none, or theirs take as long
+    bytes: float  # of a message; 0: unknown
+    timeline: Timeline  # the step with messages of `usual_seconds`, predicted
+
+
+@dataclass(frozen=True)
+class OutOfOrder:
+    """A rank that runs microbatches in another order than the ranks before it."""
+
+    rank: int
+    timeline: Timeline  # of a step with ascending microbatches, predicted
 
 
 @dataclass(frozen=True)
@@ -70,6 +91,9 @@ class Explanation:
     fastest: Alternative | None  # the fastest of them, if notably faster than the table that ran
     fastest_in_same_memory: Alternative | None  # the fastest of those that hold no more, if it is not `fastest`
     num_steps: int = 1  # whose medians the costs are
+    slow_messages: SlowMessages | None = None
+    out_of_order: OutOfOrder | None = None
+    findings: tuple[Improvement, ...] = ()  # what else is known to have made the step longer, from a trace of it
 
     def __str__(self) -> str:
         """Return a few lines: per cent, milliseconds, and the names of the table."""
@@ -82,9 +106,13 @@ class Explanation:
 
     @property
     def verdict(self) -> tuple[Improvement, ...]:
-        """Return what would make the step shorter: the slow rank first, then the largest gain."""
-        alternatives = sorted(_suggested_alternatives(self), key=lambda improvement: -improvement.gain)
-        return (*_slow_rank_improvement(self), *alternatives)
+        """Return what would make the step shorter, the largest gain first: what is wrong with it, then other schedules."""
+        faults = [*_slow_rank_improvement(self), *_suggested_repairs(self), *self.findings]
+        return tuple(
+            improvement
+            for improvements in (faults, _suggested_schedules(self))
+            for improvement in sorted(improvements, key=lambda improvement: -improvement.gain)
+        )
 
     @property
     def verdict_text(self) -> str:
@@ -117,11 +145,35 @@ def _slow_rank_improvement(explanation: Explanation) -> Iterator[Improvement]:
         yield Improvement("straggler", text, share, straggler.timeline, straggler.rank)
 
 
-def _suggested_alternatives(explanation: Explanation) -> Iterator[Improvement]:
-    """Yield another cut and other schedules, as far as each makes the step notably shorter."""
+def _suggested_repairs(explanation: Explanation) -> Iterator[Improvement]:
+    """Yield another cut, faster messages, another order, more microbatches, where each is notably faster."""
     if explanation.even_stages_seconds < (1 - NOTABLE_SHARE) * explanation.predicted_step:
         yield _improvement("cut", "another cut", explanation.even_stages_timeline, explanation)
 
+    if slow := explanation.slow_messages:
+        gain = 1 - slow.timeline.makespan / explanation.step
+        yield Improvement("message", f"{_slow_messages_text(slow)}: {-100 * gain:.1f} %", gain, slow.timeline)
+
+    if wrong := explanation.out_of_order:
+        change = f"rank {wrong.rank} runs microbatches out of order, in order"
+        yield _improvement("order", change, wrong.timeline, explanation)
+
+    table, doubled = explanation.schedule, explanation.doubled_microbatches
+    if doubled and table.microbatches < FEW_MICROBATCHES_A_RANK * table.ranks:
+        gain = 1 - doubled.step_seconds / 2 / explanation.predicted_step
+        count = f"{table.microbatches} microbatches are few for {_count(table.ranks, 'rank')}, {doubled.schedule.microbatches}"
+        yield Improvement("microbatches", f"{count} of the same size: {-100 * gain:.1f} % a row", gain, doubled.timeline)
+
+
+def _slow_messages_text(slow: SlowMessages) -> str:
+    route = f"from rank {slow.ranks[0]} to rank {slow.ranks[1]}" if slow.ranks else "between ranks"
+    usual = f", others {_format_ms(slow.usual_seconds)}" if slow.usual_seconds else ""
+    size = f", {format_bytes(slow.bytes)} at {slow.bytes / slow.seconds / 1e9:.2g} GB/s" if slow.bytes >= MIN_TOLD_BYTES else ""
+    return f"messages {route} take {_format_ms(slow.seconds)} each{usual}{size}, without that"
+
+
+def _suggested_schedules(explanation: Explanation) -> Iterator[Improvement]:
+    """Yield other schedules, as far as each makes the step notably shorter."""
     for alternative, memory_note in ((explanation.fastest, " but more memory"), (explanation.fastest_in_same_memory, "")):
         if alternative:
             note = memory_note if alternative.microbatches_held > explanation.microbatches_held else ""

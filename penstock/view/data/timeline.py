@@ -27,6 +27,7 @@ def timeline_data(timeline: Timeline) -> Data:
         "sizes": timeline.activation_sizes,
         "memory_unit": timeline.memory_unit,
         "microbatch_factors": timeline.microbatch_factors,
+        "message_bytes": timeline.message_bytes,
         "between": [round(time, 9) for time in timeline.between_steps],
         "averaging": [round(time, 9) for time in timeline.averaging],
         "ranks": [_row(timeline, rank) for rank in range(timeline.ranks)],
@@ -48,6 +49,7 @@ def verdict_data(explanation: Explanation) -> Data:
     findings = [
         {"about": finding.kind, "text": finding.text, "gain": finding.gain, "rank": finding.rank}
         | {"name": finding.timeline.name, "timeline": timeline_data(finding.timeline)}
+        | ({"from_trace": True} if finding in explanation.findings else {})
         for finding in explanation.verdict
     ]
     others = explanation.alternative_texts

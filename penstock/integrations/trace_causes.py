@@ -1,0 +1,184 @@
+"""What a trace says of a step beyond its timeline: pauses of the host, blocked collectives, and what runs between steps.
+
+Each cause is an `Improvement` for the verdict: the step replayed without the time that it took. What cannot be shorter on its
+own, collectives in actions and what gaps consist of, is told in a sentence.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from statistics import median
+
+from penstock.integrations.rank_trace import RankTrace, TimedAction
+from penstock.integrations.trace_marks import Collective, Range
+from penstock.schedule import Action, Improvement, Kind, Timeline
+from penstock.schedule.timing.explanation import NOTABLE_SHARE
+from penstock.schedule.timing.replay import replay
+from penstock.view.record import Record
+
+RankStep = Sequence[TimedAction]
+
+PAUSE_FACTOR = 1.5  # times the usual action of its kind and stage: a longer one was paused
+MIN_PAUSE_SECONDS = 0.001
+RARE_SHARE = 0.25  # of the actions of a kind and stage: more that are long are no pauses
+CLOSE_SECONDS = 0.0002  # between the end of a receive and what it blocked
+SHORT_REST_SHARE = 0.5  # of the time that a collective waited: what it may take after that
+NAMED_ACTIONS = 3  # in a sentence
+NAMED_SHARE = 0.1  # of the time between steps: what takes less is not named
+
+
+def find_causes(record: Record, traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> Iterator[Improvement]:
+    """Yield what made the steps notably longer. `usual`: what every rank ran in the usual step of `record`."""
+    found = [*_pauses(record), *_blocked_collectives(record.usual, traces, usual), *_work_between_steps(record, traces)]
+    yield from (improvement for improvement in found if improvement.gain > NOTABLE_SHARE)
+
+
+def describe(record: Record, traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> Iterator[str]:
+    """Yield sentences on collectives in the actions of the usual step, and on what its gaps consist of."""
+    if collectives := [each for trace, row in zip(traces, usual, strict=True) for each in _collectives_in(trace, row)]:
+        counts, seconds = Counter(each.name for each in collectives), sum(each.end - each.began for each in collectives)
+        listed = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        share = seconds / (sum(record.usual.busy) or 1.0)
+        yield f"collectives in actions: {listed}, together {1e3 * seconds:.1f} ms, {share:.1%} of the actions' time"
+    shares = _gap_shares(traces, usual)
+    if total := sum(shares.values()):
+        listed = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares.items())
+        yield f"between actions {1e3 * total:.1f} ms on all ranks: {listed}"
+
+
+# ---- pauses
+
+
+def _pauses(record: Record) -> Iterator[Improvement]:
+    """Actions that took much longer than others of their kind and stage, on the rank that lost most."""
+    seconds = defaultdict[tuple[Kind, int], list[float]](list)
+    for event in (event for step in record.steps for event in step.events):
+        seconds[event.action[:2]].append(event.end - event.start)
+    usual = {key: median(times) for key, times in seconds.items()}
+    limits = {key: max(PAUSE_FACTOR * time, time + MIN_PAUSE_SECONDS) for key, time in usual.items()}
+    rare = {key for key, times in seconds.items() if sum(time > limits[key] for time in times) <= RARE_SHARE * len(times)}
+
+    best: Improvement | None = None
+    for row in record.usual.rows:
+        extra = {
+            event.action: event.end - event.start - usual[event.action[:2]]
+            for event in row
+            if event.action[:2] in rare and event.end - event.start > limits[event.action[:2]]
+        }
+        if extra:
+            timeline, rank = replay(record.usual, extra), row[0].rank
+            gain = 1 - timeline.makespan / record.usual.makespan
+            what = f"rank {rank} pauses in {_named(extra)}, {1e3 * sum(extra.values()):.0f} ms longer than usual"
+            text = f"{what} (garbage collection, or what else stops its host), without that: {-100 * gain:.1f} %"
+            best = max(best or Improvement("", "", 0.0, timeline), Improvement("pause", text, gain, timeline, rank), key=_gain)
+    if best and best.kind:
+        yield best
+
+
+def _gain(improvement: Improvement) -> float:
+    return improvement.gain
+
+
+def _named(actions: Iterable[Action]) -> str:
+    names = [str(action) for action in actions]
+    rest = len(names) - NAMED_ACTIONS
+    return ", ".join(names[:NAMED_ACTIONS]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# ---- head-of-line blocking
+
+
+def _blocked_collectives(step: Timeline, traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> Iterator[Improvement]:
+    """Collectives in actions that went on when a receive ended that was posted before them and that the action did not need."""
+    for rank, (trace, row) in enumerate(zip(traces, usual, strict=True)):
+        receives = [(when, timed.action) for timed in row for when in timed.receives]
+        messages = [*receives, *((when, None) for when in trace.marks.transfers)]
+        lost, reasons = defaultdict[Action, float](float), list[str]()
+        for timed in row:
+            for collective in _collectives_in(trace, [timed]) if messages else ():
+                for when, needing in messages:
+                    if needing != timed.action and when.end > timed.start and _blocks(when, collective):
+                        lost[timed.action] = max(lost[timed.action], when.end - max(collective.posted, when.start, timed.start))
+                        reasons.append(f"{collective.name} waits for {f'the receive of {needing}' if needing else 'a message'}")
+        if lost:
+            timeline = replay(step, lost)
+            gain = 1 - timeline.makespan / step.makespan
+            what = f"rank {rank} is blocked for {1e3 * sum(lost.values()):.0f} ms in {_named(lost)}: {reasons[0]}"
+            text = f"{what}, posted before it is needed (head-of-line blocking), posted later: {-100 * gain:.1f} %"
+            yield Improvement("blocked", text, gain, timeline, rank)
+
+
+def _blocks(receive: Range, collective: Collective) -> bool:
+    """Whether `collective` was posted while `receive` was under way, and could go on when that had ended."""
+    if not receive.start <= collective.posted < receive.end:
+        return False
+    if collective.began > collective.posted:  # on a device
+        return 0 <= collective.began - receive.end <= CLOSE_SECONDS
+    rest = collective.end - receive.end
+    return 0 <= rest <= max(CLOSE_SECONDS, SHORT_REST_SHARE * (receive.end - collective.posted))
+
+
+def _collectives_in(trace: RankTrace, row: RankStep) -> Iterator[Collective]:
+    """The collectives that began in the actions of `row`."""
+    collectives = trace.marks.collectives
+    begins = [collective.began for collective in collectives]
+    for timed in row:
+        yield from collectives[bisect_left(begins, timed.start) : bisect_right(begins, timed.end)]
+
+
+# ---- between steps
+
+
+def _work_between_steps(record: Record, traces: Sequence[RankTrace]) -> Iterator[Improvement]:
+    """The time between steps in which no rank is in the pipeline, and what the rank does then that is busiest."""
+    between = median([after.start - before.end for before, after in pairwise(record.steps)] or [0.0])
+    if between <= 0:
+        return
+    busiest = max(range(len(traces)), key=lambda rank: sum(_loop_work(traces[rank], len(record.steps)).values()))
+    parts = sorted(_loop_work(traces[busiest], len(record.steps)).items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in parts if seconds >= NAMED_SHARE * between)
+    gain = between / (between + record.usual.makespan)
+    named = f": on rank {busiest} {listed}" if listed else ""
+    yield Improvement(
+        "between steps", f"between steps {1e3 * between:.1f} ms, {gain:.1%} of the loop{named}", gain, record.usual
+    )
+
+
+def _loop_work(trace: RankTrace, steps: int) -> dict[str, float]:
+    """Seconds of a step that the rank's data loader and optimizer take."""
+    loading = sum(when.end - when.start for when in trace.marks.loading)
+    optimizer = sum(step.when.end - step.when.start for step in trace.marks.optimizer)
+    return {"data loader": loading / steps, f"optimizer{_fusion(trace)}": optimizer / steps}
+
+
+def _fusion(trace: RankTrace) -> str:
+    """How many operations a step of the optimizer is, where they are of a tensor each."""
+    steps = [step for step in trace.marks.optimizer if step.operations]
+    if not steps or any(step.is_fused for step in steps):
+        return ""
+    return f" (not fused, {median(step.operations for step in steps):.0f} operations)"
+
+
+# ---- gaps
+
+
+def _gap_shares(traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> dict[str, float]:
+    """Seconds between actions in which ranks waited for messages, sent, had kernels of the device, or ran other code."""
+    shares = dict.fromkeys(("waiting for messages", "sending", "device", "host"), 0.0)
+    for trace, row in zip(traces, usual, strict=True):
+        kernels = sorted(trace.marks.kernels.values())
+        for before, after in pairwise(row):
+            free = Range(before.end, after.start)
+            for name, ranges in (
+                ("waiting for messages", after.receives),
+                ("sending", [Range(before.end, before.sent)] if before.sent else []),
+                ("device", kernels[bisect_left(kernels, (free.start,)) : bisect_left(kernels, (free.end,))]),
+            ):
+                for when in ranges:
+                    used = Range(max(free.start, when.start), min(free.end, when.end))
+                    if used.start < used.end:
+                        shares[name] += used.end - used.start
+                        free = Range(used.end, free.end)
+            shares["host"] += max(0.0, free.end - free.start)
+    return {name: seconds for name, seconds in shares.items() if seconds}

@@ -1,0 +1,40 @@
+"""A measured step as it would have run had some of its actions or messages taken less."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from penstock.schedule.table import Action
+from penstock.schedule.timing.events import Event
+from penstock.schedule.timing.timeline import Timeline
+
+
+def replay(
+    timeline: Timeline, saved_in_actions: Mapping[Action, float], saved_before_actions: Mapping[Action, float] | None = None
+) -> Timeline:
+    """Return `timeline` with the same order of actions on every rank, and everything as early as what it waited for allows.
+
+    `saved_in_actions`: seconds by which actions are shorter.
+    `saved_before_actions`: seconds by which messages are faster that the rank of the action was idle for.
+    """
+    saved_before_actions = saved_before_actions or {}
+    before = {event.action: earlier for row in timeline.rows for earlier, event in zip((None, *row), row, strict=False)}
+    moved: dict[Action, Event] = {}
+    for event in sorted(timeline.events, key=lambda event: (event.start, event.end)):
+        own = before[event.action]
+        needed = [need for need in timeline.needed_events(event) if need.rank != event.rank and need.action in moved]
+        starts = [moved[need.action].end for need in needed]
+        last = max(needed, key=lambda need: need.end, default=None)
+
+        if last and (own is None or last.end >= own.end):
+            starts.append(
+                moved[last.action].end + max(0.0, event.start - last.end - saved_before_actions.get(event.action, 0.0))
+            )
+            starts += [moved[own.action].end] if own else []
+        elif own:
+            starts.append(moved[own.action].end + max(0.0, event.start - own.end))
+        start = max(starts, default=event.start)
+        seconds = max(0.0, event.end - event.start - saved_in_actions.get(event.action, 0.0))
+        moved[event.action] = event._replace(start=start, end=start + seconds, sent=None)
+
+    rows = tuple(tuple(moved[event.action] for event in row) for row in timeline.rows)
+    return replace(timeline, name=f"{timeline.name.removesuffix(', measured')}, predicted", rows=rows)

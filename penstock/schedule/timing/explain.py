@@ -164,8 +164,8 @@ def _find_slow_messages(timeline: Timeline, here: Measurement) -> SlowMessages |
         return None
     slowest = max(links, key=lambda link: links[link])
     others = [seconds for link, seconds in links.items() if link != slowest]
-    usual = median(others) if others and links[slowest] > SLOW_LINK_FACTOR * median(others) else 0.0
-    slow = {slowest} if usual else set(links)
+    is_one_slow = bool(others) and links[slowest] > SLOW_LINK_FACTOR * median(others)
+    usual, slow = (median(others), {slowest}) if is_one_slow else (0.0, set(links))
 
     if links[slowest] < SLOW_MESSAGE_SHARE * median(here.seconds[Kind.F]):
         return None
@@ -173,8 +173,8 @@ def _find_slow_messages(timeline: Timeline, here: Measurement) -> SlowMessages |
     shorter = replay(timeline, {}, saved)
     if timeline.makespan - shorter.makespan <= NOTABLE_SHARE * timeline.makespan:
         return None
-    is_one_link = usual or len({frozenset(link) for link in links}) == 1
-    return SlowMessages(slowest if is_one_link else (), links[slowest], usual, timeline.message_bytes, shorter)
+    has_one_link = is_one_slow or len({frozenset(link) for link in links}) == 1
+    return SlowMessages(slowest if has_one_link else (), links[slowest], usual, timeline.message_bytes, shorter)
 
 
 def _find_rank_out_of_order(here: Measurement, now: float) -> OutOfOrder | None:

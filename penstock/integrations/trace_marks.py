@@ -28,6 +28,7 @@ _BYTES = {
     "half": 2,
     "bfloat16": 2,
 }
+MAX_ELEMENTS = 2**48  # of a message; beyond that the number is damaged
 ONLY_STAGE = 0  # of a rank whose ranges name no stage, until it is known which rank it is
 
 
@@ -83,7 +84,7 @@ class Marks:
         if not isinstance(event, dict) or event.get("ph") != "X":
             return
         category, name, args = event.get("cat"), event.get("name"), event.get("args")
-        if category not in _CATEGORIES or not isinstance(name, str):
+        if not isinstance(category, str) or category not in _CATEGORIES or not isinstance(name, str):
             return
         try:
             start = self.base + float(event["ts"]) / 1e6
@@ -118,7 +119,8 @@ class Marks:
             self._add_message(elements, args.get("dtype"))
 
     def _add_message(self, elements: float, dtype: Any) -> None:
-        self.message_bytes = max(self.message_bytes, float(elements) * _BYTES.get(str(dtype).lower(), 0))
+        if 0 <= elements < MAX_ELEMENTS:
+            self.message_bytes = max(self.message_bytes, float(elements) * _BYTES.get(str(dtype).lower(), 0))
 
     def _add_call(self, name: str, when: Range) -> None:
         if found := _CALL.fullmatch(name):

@@ -355,7 +355,7 @@ def test_a_damaged_trace_is_read_or_refused_in_a_sentence(files: list[Path], see
     data = bytearray(files[1].read_bytes())
     for _ in range(rng.randint(1, 30)):
         place = rng.randrange(len(data))
-        match seed % 4:
+        match seed % 5:
             case 0:  # bits flipped
                 data[place] ^= 1 << rng.randrange(8)
             case 1:  # cut short
@@ -366,6 +366,10 @@ def test_a_damaged_trace_is_read_or_refused_in_a_sentence(files: list[Path], see
                 word = rng.choice([b"ts", b"dur", b"name", b"args", b"ph", b"rank", b"PP:", b"1000", b"user"])
                 other = rng.choice([b"null", b"[]", b"{}", b"-1e999", b"NaN", b'"', b"9" * 40, b""])
                 data = data.replace(word, other, rng.randint(1, 3))
+            case 4:  # values of another type
+                word = rng.choice([b'"cat"', b'"ts"', b'"dur"', b'"args"', b'"name"', b'"ph"'])
+                other = rng.choice([b"[]", b"{}", b"true", b"null"])
+                data = data.replace(word + b": ", word + b": " + other + b', "before": ', rng.randint(1, 3))
     files[1].write_bytes(data)
     with contextlib.suppress(PenstockError):
         read(files)

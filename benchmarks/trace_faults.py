@@ -254,7 +254,9 @@ class Line:
         while True:
             due, operation = self.messages.get()
             time.sleep(max(0.0, due - time.monotonic()))
-            dist.send(operation.tensor, group=operation.group, tag=operation.tag, group_dst=operation.group_peer)
+            work = dist.isend(operation.tensor, group=operation.group, tag=operation.tag, group_dst=operation.group_peer)
+            if work is not None:
+                work.wait()
 
 
 class Done:

@@ -149,7 +149,8 @@ def the_gradient(replicas: list[Replica]) -> float:
     total = sum(replica.rows for replica in replicas)
     for rank, replica in enumerate(replicas):
         say(
-            f"  rank {rank}: {replica.rows:2} of {total} rows, their mean loss {replica.loss:.4f}, weight {replica.rows}/{total}"
+            f"  rank {rank}: {replica.rows:2} of {total} rows, their mean loss {replica.loss:.4f}, "
+            f"weight {replica.rows}/{total}"
         )
     first = replicas[0]
     say("\nThe gradients after one all-reduce, against one process with the whole batch:")

@@ -18,7 +18,7 @@ from penstock.attention_hook import attention
 from penstock.comms.topology import CPU
 from penstock.engine import cache
 from penstock.errors import MismatchError
-from penstock.randomness import fork_generator, mix_seed
+from penstock.randomness import mix_seed, preserve_generator_state
 from penstock.stage.microbatch import split_sizes
 
 
@@ -30,7 +30,7 @@ class _SeededBuilder:
 
     def build_layer(self, number: int, make: Callable[[], nn.Module]) -> nn.Module:
         """The module `make` makes, initialised as layer `number`."""
-        with fork_generator(CPU) as generator:
+        with preserve_generator_state(CPU) as generator:
             generator.manual_seed(mix_seed(self.seed, number))
             return make()
 

@@ -38,7 +38,7 @@ from penstock.mesh.position import mesh_position
 from penstock.mesh.sampler import GroupSampler, ReplicaSampler
 from penstock.mesh.tensor_parallel import TensorParallelPlan
 from penstock.partition.materialise import Init
-from penstock.randomness import fork_generator
+from penstock.randomness import preserve_generator_state
 from penstock.schedule import MeasuredTimeline, Schedule
 from penstock.schedule.catalog import all_build_options
 from penstock.stage.module_runner import evaluation_mode
@@ -487,7 +487,7 @@ class Pipeline(NotAModule):
 
         # Layers with a seed of the pipeline's do not advance the user's generator.
         has_own_seed = training and self.seed is not None
-        random_state = fork_generator(self.topology.device) if has_own_seed else nullcontext()
+        random_state = preserve_generator_state(self.topology.device) if has_own_seed else nullcontext()
         mode = nullcontext() if training else evaluation_mode(list(self.stages.values()))
         step_number = self.step_count + training  # of the step that begins, or of the last
         with (

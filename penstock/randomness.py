@@ -51,7 +51,7 @@ def use_deterministic_algorithms() -> None:
 
 
 @contextmanager
-def fork_generator(device: torch.device) -> Iterator[torch.Generator]:
+def preserve_generator_state(device: torch.device) -> Iterator[torch.Generator]:
     """Yield the default generator of `device`, to be seeded and used; restore its state afterwards (as `fork_rng`)."""
     generator = default_generator(device)
     state = generator.get_state()

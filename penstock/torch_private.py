@@ -63,14 +63,14 @@ class _TorchTooOldError(PenstockError, ImportError):
     """What stands on torch cannot be imported; also an ImportError, which the ranks' server passes over, so it is told once."""
 
 
-def check_torch_release(version: str) -> None:
+def require_min_torch_release(version: str) -> None:
     """Raises PenstockError if torch lacks what this module stands on."""
     if release_of(version) < OLDEST_RELEASE:
         newer = ".".join(map(str, OLDEST_RELEASE))
         raise _TorchTooOldError(f"Penstock needs torch {newer} or newer, this is {version}: pip install 'torch>={newer}'")
 
 
-check_torch_release(torch.__version__)
+require_min_torch_release(torch.__version__)
 
 
 # ---- modules and tensors --------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ class ControlGroup:
         outer_call, self._call = self._call, name if pipeline is None else f"{name}{OF_PIPELINE}{pipeline}"
         self._call_has_begun = bool(outer_call)
         outer_mesh_groups = dict(self._active_mesh_groups)
-        self._activate_mesh_groups([pipeline])
+        self._include_mesh_groups_in_abort([pipeline])
 
         try:
             if announces:
@@ -156,7 +156,7 @@ class ControlGroup:
         except NonFiniteError:  # raised by all ranks already, at the end of the step
             raise
         except BaseException as error:
-            self.fail_on_all_ranks(error)
+            self.raise_on_all_ranks(error)
         finally:
             self._call = outer_call
             self._active_mesh_groups.clear()
@@ -167,9 +167,9 @@ class ControlGroup:
         """Note that ranks may wait in these torch process groups during calls of `pipeline`, and during this call."""
         if groups:
             self._mesh_groups[pipeline] = groups
-            self._activate_mesh_groups([pipeline])
+            self._include_mesh_groups_in_abort([pipeline])
 
-    def _activate_mesh_groups(self, pipelines: Iterable[int | None]) -> None:
+    def _include_mesh_groups_in_abort(self, pipelines: Iterable[int | None]) -> None:
         self._active_mesh_groups.update(
             {pipeline: self._mesh_groups[pipeline] for pipeline in pipelines if pipeline in self._mesh_groups}
         )
@@ -192,7 +192,7 @@ class ControlGroup:
                     self._group = self.groups.world_group
                     self._post_receives()
             except (ResourceError, WaitError) as error:
-                self.fail_on_all_ranks(error)
+                self.raise_on_all_ranks(error)
         return self.groups
 
     def all_gather_row(self, row: Sequence[float], purpose: str) -> list[list[float]]:
@@ -245,7 +245,7 @@ class ControlGroup:
                     work.wait()
             self._call_has_begun = True
         except WaitError:
-            self._activate_mesh_groups(map(_pipeline_number, rows.tolist()))  # of the rows that have come so far
+            self._include_mesh_groups_in_abort(map(_pipeline_number, rows.tolist()))  # of the rows that have come so far
             raise
         finally:
             if self.groups is not None:
@@ -254,7 +254,7 @@ class ControlGroup:
         all_rows = rows[:, : len(self._row)].tolist()
         all_rows[self.topology.rank] = self._row  # not written into `rows`, which may be an inference tensor
         if any(row[:CALL_NAME_NUMBERS] != self._row[:CALL_NAME_NUMBERS] for row in all_rows):
-            self._activate_mesh_groups(map(_pipeline_number, all_rows))
+            self._include_mesh_groups_in_abort(map(_pipeline_number, all_rows))
             raise MismatchError(_describe_different_calls(list(map(_call_name, all_rows))))
         return [row[CALL_NAME_NUMBERS:] for row in all_rows]
 
@@ -293,7 +293,7 @@ class ControlGroup:
         with convert_runtime_errors(f"for rank {peer} {purpose}", peer):
             return PendingTransfer(getattr(self._group, operation)([tensor], peer, TRANSFER_TAG), tensor, peer, purpose)
 
-    def fail_on_all_ranks(self, error: BaseException) -> NoReturn:
+    def raise_on_all_ranks(self, error: BaseException) -> NoReturn:
         """End the call on every rank because of `error` on this one: raise the same error on all. See the module's drawing."""
         if device_error := _find_device_error(error):
             text = f"rank {self.topology.rank} has lost its GPU: {explain_error(device_error)}"

@@ -85,7 +85,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def start_beating(self, monitor: "PeerMonitor") -> None:
-        """Call `monitor.beat()` twice a second from now on."""
+        """Call `monitor.beat_and_check_peers()` twice a second from now on."""
         self._monitor = monitor
 
     def stop(self) -> None:
@@ -100,7 +100,7 @@ class HeartbeatThread:
                 os._exit(1)
             if self._monitor is not None:
                 try:
-                    self._monitor.beat()
+                    self._monitor.beat_and_check_peers()
                 except DistNetworkError:  # the store is gone, with the process that kept it; torch would print that each time
                     self._monitor = None
                 except RuntimeError:  # the store failed once; the next beat may succeed
@@ -140,7 +140,7 @@ class PeerMonitor:
         self._has_aborted = False
         publish_process(store, rank, read_own_process(activity))
 
-    def beat(self) -> None:
+    def beat_and_check_peers(self) -> None:
         """Write a beat, check the peers, and abort this rank's waits if a rank is lost."""
         self._beats += 1
         self.store.set(_beat_key(self.rank), str(self._beats))

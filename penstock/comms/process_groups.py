@@ -75,13 +75,13 @@ class ProcessGroups:
             raise dist.DistError("another rank has failed")
         return group
 
-    def open_nccl_group(self, name: str, rank: int) -> Any:
+    def open_nccl_pair(self, name: str, end: int) -> Any:
         """Open an NCCL group of two, as its SOURCE_RANK or DESTINATION_RANK; return it when the two are connected."""
-        group = new_nccl_group(dist.PrefixStore(name, self.store), rank, 2, self.topology.timeout)
+        group = new_nccl_group(dist.PrefixStore(name, self.store), end, 2, self.topology.timeout)
         self._open[id(group)] = group
 
         byte = torch.zeros(1, dtype=torch.uint8, device=self.topology.transport_device)
-        first_use = group.send([byte], DESTINATION_RANK, 0) if rank == SOURCE_RANK else group.recv([byte], SOURCE_RANK, 0)
+        first_use = group.send([byte], DESTINATION_RANK, 0) if end == SOURCE_RANK else group.recv([byte], SOURCE_RANK, 0)
         wait_for_work(first_use, self.topology, lambda: self.aborted or self.rank_has_failed(), lambda: self.aborted)
         return group
 

@@ -218,7 +218,7 @@ def _find_topology(backend: str | None, timeout: float | timedelta | None, devic
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             return Topology(device=device, backend=backend or choose_backend([gpu_uuid(device)]), timeout=timeout)
-        _choose_interface(os.environ.get("MASTER_ADDR", ""))
+        _set_gloo_interface(os.environ.get("MASTER_ADDR", ""))
         backend = _connect(backend, device, timeout)
     elif backend is None:
         backend = agree_on_backend(device, torch_private.default_store(), dist.get_rank(), dist.get_world_size(), timeout)
@@ -265,7 +265,7 @@ def _choose_device(backend: str | None, device: str | torch.device | None) -> to
     return torch.device("cuda", index)
 
 
-def _choose_interface(master: str) -> None:
+def _set_gloo_interface(master: str) -> None:
     """Set Gloo's network interface to the one that leads to the host `master`, unless the user has set one.
 
     Raises PenstockError if the user's is not there.

@@ -35,7 +35,11 @@ class StepActions:
         self, stages: Mapping[int, Stage], last_stage: int, batch: LocalBatch, config: StepConfig, early: EarlyForward | None
     ) -> None:
         self.stages, self.last_stage, self.batch, self.config = stages, last_stage, batch, config
-        self.program, self.loss_shares, self.without_backward = config.program, config.loss_shares, config.without_backward
+        self.program, self.loss_shares, self.forward_only_microbatches = (
+            config.program,
+            config.loss_shares,
+            config.forward_only_microbatches,
+        )
         self.losses: dict[int, Tensor] = {}  # by microbatch
         self.outputs: dict[int, Any] = {}  # by microbatch, if the call wants them
         self.auxiliary_losses: list[tuple[int, Tensor]] = []  # microbatch, loss
@@ -43,7 +47,7 @@ class StepActions:
         for stage in stages.values():
             stage.replication.backwards_match = config.same_on_replicas
 
-        if early is not None and early.microbatch in self.without_backward:
+        if early is not None and early.microbatch in self.forward_only_microbatches:
             stages[0].in_flight.pop(early.microbatch, None)
         elif early is not None:
             self.auxiliary_losses += [(early.microbatch, loss) for loss in early.auxiliary_losses]
@@ -57,7 +61,7 @@ class StepActions:
         """Run a forward. Return a message for each taker; none on the last stage, whose output becomes the loss."""
         _, index, microbatch, _ = action
         stage, batch = self.stages[index], self.batch
-        has_backward = batch.training and microbatch not in self.without_backward
+        has_backward = batch.training and microbatch not in self.forward_only_microbatches
         is_split = action[1:] in self.program.split_backwards
 
         output = stage.forward(
@@ -67,7 +71,7 @@ class StepActions:
             raise MismatchError(
                 "an auxiliary loss of a part of the tokens is not one of all: use a mesh without cp, or add it to the loss"
             )
-        if stage.auxiliary_losses and microbatch not in self.without_backward:
+        if stage.auxiliary_losses and microbatch not in self.forward_only_microbatches:
             self.auxiliary_losses += [(microbatch, loss) for loss in stage.auxiliary_losses]
         if index < self.last_stage:
             return messages_of(stage, output)
@@ -76,7 +80,7 @@ class StepActions:
             check_output_rows(output, self.config.microbatch_rows[microbatch], batch.call.rows_dim)
             self.outputs[microbatch] = map_tensors(Tensor.detach, output)
 
-        if batch.targets and microbatch not in self.without_backward:
+        if batch.targets and microbatch not in self.forward_only_microbatches:
             counts = self.loss_shares[microbatch] > 0  # if not, other tokens of its rows do
             self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], has_backward, counts)
             if counts and batch.call.rowwise_check is not None and microbatch == 0:  # no microbatch has more rows
@@ -135,7 +139,7 @@ def flatten_gradients(messages: Sequence[Any]) -> Sequence[Tensor | None]:
 
 def messages_of(stage: Stage, output: Any) -> Sequence[Any]:
     """Return a stage's output as one message for each destination."""
-    return output if len(stage.neighbours.destinations) > 1 else (output,)
+    return output if len(stage.connections.destinations) > 1 else (output,)
 
 
 def error_with_location(error: Exception, rank: int, action: Action) -> PenstockError:

@@ -36,7 +36,7 @@ from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.schedule import read_csv_cells
 from penstock.schedule.table import Cell
 from penstock.schedule.transform import with_full_backwards
-from penstock.stage.neighbours import stage_neighbours
+from penstock.stage.connections import stage_connections
 from penstock.stage.rank_parameters import RankParameters
 from penstock.stage.recompute import Recompute, check_recompute
 from penstock.stage.replication import NoReplication, Replication
@@ -352,7 +352,7 @@ def _build_stages(
     position: MeshPosition,
 ) -> dict[int, Stage]:
     """Return this rank's stages, ready to run `table`."""
-    neighbours = stage_neighbours(table.stages, partition_.skips, partition_.tied)
+    connections = stage_connections(table.stages, partition_.skips, partition_.tied)
     return {
         index: Stage(
             index,
@@ -360,7 +360,7 @@ def _build_stages(
             position.pipeline.device,
             config.arguments.loss_fn if index == table.stages - 1 else None,
             layer_numbers=partition_.layer_numbers.get(index),
-            neighbours=neighbours[index],
+            connections=connections[index],
             later_keywords=frozenset().union(*comparison.keywords[index + 1 :]),
             merge_weight_gradients=config.arguments.merge_weight_gradients,
             recompute=config.recompute[index],

@@ -76,12 +76,12 @@ def extended(*tensors: Tensor, dim: int = -2) -> tuple[Tensor, ...]:
     return tensors if _current is None else _current.extend(tensors, dim)
 
 
-def supports_cache(module: nn.Module) -> bool:
+def supports_incremental_decoding(module: nn.Module) -> bool:
     """Whether all layers of `module` take each token by itself or use the cache. Compiled modules do not."""
     if is_compiled(module) or has_hooks_or_patched_forward(module):
         return False
     if type(module).forward is nn.Sequential.forward:
-        return all(map(supports_cache, module.children()))
+        return all(map(supports_incremental_decoding, module.children()))
     if type(module).forward in _TOKENWISE_FORWARDS:
         return True
     return getattr(module, "uses_cache", False) and not any(map(is_compiled, module.modules()))

@@ -23,7 +23,7 @@ from penstock.comms.control_group import convert_transport_errors
 from penstock.comms.transport.channels import Channels, MessageSpecs
 from penstock.engine.actions import messages_of
 from penstock.engine.batch import StepCall, hash48, split_batch
-from penstock.engine.cache import TokenCache, max_context, supports_cache
+from penstock.engine.cache import TokenCache, max_context, supports_incremental_decoding
 from penstock.engine.clock import ActionClock
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
@@ -123,7 +123,7 @@ class TextGeneration:
         replica_rows = [headers[ranks[0]].rows for ranks in engine.position.replica_pipelines]
         self.first_row = sum(replica_rows[: engine.position.replica])  # rows of all replicas are numbered
         self.sizes = split_sizes(len(tokens), min(len(tokens), engine.schedule.microbatches))
-        self.program = engine.programs.select(training=False, microbatches=len(self.sizes))
+        self.program = engine.programs.select(training=False, num_microbatches=len(self.sizes))
 
         contexts = [header.max_context for header in headers if header.max_context is not None]
         self.max_context = min(contexts, default=None)
@@ -206,7 +206,7 @@ def _exchange_headers(engine: Engine, tokens: Tensor, options: GenerationOptions
     prompt_hash = hash48(tokens.cpu().contiguous().numpy().tobytes())
     context = min((limit for limit in map(max_context, modules) if limit is not None), default=None)
     prompt = f"{tuple(tokens.shape)} {prompt_hash}"
-    header = GenerationHeader(options, prompt, len(tokens), all(map(supports_cache, modules)), context)
+    header = GenerationHeader(options, prompt, len(tokens), all(map(supports_incremental_decoding, modules)), context)
     headers = engine.control.all_gather_value(header, "to generate")
 
     for rank, rank_header in enumerate(headers):

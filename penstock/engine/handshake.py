@@ -43,7 +43,7 @@ class StepConfig(NamedTuple):
     program: RankProgram  # what this rank runs
     microbatch_rows: Sequence[int]
     loss_shares: Sequence[float]  # of each microbatch in the loss over all replicas; empty without a target
-    without_backward: frozenset[int]  # microbatches of share 0
+    forward_only_microbatches: frozenset[int]  # microbatches of share 0
     has_backward: bool  # whether any microbatch of any replica has another share
     same_on_replicas: bool  # whether all replicas have as many microbatches, and the same ones of share 0
     wants_losses: bool  # whether a rank wants the loss of each microbatch
@@ -71,11 +71,11 @@ class StepHandshake:
         """Whether this rank remembers a step with this header: all it can know before the others' have come."""
         return any(header.batch_kind in batch_kind for batch_kind in self._learned)
 
-    def exchange(self, batch: LocalBatch, wait_reason: str) -> StepConfig:
+    def finish_exchange(self, batch: LocalBatch, wait_reason: str) -> StepConfig:
         """Receive all headers. Raise MismatchError, the same on every rank, if they do not fit together."""
         headers = [StepHeader(*row) for row in self.control.finish_all_gather_row(wait_reason)]
         check_same_step(headers)
-        self._warn_of_unequal_factors([header.gradient_factor for header in headers])
+        self._warn_of_unequal_gradient_factors([header.gradient_factor for header in headers])
         self._warn_of_missing_optimizer_step([header.weights_changed for header in headers])
 
         # Loss weights and lists are not in the header: where there are any, the shares are computed anew.
@@ -133,7 +133,7 @@ class StepHandshake:
             f"{rows_dim_hint(batch.call.rows_dim)}"
         )
 
-    def _warn_of_unequal_factors(self, factors: Sequence[float]) -> None:
+    def _warn_of_unequal_gradient_factors(self, factors: Sequence[float]) -> None:
         """Warn if ranks have multiplied their gradients by different numbers since the last step."""
         known_factors = {rank: factor for rank, factor in enumerate(factors) if factor == factor}
         if known_factors and max(known_factors.values()) > min(known_factors.values()) * (1 + 2 * TOLERANCE):
@@ -186,7 +186,7 @@ class StepHandshake:
             program=self.programs.select(batch.training, len(microbatch_rows[replica]), skipped[replica]),
             microbatch_rows=microbatch_rows[replica],
             loss_shares=loss_shares[self.position.part],
-            without_backward=skipped[replica],
+            forward_only_microbatches=skipped[replica],
             has_backward=any(map(any, loss_shares)),
             same_on_replicas=len(shapes) == 1,
             wants_losses=any(header.wants_losses for header in headers),
@@ -234,10 +234,12 @@ class StepHandshake:
         return [loss_shares(row, total) for row in weights]
 
 
-def _message_keys(headers: Sequence[StepHeader], replica_list: ReplicaList, without_backward: frozenset[int]) -> list[object]:
+def _message_keys(
+    headers: Sequence[StepHeader], replica_list: ReplicaList, forward_only_microbatches: frozenset[int]
+) -> list[object]:
     """Return, for each microbatch of a list, all that its messages depend on."""
     settings = tuple((header.training, header.requires_grad_hash, header.autocast_index) for header in headers)
-    return [(settings, text, number in without_backward) for number, text in enumerate(replica_list.signatures)]
+    return [(settings, text, number in forward_only_microbatches) for number, text in enumerate(replica_list.signatures)]
 
 
 def check_same_step(headers: Sequence[StepHeader]) -> None:

@@ -31,19 +31,19 @@ class LastStep:
 
     def metrics(self) -> dict[str, float]:
         """See `Pipeline.metrics`."""
-        timeline, report = self._gather_timeline("metrics()")
+        timeline, report = self._gather_timeline_and_report("metrics()")
         return _metrics(report, timeline)
 
     def timeline(self) -> MeasuredTimeline:
         """See `Pipeline.timeline`."""
-        return self._gather_timeline("timeline()")[0]
+        return self._gather_timeline_and_report("timeline()")[0]
 
     def lines(self) -> dict[str, str]:
         """See `Pipeline.lines`."""
         with self._collective("lines()"):
             return {name: transport.medium for name, transport in self._engine.channels.transports.items()}
 
-    def _gather_timeline(self, call: str) -> tuple[MeasuredTimeline, StepReport]:
+    def _gather_timeline_and_report(self, call: str) -> tuple[MeasuredTimeline, StepReport]:
         """Gather the events of all ranks, on rank 0's clock. Raise PenstockError before the first step."""
         engine, position = self._engine, self._engine.position
         with self._collective(call) as control:

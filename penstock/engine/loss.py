@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.engine.checks import is_power_of_two_or_zero
 from penstock.errors import MismatchError, is_whole_number
 from penstock.partition.rows import rows_dim_of, unwrap
-from penstock.randomness import fork_generator
+from penstock.randomness import preserve_generator_state
 from penstock.stage.microbatch import count_rows, microbatch_weights, nonempty_split_sizes, split
 from penstock.trees import leaves, map_tensors, tensors
 
@@ -282,7 +282,7 @@ class RowwiseLossCheck:
             self.is_done = True
             half = 2 if num_rows > 3 else 1
             device = next(iter(tensors(output))).device
-            with fork_generator(device):
+            with preserve_generator_state(device):
                 first, second = self._copy_rows((output, target), num_rows, (half, half))
                 (both,) = self._copy_rows((output, target), num_rows, (2 * half,))
                 repeated = map_tensors(Tensor.clone, first)

@@ -29,7 +29,7 @@ from penstock.trees import leaves
 MAX_REMEMBERED_SHAPES = 1024  # microbatch shapes whose messages are remembered
 
 
-class InputSummary(NamedTuple):
+class MicrobatchSummary(NamedTuple):
     """What the first stage's rank says of one microbatch."""
 
     rows: int
@@ -40,7 +40,7 @@ class InputSummary(NamedTuple):
 class ListSummary(NamedTuple):
     """What one rank says of a list; empty where it does not read it."""
 
-    inputs: Sequence[InputSummary] = ()
+    inputs: Sequence[MicrobatchSummary] = ()
     order: Sequence[int] = ()  # position in the step -> index in the list
     target_rows: Sequence[int] = ()
     target_shapes: Sequence[str] = ()
@@ -71,7 +71,7 @@ def check_list(value: Any, name: str) -> None:
 
 def read_inputs(
     entries: Any, device: torch.device, rows_dim: int
-) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[InputSummary]]:
+) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[MicrobatchSummary]]:
     """Return (args, kwargs) of each microbatch on `device`, and its summary.
 
     An entry is a tensor, a tuple of arguments or a dict of keywords. Raises MismatchError for one without rows.
@@ -80,7 +80,7 @@ def read_inputs(
     calls = [_as_call(entry) for entry in entries]
     sizes = [_count_rows(entry, f"microbatch {index}", rows_dim) for index, entry in enumerate(entries)]
     summaries = [
-        InputSummary(rows, _count_elements(entry, rows_dim), microbatch.batch_signature(call))
+        MicrobatchSummary(rows, _count_elements(entry, rows_dim), microbatch.batch_signature(call))
         for rows, entry, call in zip(sizes, entries, calls, strict=True)
     ]
     on_device = [microbatch.split(call, [rows], device, rows_dim)[0] for rows, call in zip(sizes, calls, strict=True)]
@@ -123,7 +123,7 @@ def exchange_lists(control: ControlGroup, position: MeshPosition, summary: ListS
         shards = [_merge_summaries([summaries[rank] for rank in ranks]) for ranks in pipelines]
         if any(shard != shards[0] for shard in shards):
             raise MismatchError(f"{prefix}the ranks along tp work on one batch, but were given different lists of microbatches")
-        lists.append(_read_summary(shards[0], prefix))
+        lists.append(_checked_list_in_run_order(shards[0], prefix))
     return lists
 
 
@@ -132,7 +132,7 @@ def _merge_summaries(summaries: Sequence[ListSummary]) -> ListSummary:
     return ListSummary(*(next(filter(None, column), ()) for column in zip(*summaries, strict=True)))
 
 
-def _read_summary(summary: ListSummary, prefix: str) -> ReplicaList:
+def _checked_list_in_run_order(summary: ListSummary, prefix: str) -> ReplicaList:
     inputs, order, target_rows, target_shapes, loss_weights = summary
     for index, (microbatch_, rows) in enumerate(zip(inputs, target_rows, strict=bool(target_rows))):
         if rows != microbatch_.rows:
@@ -149,7 +149,7 @@ def _read_summary(summary: ListSummary, prefix: str) -> ReplicaList:
 
 
 def microbatch_order(
-    order: str | Sequence[int] | None, inputs: Sequence[InputSummary], schedule: Table, costs: MicrobatchCosts | None
+    order: str | Sequence[int] | None, inputs: Sequence[MicrobatchSummary], schedule: Table, costs: MicrobatchCosts | None
 ) -> list[int]:
     """Return the order to run in: position in the step -> index in the list.
 

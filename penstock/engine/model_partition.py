@@ -17,7 +17,7 @@ from penstock.partition.balance import Balance
 from penstock.partition.graph_stage import skip_routes
 from penstock.schedule import Schedule, Skip
 from penstock.stage import tied_parameters
-from penstock.stage.neighbours import StageParameter, tied_parameter_skips
+from penstock.stage.connections import StageParameter, tied_parameter_skips
 from penstock.stage.replication import Replication
 from penstock.torch_private import TensorSlot, strip_compiled_prefix, tensor_slots, unwrap_compiled
 
@@ -152,7 +152,7 @@ def partition_model(
     if cuttable is not None:
         _check_plan_layers(plan_layers, cuttable.unit_order)
         leaves_choice_to_rank0 = cuttable.depends_on_measurement and position.world.rank
-        starts = [] if leaves_choice_to_rank0 else cuttable.choose_starts(table.stages, position.pipeline.device)
+        starts = [] if leaves_choice_to_rank0 else cuttable.choose_cuts(table.stages, position.pipeline.device)
 
     # 2. Agree on it.
     own_structure = None if own_stages is None else _stage_structure(own_stages)
@@ -174,7 +174,7 @@ def partition_model(
         modules={stage: bare[stage] for stage in rank_stages},
         replications={stage: data_parallel.replication_of(bare[stage], stages[stage]) for stage in rank_stages},
         given_stages=bare,
-        layer_numbers=_layer_numbers(bare, structure.num_layers),
+        layer_numbers=_layer_ranges(bare, structure.num_layers),
         tied=structure.tied,
         skips=frozenset(structure.skips) | tied_parameter_skips(structure.tied),
     )
@@ -320,7 +320,7 @@ def _without_ddp(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def _layer_numbers(stages: Mapping[int, nn.Module], num_layers: Mapping[int, int]) -> dict[int, range]:
+def _layer_ranges(stages: Mapping[int, nn.Module], num_layers: Mapping[int, int]) -> dict[int, range]:
     """Return, for every stage that is a Sequential, the numbers of its layers, counted over all stages."""
     ends = list(accumulate(num_layers[stage] for stage in sorted(num_layers)))
     sequential = [stage for stage, module in stages.items() if isinstance(module, nn.Sequential)]

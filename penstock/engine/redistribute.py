@@ -113,7 +113,7 @@ class RankInventory(NamedTuple):
     optimizers: Sequence[tuple[str, Sequence[Mapping[str, str]]]]  # class, and the options of each group as text
 
 
-def _tensor_layout(name: str, tensor: Tensor) -> TensorLayout:
+def _checked_dense_layout(name: str, tensor: Tensor) -> TensorLayout:
     """Return the layout of a tensor. Raise MismatchError for one that cannot be sent as its bytes."""
     if hasattr(tensor, "placements"):
         raise MismatchError(
@@ -275,7 +275,9 @@ class Redistribution:
             check_has_only(optimizer, names, rank)
 
         records = {name: self._tensor_record(tensor) for name, tensor in self._tensors.items()}
-        layouts = {name: tree_map_only(Tensor, partial(_tensor_layout, name), record) for name, record in records.items()}
+        layouts = {
+            name: tree_map_only(Tensor, partial(_checked_dense_layout, name), record) for name, record in records.items()
+        }
         if self._original.cuttable is not None and any(map(has_hooks, self._stages.values())):
             raise MismatchError(
                 f"rank {rank}: a hook of a whole stage would be lost, since there will be other stages: take it off, rebuild, "

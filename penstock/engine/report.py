@@ -149,7 +149,7 @@ def _microbatch_loss(rank_losses: Sequence[MicrobatchLosses], number: int) -> fl
     return math.fsum([*own, *(loss for losses in rank_losses for other, loss, _ in losses.auxiliary if other == number)])
 
 
-def weighted_loss_sum(losses: Mapping[int, Tensor], shares: Sequence[float], order: Sequence[int] = ()) -> tuple[float, int]:
+def local_loss_and_dtype(losses: Mapping[int, Tensor], shares: Sequence[float], order: Sequence[int] = ()) -> tuple[float, int]:
     """Return what this rank's microbatches add to the loss, and the index of its dtype; (0, NO_LOSS) without losses.
 
     `order`: of a list of microbatches, whose losses are added in the order in which they were given.
@@ -167,7 +167,7 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_memory(device: torch.device) -> float:
+def peak_process_memory(device: torch.device) -> float:
     """Return the most bytes that this process has held; on a GPU, its tensors since `reset_peak_memory`."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))

@@ -56,9 +56,9 @@ from penstock.engine.report import (
     RankSummary,
     StepResult,
     gather_step_report,
-    peak_memory,
+    local_loss_and_dtype,
+    peak_process_memory,
     reset_peak_memory,
-    weighted_loss_sum,
 )
 from penstock.engine.rollback import StepRollback
 from penstock.engine.sequence import forward_signature
@@ -168,7 +168,7 @@ class Engine:
         early = self._run_first_forward_early(batch, clock, measurement)
 
         # 5. Read all headers.
-        config = self.handshake.exchange(batch, wait_reason)
+        config = self.handshake.finish_exchange(batch, wait_reason)
         if config.lists:
             batch = batch.in_order(config.lists, self.position.replica)
         if batch.training and self.tied.owners and is_comparison_due(call.steps_before):
@@ -179,7 +179,7 @@ class Engine:
         if batch.training and config.learned is None:
             gradient_records = self.unregistered.record_gradients()
             measurement = measurement or MemoryMeasurement(self.stages)
-            measurement.skip_microbatches(config.without_backward)
+            measurement.skip_microbatches(config.forward_only_microbatches)
 
         # 7. Run the program.
         channels.begin_step(config.message_specs)
@@ -314,10 +314,10 @@ class Engine:
 
         # 1. This rank's summary. The monitor looks at gradients last: they are complete now.
         losses = actions.microbatch_losses()
-        loss_and_dtype = weighted_loss_sum(actions.losses, config.loss_shares, actions.batch.order)
+        loss_and_dtype = local_loss_and_dtype(actions.losses, config.loss_shares, actions.batch.order)
         save_failed = self.background_save is not None and self.background_save.has_unreported_error
         flags = save_failed, preempted(), self.nonfinite_monitor is not None and self.nonfinite_monitor.check_final_gradients()
-        memory, seconds = peak_memory(self.device), clock.seconds_between_and_averaging()
+        memory, seconds = peak_process_memory(self.device), clock.seconds_between_and_averaging()
         summary = RankSummary(*loss_and_dtype, *clock.busy_summary(), memory, len(losses.auxiliary), *seconds, *flags)
 
         # 2. All ranks' summaries.
@@ -400,7 +400,7 @@ class Engine:
         """Raise MismatchError for parameters without values, and for attributes that differ from when the model was cut."""
         self.parameters.check_initialised()
         if self.attributes is not None:
-            self.attributes.check_unchanged()
+            self.attributes.check_unchanged_since_cut()
 
     def settle_background_save(self) -> None:
         """Wait until the checkpoint in the background is written on this rank. Raise its error, unless raised before."""

@@ -114,7 +114,7 @@ class DDPReplication(Replication):
             self.after_last_backward()
 
         if self._last_backward is not None:
-            self._last_backward.wait()
+            self._last_backward.finish()
         self._last_backward = None
 
     def graph_ends(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -148,7 +148,7 @@ class _LastBackward:
         if group is not None and self.parameters:
             self._presence = GradientPresence(has_gradient, group, self.parameters[0].device)
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Wait for the all-reduces; remove the gradients that no replica has."""
         for work in self.all_reduces:
             work.wait()

@@ -10,7 +10,7 @@ from penstock.errors import MismatchError
 from penstock.mesh import data_parallel, tensor_parallel
 from penstock.mesh.data_parallel import broadcast_buffers
 from penstock.mesh.position import MeshPosition
-from penstock.stage.neighbours import StageParameter
+from penstock.stage.connections import StageParameter
 from penstock.stage.rank_parameters import RankParameters
 from penstock.stage.replication import NoReplication, Replication
 from penstock.stage.stage import Stage

@@ -118,7 +118,7 @@ class AttributeSnapshot:
         ]
         self._layouts = [(weakref.ref(module), path, _children_and_hooks(module)) for path, module in modules.values()]
 
-    def check_unchanged(self) -> None:
+    def check_unchanged_since_cut(self) -> None:
         """Raise MismatchError if an attribute, or the layers or hooks around the units have changed: steps would ignore it."""
         for reference, path, layout in self._layouts:
             if (module := reference()) is not None and _children_and_hooks(module) != layout:

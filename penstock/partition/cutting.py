@@ -53,7 +53,7 @@ def split(
     Raises MismatchError for more stages than units, unknown or unordered cuts, and a forward that cannot be traced.
     """
     cuttable = CuttableModel(model, cuts, example_args, example_kwargs)
-    return cuttable.cut(cuttable.choose_starts(stages))
+    return cuttable.cut(cuttable.choose_cuts(stages))
 
 
 def run(stages: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ class CuttableModel:
 
     `unit_order`: the names of the layers or units it can be cut before, in the order in which they run.
     `read_attributes`: what the forwards around the units have read of their modules' attributes, which is compared later.
-    `balance`: how even the cut is that `choose_starts` chose; None if it was given by names.
+    `balance`: how even the cut is that `choose_cuts` chose; None if it was given by names.
     `example`: the arguments and keywords of the forward, as far as they were given, in `Rows` and `Replicated` if they were.
     `rows_dim`: the dimension of the other tensors' rows.
     """
@@ -111,7 +111,7 @@ class CuttableModel:
         if not isinstance(model, nn.Module):
             raise MismatchError(f"a model that is to be cut is one nn.Module, not a {type(model).__name__}")
         self.model, self.rows_dim = model, rows_dim
-        self.cuts = _checked_cuts(model, cuts)
+        self.cuts = _cuts_as_submodule_names(model, cuts)
         self.balance: Balance | None = None
         self._unit_seconds: dict[nn.Module, float] = {}  # once they are measured
 
@@ -151,7 +151,7 @@ class CuttableModel:
 
     def with_cuts(self, cuts: Sequence[str] | None) -> "CuttableModel":
         """Return the same model with other cuts. Its forward is traced again only if they make other units of it."""
-        cuts = _checked_cuts(self.model, cuts)
+        cuts = _cuts_as_submodule_names(self.model, cuts)
         if self._graph is None:
             has_same_units = set(cuts or ()) <= set(self.unit_order)
         else:
@@ -175,7 +175,7 @@ class CuttableModel:
         """Whether the cut depends on measured times, which differ from one process to the next."""
         return self.cuts is None and self._has_example
 
-    def choose_starts(self, stages: int, device: torch.device | None = None) -> list[str]:
+    def choose_cuts(self, stages: int, device: torch.device | None = None) -> list[str]:
         """Return the unit that each of `stages` stages but the first begins with: by the cuts, or for the best balance.
 
         Times are measured on `device`, where the stages will run; by default where the model is.
@@ -288,7 +288,7 @@ def shared_parameters(stage: nn.Module) -> Mapping[str, list[int]]:
     return vars(stage).get(_SHARED_ATTRIBUTE, {})
 
 
-def _checked_cuts(model: nn.Module, cuts: Sequence[str] | None) -> list[str] | None:
+def _cuts_as_submodule_names(model: nn.Module, cuts: Sequence[str] | None) -> list[str] | None:
     """Return `cuts` as a list. Raises MismatchError unless they are names of submodules."""
     cuts = [cuts] if isinstance(cuts, str) else cuts
     if not isinstance(cuts, Sequence | None):

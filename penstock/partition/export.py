@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind
 
 from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
-from penstock.partition.graph_inputs import GraphInputs, InputParameter, InputTensorSpec, bind_arguments
+from penstock.partition.graph_inputs import GraphInputs, InputParameter, InputTensorSpec, given_arguments_by_name
 from penstock.partition.materialise import META
 from penstock.partition.model_graph import DEVICE_ATTRIBUTE, NO_GRAD, ModelGraph, first_line, train_then_eval
 from penstock.partition.opaque_units import UNIT_OPERATION, UnitCall, opaque_units
@@ -50,7 +50,7 @@ def export_graph(
     """
     # The example: on one device, with two rows at least.
     signature = inspect.signature(model.forward)
-    example = bind_arguments(signature, args, kwargs)
+    example = given_arguments_by_name(signature, args, kwargs)
     rows_dims = tree_map(lambda leaf: rows_dim_of(leaf, rows_dim), example)
     device = _device_to_export_on(model)
     values = _with_several_rows(unwrap_tree(example), rows_dims)

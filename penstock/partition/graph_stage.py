@@ -212,7 +212,7 @@ def _one_or_all(values: list[Any]) -> Any:
 def add_model_part(stage: nn.Module, model_graph: ModelGraph, name: str) -> None:
     """Add the model's module, parameter or buffer `name`, or an extra, to `stage` under the same name."""
     if name in model_graph.extras:
-        _set_attribute(stage, name, model_graph.extras[name], is_saved=False)
+        _set_buffer_or_attribute(stage, name, model_graph.extras[name], is_saved=False)
         return
     model_module, stage_module, (*path, attribute) = model_graph.model, stage, name.split(".")
     for child in path:
@@ -222,10 +222,12 @@ def add_model_part(stage: nn.Module, model_graph: ModelGraph, name: str) -> None
         if not hasattr(stage_module, child):
             stage_module.add_module(child, nn.Module())
         stage_module = stage_module.get_submodule(child)
-    _set_attribute(stage_module, attribute, getattr(model_module, attribute), is_persistent_buffer(model_module, attribute))
+    _set_buffer_or_attribute(
+        stage_module, attribute, getattr(model_module, attribute), is_persistent_buffer(model_module, attribute)
+    )
 
 
-def _set_attribute(module: nn.Module, name: str, value: Any, is_saved: bool) -> None:
+def _set_buffer_or_attribute(module: nn.Module, name: str, value: Any, is_saved: bool) -> None:
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         module.register_buffer(name, value, persistent=is_saved)
     else:

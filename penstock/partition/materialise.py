@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
-from penstock.randomness import fork_generator, mix_seed
+from penstock.randomness import mix_seed, preserve_generator_state
 from penstock.torch_private import (
     TensorSlot,
     TorchDispatchMode,
@@ -228,7 +228,7 @@ def _seeded_generators(device: torch.device, seed: int | None, name: str) -> Ite
         yield
         return
     number = mix_seed(seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
-    with fork_generator(CPU) as on_cpu, fork_generator(device) as on_device:
+    with preserve_generator_state(CPU) as on_cpu, preserve_generator_state(device) as on_device:
         on_cpu.manual_seed(number)
         on_device.manual_seed(number)
         yield

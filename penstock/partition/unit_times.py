@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
 from penstock.partition.materialise import META, has_meta_tensors
-from penstock.randomness import fork_generator
+from penstock.randomness import preserve_generator_state
 from penstock.torch_private import pretend_exporting, tensor_slots, tree_leaves
 from penstock.trees import map_tensors, tensors
 
@@ -69,8 +69,8 @@ def record_unit_inputs(
         stack.enter_context(pretend_exporting() if is_meta else nullcontext())  # models then do not decide by values
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))  # a graph without activations
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(fork_generator(module_device(model)))
-        _run_forward(model, inputs, is_meta)
+        stack.enter_context(preserve_generator_state(module_device(model)))
+        _forward_or_explain_meta_failure(model, inputs, is_meta)
 
     missing = [name for name in units if name not in recorded]
     if missing:
@@ -78,7 +78,7 @@ def record_unit_inputs(
     return list(recorded.values())
 
 
-def _run_forward(model: nn.Module, inputs: tuple[Any, Any], is_meta: bool) -> None:
+def _forward_or_explain_meta_failure(model: nn.Module, inputs: tuple[Any, Any], is_meta: bool) -> None:
     try:
         model(*inputs[0], **inputs[1])
     except (RuntimeError, NotImplementedError) as error:
@@ -121,8 +121,8 @@ def _unit_seconds(unit: RecordedUnit, device: torch.device | None) -> float:
     on_device = partial(with_memory, device=device)
     with (
         tensors_replaced(unit.module, partial(on_device, spread=0.02)),
-        fork_generator(CPU),
-        fork_generator(device),
+        preserve_generator_state(CPU),
+        preserve_generator_state(device),
         torch.enable_grad(),
     ):
         inputs = map_tensors(on_device, (unit.args, dict(unit.kwargs or {})))

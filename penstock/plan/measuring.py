@@ -22,10 +22,10 @@ from penstock.partition.materialise import has_meta_tensors
 from penstock.partition.model_graph import first_line
 from penstock.partition.unit_times import RecordedUnit, module_device, record_unit_inputs, tensors_replaced, with_memory
 from penstock.plan.model_profile import LayerCost, ModelProfile, ProfileSample
-from penstock.randomness import fork_generator
+from penstock.randomness import preserve_generator_state
 from penstock.schedule import Action, ActivationSize, Kind
 from penstock.stage import microbatch
-from penstock.stage.neighbours import Neighbours
+from penstock.stage.connections import StageConnections
 from penstock.stage.stage import Stage
 from penstock.torch_private import gradient_hooks, pretend_exporting, tree_flatten, tree_unflatten
 
@@ -170,7 +170,7 @@ def _border_bytes(whole: CuttableModel, example: tuple[Any, ...]) -> dict[int, f
     with (
         tensors_replaced(nn.ModuleList(stages), lambda tensor: tensor.to("meta") if meta else tensor),
         pretend_exporting() if meta else nullcontext(),
-        fork_generator(module_device(whole.model)),
+        preserve_generator_state(module_device(whole.model)),
         torch.no_grad(),
     ):
         run(stages, *args, **kwargs)
@@ -204,8 +204,8 @@ def _run_as_stage(unit: RecordedUnit, device: torch.device | None, measurement: 
     hooks = [gradient_hooks(parameter) for parameter in unit.module.parameters()]  # run in W, and take their time
     with (
         tensors_replaced(unit.module, partial(make, spread=0.02)),
-        fork_generator(CPU),
-        fork_generator(where),
+        preserve_generator_state(CPU),
+        preserve_generator_state(where),
         torch.enable_grad(),
     ):
         for parameter, hook in [
@@ -214,7 +214,7 @@ def _run_as_stage(unit: RecordedUnit, device: torch.device | None, measurement: 
             parameter.register_hook(hook)
         module = TensorsToTensors(unit)
         inputs = trees.map_tensors(make, module.argument_tensors())
-        stage = Stage(MIDDLE_STAGE, module, where, neighbours=Neighbours((MIDDLE_STAGE - 1,), ()))
+        stage = Stage(MIDDLE_STAGE, module, where, connections=StageConnections((MIDDLE_STAGE - 1,), ()))
         stage.begin_step()  # as before any step: it learns which parameters there are
         return measurement(stage, inputs)
 

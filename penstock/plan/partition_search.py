@@ -169,13 +169,13 @@ class PartitionSearch:
         """Return all choices of policies that fit, the cheapest first; if none does, the one that takes the least memory."""
         static_bytes = sum(self.static_bytes(rank, rank_stages))
         choices = [
-            self._rank_choice(rank, rank_stages, policies, static_bytes)
+            self._evaluate_policies(rank, rank_stages, policies, static_bytes)
             for policies in product(*(stage.policies for stage in rank_stages))
         ]
         fitting = sorted((choice for choice in choices if not choice.excess_bytes), key=lambda choice: choice[:2])
         return fitting or [min(choices, key=lambda choice: choice.excess_bytes)]
 
-    def _rank_choice(
+    def _evaluate_policies(
         self, rank: int, rank_stages: Sequence[StageCost], policies: tuple[ActivationPolicy, ...], static_bytes: float
     ) -> RankChoice:
         sizes = [size for stage, policy in zip(rank_stages, policies, strict=True) for size in (policy.activation, stage.keep)]

@@ -156,11 +156,11 @@ def _check_stages_per_rank(name: str, family: Family, stages_per_rank: int) -> N
         raise ScheduleError(f"{name} needs stages_per_rank={family.min_stages_per_rank} or more, not {stages_per_rank}")
 
 
-def _check_group_size(of: Callable[[int], Schedule], microbatches: int, group_size: int) -> None:
+def _check_group_size(build_schedule: Callable[[int], Schedule], microbatches: int, group_size: int) -> None:
     """Raises ScheduleError, with the nearest number of microbatches that works, for groups that no proof accepts."""
-    if reason := _proof_failure(of(microbatches)):
+    if reason := _proof_failure(build_schedule(microbatches)):
         by_distance = sorted(range(1, 2 * microbatches + group_size), key=lambda m: (abs(m - microbatches), m))
-        nearest = next((m for m in by_distance if not _proof_failure(of(m))), None)
+        nearest = next((m for m in by_distance if not _proof_failure(build_schedule(m))), None)
         other = f"use microbatches={nearest}, or leave" if nearest else "leave"
         raise ScheduleError(f"{reason}: with group_size={group_size}, {other} group_size out")
 

@@ -41,17 +41,17 @@ class RankPrograms:
         self._cached_program = lru_cache(MAX_CACHED_PROGRAMS)(self._lower_and_prove)
 
     def select(
-        self, training: bool, microbatches: int | None = None, without_backward: frozenset[int] = frozenset()
+        self, training: bool, num_microbatches: int | None = None, forward_only_microbatches: frozenset[int] = frozenset()
     ) -> RankProgram:
         """What is done for the first `microbatches` (None: all); if not training, the forwards of each.
 
-        `without_backward`: those that only go forward. What was asked for long ago is forgotten, and made again if need be.
+        `forward_only_microbatches`: those without a backward. Programs that were not used for long are made again.
         """
-        if microbatches is None:
-            microbatches = self.program.schedule.microbatches
-        return self._cached_program(training, microbatches, without_backward if training else frozenset())
+        if num_microbatches is None:
+            num_microbatches = self.program.schedule.microbatches
+        return self._cached_program(training, num_microbatches, forward_only_microbatches if training else frozenset())
 
-    def _lower_and_prove(self, training: bool, microbatches: int, without_backward: frozenset[int]) -> RankProgram:
+    def _lower_and_prove(self, training: bool, microbatches: int, forward_only_microbatches: frozenset[int]) -> RankProgram:
         program = self.program
         if microbatches > program.schedule.microbatches and self.build_larger is not None:
             program = self.build_larger(microbatches)
@@ -59,9 +59,11 @@ class RankPrograms:
 
         def wanted(action: Action) -> bool:
             forward = action.kind is Kind.F
-            return action.microbatch < microbatches and (forward or (training and action.microbatch not in without_backward))
+            return action.microbatch < microbatches and (
+                forward or (training and action.microbatch not in forward_only_microbatches)
+            )
 
-        if not training or microbatches < whole.microbatches or without_backward:
+        if not training or microbatches < whole.microbatches or forward_only_microbatches:
             program = lower(whole.filter_actions(wanted), skips=program.skips)
             prove(program)
         steps = program.lines[self.rank]

@@ -242,7 +242,7 @@ class _ProofExecution:
 
 def check_table(table: Table) -> None:
     """Raises ScheduleError unless every action and every pair is well formed, in its place, and none is missing."""
-    wrong = next(chain(_placement_errors(table), _completeness_errors(table), _pair_errors(table)), None)
+    wrong = next(chain(_placement_errors(table), _completeness_errors(table), _overlap_errors(table)), None)
     if wrong is not None:
         raise ScheduleError(wrong)
 
@@ -299,7 +299,7 @@ def _missing_actions(stage: int, found: dict[Kind, set[int]], table: Table) -> I
                 yield Action(kind, stage, *divmod(part, table.slices))
 
 
-def _pair_errors(table: Table) -> Iterator[str]:
+def _overlap_errors(table: Table) -> Iterator[str]:
     """Where overlapping actions do not stand next to each other, one a forward and one a backward, each in one pair."""
     neighbours = {pair for row in table.actions for pair in pairwise(row)} if table.overlaps else set()
     for first, second in sorted(table.overlaps - neighbours, key=str):

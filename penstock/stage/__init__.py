@@ -3,7 +3,7 @@
 `stage`            the forward, the backward whole or in two, and what a microbatch in flight keeps alive
 `arguments`        what the module's forward is called with
 `messages`         what a stage exchanges with other stages
-`neighbours`       which stages these are, and which parameters it shares with them
+`connections`       which stages these are, and which parameters it shares with them
 `aliasing`         in-place changes that would be lost where values no longer share memory
 `module_runner`    how the module is run: layer by layer, random numbers seeded for each
 `recompute`        a forward that runs again in the backward

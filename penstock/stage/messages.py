@@ -1,7 +1,7 @@
 """The messages that a stage exchanges with other stages: values, and behind them the parameters that stages share.
 
 A borrowed parameter's value enters the autograd graph with the message of the stage it is borrowed from, and its gradient
-leaves with that message's gradients: `neighbours.py` says why.
+leaves with that message's gradients: `connections.py` says why.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from penstock.partition.graph_stage import GraphStage
 from penstock.stage.aliasing import Versions, mark_aliased
 from penstock.stage.backward.autograd_edges import StageInput
-from penstock.stage.backward.parameter_slot import list_parameter_slots
-from penstock.stage.neighbours import Neighbours
+from penstock.stage.backward.parameter_slot import list_parameters_with_places
+from penstock.stage.connections import StageConnections
 from penstock.torch_private import TensorSlot
 from penstock.trees import flatten
 
@@ -25,21 +25,21 @@ class Received(NamedTuple):
     borrowed: Sequence[tuple[TensorSlot, Tensor]] = ()  # what takes the places of parameters of earlier stages
 
 
-class Messages:
+class StageMessages:
     """Reads and writes the messages of one stage. Stages that only share parameters with it exchange empty ones."""
 
-    def __init__(self, index: int, module: nn.Module, neighbours: Neighbours) -> None:
-        self._sources, self._destinations = neighbours.sources, neighbours.destinations
+    def __init__(self, index: int, module: nn.Module, connections: StageConnections) -> None:
+        self._sources, self._destinations = connections.sources, connections.destinations
         graph = module.penstock if isinstance(module, GraphStage) else None
         self._value_sources = {index - 1} if graph is None else set(graph.sources)
         self._value_destinations = (index + 1,) if graph is None else graph.destinations
 
-        slots = {id(slot.parameter): slot for slot in list_parameter_slots(module)}
+        slots = {id(slot.parameter): slot for slot in list_parameters_with_places(module)}
         self._borrowed = [
-            [slots[id(module.get_parameter(name))] for name in neighbours.borrowed.get(source, ())] for source in self._sources
+            [slots[id(module.get_parameter(name))] for name in connections.borrowed.get(source, ())] for source in self._sources
         ]
         self._lent = [
-            [module.get_parameter(name) for name in neighbours.lent.get(destination, ())] for destination in self._destinations
+            [module.get_parameter(name) for name in connections.lent.get(destination, ())] for destination in self._destinations
         ]
         self._borrows, self._lends = any(self._borrowed), any(self._lent)
         self.shared_parameters = [slot.parameter for group in self._borrowed for slot in group]
@@ -76,7 +76,7 @@ class Messages:
         by_destination = dict(zip(self._value_destinations, outputs, strict=True))
         return mark_aliased([by_destination.get(destination, ()) for destination in self._destinations], arrived)
 
-    def leaves(self, output: Any, received: Received) -> list[Any]:
+    def leaves_to_send(self, output: Any, received: Received) -> list[Any]:
         """Return the leaves of the messages of `from_output`, behind each message the parameters lent to its destination."""
         if not self._lends:
             return flatten(output)[0]

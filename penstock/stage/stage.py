@@ -14,11 +14,11 @@ from penstock.stage.arguments import ForwardSignature
 from penstock.stage.auxiliary import CollectAuxiliaryLosses
 from penstock.stage.backward.autograd_edges import Gradients, gradient_edge
 from penstock.stage.backward.deferred import DeferredGradients
-from penstock.stage.backward.parameter_slot import ParameterSlot, list_parameter_slots, temporarily_replaced
+from penstock.stage.backward.parameter_slot import ParameterSlot, list_parameters_with_places, temporarily_replaced
 from penstock.stage.backward.split import BackwardSplitter
-from penstock.stage.messages import Messages, Received
+from penstock.stage.connections import StageConnections
+from penstock.stage.messages import Received, StageMessages
 from penstock.stage.module_runner import DETERMINISTIC_LOSSES, ModuleRunner
-from penstock.stage.neighbours import Neighbours
 from penstock.stage.recompute import Recompute
 from penstock.stage.replication import NoReplication, Replication
 from penstock.torch_private import buffer_slots, run_backward, shares_memory, storage_key
@@ -40,7 +40,7 @@ class Stage:
 
     `loss_fn`: `loss_fn(output, target)` is the loss, on the last stage.
     `layer_numbers`, `recompute`: see `ModuleRunner`.
-    `neighbours`: the stages it exchanges messages with, by default those of a chain.
+    `connections`: the stages it exchanges messages with, by default those of a chain.
     `later_keywords`: keywords of the step that stages after this one take (see `arguments.py`).
     `merge_weight_gradients`, `in_order`: see `BackwardSplitter`.
     `replication`: how data parallelism replicates or shards the stage.
@@ -55,20 +55,20 @@ class Stage:
         *,
         layer_numbers: Sequence[int] | None = None,
         recompute: Recompute | None = None,
-        neighbours: Neighbours | None = None,
+        connections: StageConnections | None = None,
         later_keywords: frozenset[str] = frozenset(),
         merge_weight_gradients: bool = False,
         replication: Replication | None = None,
         in_order: bool = False,
     ) -> None:
         self.index, self.module, self.loss_fn = index, module, loss_fn
-        self.neighbours = neighbours or Neighbours((index - 1,), (index + 1,))
+        self.connections = connections or StageConnections((index - 1,), (index + 1,))
         self.replication = replication or NoReplication()
         self._device_type = device.type
         self._loss_may_draw = not any(loss_fn is deterministic for deterministic in (None, *DETERMINISTIC_LOSSES))
 
         self._signature = ForwardSignature(module, later_keywords)
-        self._messages = Messages(index, module, self.neighbours)
+        self._messages = StageMessages(index, module, self.connections)
         self._runner = ModuleRunner(index, module, device, layer_numbers, recompute)
         self._splitter = BackwardSplitter(
             module, merge_weight_gradients, self._messages.shared_parameters, in_order, self.replication.hooks_gradients
@@ -92,7 +92,7 @@ class Stage:
         self.in_flight.clear()
         self._deferred.clear()
         self._runner.begin_step()
-        slots = list_parameter_slots(self.module)
+        slots = list_parameters_with_places(self.module)
         self.parameters = [slot.parameter for slot in slots]
         self._refresh_parameters(slots)
         self._buffer_memory = None
@@ -104,7 +104,7 @@ class Stage:
         """Before the step's first action, wait for parameters that are on other ranks."""
         if not self.replication.parameters_ready:
             self.replication.wait_parameters()
-            self._refresh_parameters(list_parameter_slots(self.module))
+            self._refresh_parameters(list_parameters_with_places(self.module))
 
     def _refresh_parameters(self, slots: Sequence[ParameterSlot]) -> None:
         """Take the parameters of this step from `slots`."""
@@ -167,7 +167,9 @@ class Stage:
         # 5. What the backward needs. On the last stage it starts at the loss, which `loss` adds.
         if with_backward:
             is_last_stage = self.loss_fn is not None
-            edges, graph_ends = ((), ()) if is_last_stage else self._graph_outputs(self._messages.leaves(output, received))
+            edges, graph_ends = (
+                ((), ()) if is_last_stage else self._graph_outputs(self._messages.leaves_to_send(output, received))
+            )
             auxiliary = [(gradient_edge(loss), loss.detach()) for loss in auxiliary_losses if loss.requires_grad]
             self.in_flight[microbatch] = InFlightMicrobatch(received, edges, graph_ends, auxiliary, deferred)
         return output
@@ -247,7 +249,7 @@ class Stage:
             if edges:
                 with _replaced_parameters(deferred, received):
                     run_backward(edges, gradients)
-            self._finish_backward(is_last)
+            self._after_backward(is_last)
         return [stage_input.gradients for stage_input in received.inputs]
 
     def backward_weight(self, microbatches: Sequence[int], is_last: bool = False) -> None:
@@ -256,9 +258,9 @@ class Stage:
         needs_hook = is_last and self.replication.hooks_gradients
         with self._outside_autocast:
             self._splitter.run_weight_backward(deferred, is_last, self.replication.before_last_backward if needs_hook else None)
-            self._finish_backward(is_last)
+            self._after_backward(is_last)
 
-    def _finish_backward(self, is_last: bool) -> None:
+    def _after_backward(self, is_last: bool) -> None:
         self._unshare_first_gradients(is_last)
         if is_last:
             self._splitter.autocast_cache.clear()

@@ -7,7 +7,7 @@ from torch import nn
 
 from penstock.comms.point_to_point import recv_tensor, send_tensor
 from penstock.comms.topology import Topology
-from penstock.stage.neighbours import StageParameter
+from penstock.stage.connections import StageParameter
 
 
 def find_tied_groups(stages: Mapping[int, nn.Module]) -> list[list[StageParameter]]:

@@ -23,7 +23,7 @@ from torch import nn
 import penstock as ps
 from penstock.comms import topology
 from penstock.comms.launch import launcher, rank_processes
-from penstock.comms.launch.rank_main import RankTask
+from penstock.comms.launch.rank_main import LaunchSpec
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT")
 
@@ -194,7 +194,7 @@ def test_a_ctrl_c_while_a_rank_starts_leaves_none_behind(monkeypatch):
     context = types.SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Rank)
     with (
         pytest.raises(KeyboardInterrupt),
-        rank_processes.start_ranks(RankTask(b"", 2, {}), context, torch.distributed.HashStore()),
+        rank_processes.start_ranks(LaunchSpec(b"", 2, {}), context, torch.distributed.HashStore()),
     ):
         pass
     assert [process.is_there for process in begun] == [False]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine.microbatch_costs import ActionFit, MicrobatchCosts, fit_action
-from penstock.engine.microbatch_list import InputSummary, microbatch_order
+from penstock.engine.microbatch_list import MicrobatchSummary, microbatch_order
 from penstock.schedule.table import Kind
 
 
@@ -57,7 +57,7 @@ def test_the_cost_is_that_of_the_rank_that_takes_longest_and_a_step_is_predicted
 def test_a_planned_order_follows_the_costs() -> None:
     """Of as many elements, long rows cost more: they go into the middle. Without costs the given order is as good."""
     schedule = ps.schedule.build("1f1b", ranks=4, microbatches=8)
-    inputs = [InputSummary(rows, 64, "") for rows in (1, 2, 4, 8, 16, 32, 64, 16)]
+    inputs = [MicrobatchSummary(rows, 64, "") for rows in (1, 2, 4, 8, 16, 32, 64, 16)]
     costs = MicrobatchCosts(
         {(kind, stage): ActionFit(0, 1, 0, 0, 9) for kind in (Kind.F, Kind.B) for stage in range(4)}, (0, 1, 2, 3)
     )

@@ -36,7 +36,7 @@ def test_a_step_waits_for_its_losses_at_its_end_and_nowhere_else(device, schedul
         print(schedule, *places, sep="\n  ")
         assert [place.partition(":")[0] for place in places] == [
             "stage/microbatch.py scalars_to_floats",
-            "engine/report.py weighted_loss_sum",
+            "engine/report.py local_loss_and_dtype",
         ]
 
 
@@ -69,10 +69,10 @@ def test_without_nccl_a_rank_waits_for_its_messages_and_at_the_end_of_its_step(s
         print(schedule, *lines.items(), *places, sep="\n  ")
         functions = [place.partition(":")[0] for place in places]
         messages = [function for function in functions if function.startswith("comms/transport/channels.py")]
-        assert messages.count("comms/transport/channels.py _send_leaf") == 4 * (1 if schedule == "1f1b" else 2)
-        assert set(messages) <= {"comms/transport/channels.py _send_leaf", "comms/transport/channels.py receive"}
+        assert messages.count("comms/transport/channels.py _send_if_tensor") == 4 * (1 if schedule == "1f1b" else 2)
+        assert set(messages) <= {"comms/transport/channels.py _send_if_tensor", "comms/transport/channels.py receive"}
         assert set(lines.values()) == {"memory that both processes see"}
         assert functions[len(messages) :] in (
             [],
-            ["stage/microbatch.py scalars_to_floats", "engine/report.py weighted_loss_sum"],
+            ["stage/microbatch.py scalars_to_floats", "engine/report.py local_loss_and_dtype"],
         )

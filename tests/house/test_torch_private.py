@@ -33,13 +33,13 @@ def test_trees_are_taken_apart_and_put_together():
 
 
 def test_an_older_torch_is_refused_in_a_sentence_and_a_newer_one_is_not():
-    message = r"Penstock needs torch 2.11 or newer, this is 2.10.1\+cpu: pip install 'torch>=2.11'"
-    with pytest.raises(ps.PenstockError, match=message):
-        torch_private.check_torch_release("2.10.1+cpu")
+    told = r"Penstock needs torch 2.11 or newer, this is 2.10.1\+cpu: pip install 'torch>=2.11'"
+    with pytest.raises(ps.PenstockError, match=told):
+        torch_private.require_min_torch_release("2.10.1+cpu")
     with pytest.raises(ps.PenstockError, match=r"this is 2\.8\.0: "):
-        torch_private.check_torch_release("2.8.0")
+        torch_private.require_min_torch_release("2.8.0")
     for version in ("2.11.0", "2.15.0+cu132", "2.16.0.dev20270101", "3.0.0a0+git1234"):
-        torch_private.check_torch_release(version)
+        torch_private.require_min_torch_release(version)
 
 
 @pytest.mark.fresh

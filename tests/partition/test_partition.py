@@ -616,7 +616,7 @@ def test_stages_are_not_cut_again():
 
 def test_values_go_straight_to_the_stages_that_use_them():
     whole = partition.CuttableModel(UNet(), ["down2", "middle", "up2", "up1"])
-    stages = whole.cut(whole.choose_starts(5))
+    stages = whole.cut(whole.choose_cuts(5))
     assert [stage.penstock.destinations for stage in stages] == [(1, 4), (2, 3), (3,), (4,), ()]
     assert [stage.penstock.sources for stage in stages] == [{}, {0: 1}, {1: 1}, {1: 1, 2: 1}, {0: 1, 3: 1}]
     assert "up2" in [node.target for node in stages[3].penstock._nodes[True] if node.op == "call_module"]
@@ -670,7 +670,7 @@ def test_what_compile_adds_to_names_is_left_out():
 def test_a_measured_cut_of_any_model_tells_its_balance():
     whole = partition.CuttableModel(Nested(), example_args=(torch.ones(2, 4),))
     assert whole.depends_on_measurement
-    stages = whole.cut(whole.choose_starts(3))
+    stages = whole.cut(whole.choose_cuts(3))
     assert len(stages) == 3
     assert whole.balance.names == tuple(whole.unit_order)
     assert math.isclose(sum(whole.balance.stage_costs), sum(whole.balance.costs))

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from penstock.randomness import default_generator, fork_generator, mix_seed, use_deterministic_algorithms
+from penstock.randomness import default_generator, mix_seed, preserve_generator_state, use_deterministic_algorithms
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_what_is_drawn_aside_leaves_no_trace():
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    with fork_generator(CPU) as generator:
+    with preserve_generator_state(CPU) as generator:
         generator.manual_seed(99)
         inside = torch.rand(4)
     assert torch.equal(torch.rand(4), expected)
@@ -56,7 +56,7 @@ def test_what_is_drawn_aside_leaves_no_trace():
 
 
 def fail_aside():
-    with fork_generator(CPU) as generator:
+    with preserve_generator_state(CPU) as generator:
         generator.manual_seed(99)
         raise RuntimeError("inside")
 

@@ -135,7 +135,7 @@ def mark_verified(folder: Path) -> None:
     _verified_folders.add(folder.resolve())
 
 
-def _is_complete(folder: Path) -> bool:
+def _is_intact(folder: Path) -> bool:
     if folder.resolve() not in _verified_folders:
         try:
             verify_files(folder, read(folder)["files"])
@@ -182,7 +182,7 @@ def prune(folder: Path, step: int, keep: int) -> None:
         if int(step_of_folder(old) or 0) > step:
             continue
         if kept < keep:
-            kept += _is_complete(old)
+            kept += _is_intact(old)
         else:
             away = folder / f".{old.name.strip('.')}.part"  # no longer a checkpoint, from one moment to the next
             delete_path(away)

@@ -26,7 +26,7 @@ def _end_if_orphaned(*_: object) -> None:
     """Handle the timer's signal."""
     if _is_orphaned():
         if socket_path:
-            _remove_socket(socket_path)
+            _remove_socket_if_orphaned(socket_path)
         os._exit(0)  # not an exception: the server may be exiting, inside torch's clean-up, which would print it
 
 
@@ -41,7 +41,7 @@ def _find_listening_socket() -> str | None:
     return None
 
 
-def _remove_socket(path: str) -> None:
+def _remove_socket_if_orphaned(path: str) -> None:
     if _is_orphaned():  # else the program lives, and may start another server at this path
         with suppress(OSError):  # it is gone already, or the program has put files into its folder
             os.unlink(path)
@@ -58,7 +58,7 @@ def _freeze_imported_objects() -> None:
 gc.disable()  # imports take a quarter less then
 os.register_at_fork(before=_freeze_imported_objects)
 if socket_path := _find_listening_socket():
-    atexit.register(_remove_socket, socket_path)
+    atexit.register(_remove_socket_if_orphaned, socket_path)
 signal.signal(signal.SIGALRM, _end_if_orphaned)
 signal.setitimer(signal.ITIMER_REAL, FORKSERVER_CHECK_SECONDS, FORKSERVER_CHECK_SECONDS)  # a process that forks has no threads
 atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # so that nothing interrupts the exit

@@ -22,7 +22,7 @@ from penstock.comms.launch.attempt import (
 )
 from penstock.comms.launch.forkserver import ForkserverEndedError, forkserver_context
 from penstock.comms.launch.pickling import pickle_call
-from penstock.comms.launch.rank_main import RankTask
+from penstock.comms.launch.rank_main import LaunchSpec
 from penstock.comms.launch.rank_processes import collect_results, join_finished_ranks, start_ranks
 from penstock.comms.preemption import catches_preemption, preempted
 from penstock.comms.system import convert_os_errors, print_notice
@@ -98,7 +98,7 @@ def _run_attempt(call: bytes, ranks: int, number: int, may_restart: bool) -> tup
     from torch.distributed import HashStore
 
     context = multiprocessing.get_context("spawn") if _sees_gpu() else forkserver_context()
-    task = RankTask(call, ranks, {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(number)}, catches_preemption())
+    task = LaunchSpec(call, ranks, {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(number)}, catches_preemption())
     try:
         with start_ranks(task, context, HashStore()) as (processes, receivers):
             results = collect_results(processes, receivers, may_restart)

@@ -39,7 +39,7 @@ class EarlyExitError(PenstockError):
     """A rank called `sys.exit()` without an error code."""
 
 
-class RankTask(NamedTuple):
+class LaunchSpec(NamedTuple):
     """What every rank of an attempt is started with."""
 
     call: bytes  # the function and its arguments, from `pickle_call`
@@ -48,7 +48,7 @@ class RankTask(NamedTuple):
     catches_preemption: bool = False  # as the launching process does
 
 
-def rank_main(task: RankTask, rank: int, result_pipe: Connection, store_pipe: Connection) -> None:
+def rank_main(task: LaunchSpec, rank: int, result_pipe: Connection, store_pipe: Connection) -> None:
     """Run the task as this rank, with torchrun's environment variables, and send its RankResult through `result_pipe`."""
     _set_up_process(task, rank)
     import torch
@@ -81,7 +81,7 @@ def rank_main(task: RankTask, rank: int, result_pipe: Connection, store_pipe: Co
     shutdown()
 
 
-def _set_up_process(task: RankTask, rank: int) -> None:
+def _set_up_process(task: LaunchSpec, rank: int) -> None:
     """Set signal handlers and environment, and end this process with the launching one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process ends its ranks
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # instead of the fork server's handler

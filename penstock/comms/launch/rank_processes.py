@@ -14,7 +14,7 @@ from typing import Any
 from penstock.comms.launch.attempt import RankDiedError, exit_error
 from penstock.comms.launch.forkserver import FORKSERVER_ENDED_EXIT_CODE, ForkserverEndedError, hold_signals
 from penstock.comms.launch.pickling import hide_missing_main_file
-from penstock.comms.launch.rank_main import RankResult, RankTask, rank_main
+from penstock.comms.launch.rank_main import LaunchSpec, RankResult, rank_main
 from penstock.comms.preemption import forward_signals_to, stop_forwarding_to
 from penstock.comms.process import ALIVE, SUSPENDED, ProcessRecord, read_parent_process, read_process
 from penstock.comms.system import explain_error
@@ -29,7 +29,7 @@ from penstock.errors import PenstockError
 
 
 @contextmanager
-def start_ranks(task: RankTask, context: Any, store: Any) -> Iterator[tuple[list[Any], list[Connection]]]:
+def start_ranks(task: LaunchSpec, context: Any, store: Any) -> Iterator[tuple[list[Any], list[Connection]]]:
     """Start the processes of all ranks; kill those that are left afterwards, whatever happens.
 
     `context`: of multiprocessing. `store`: a HashStore of this process, where the ranks meet.

@@ -117,7 +117,7 @@ def _open_groups_of_two(groups: ProcessGroups, name: str, rank: int) -> tuple[An
     gloo = groups.open_gloo_group(name, rank, 2)
     if groups.topology.backend != "nccl":
         return gloo, gloo, CPU
-    return gloo, groups.open_nccl_group(f"{name}-nccl", rank), groups.topology.transport_device
+    return gloo, groups.open_nccl_pair(f"{name}-nccl", rank), groups.topology.transport_device
 
 
 class SendChannel:
@@ -137,12 +137,12 @@ class SendChannel:
         try:
             known_spec = self.specs.get(transfer)
             if known_spec is not None and isinstance(value, Tensor) and known_spec.describes(value):  # the common case
-                self._send_leaf(transfer, value, known_spec.leaves[0])
+                self._send_if_tensor(transfer, value, known_spec.leaves[0])
             else:
                 self._send_tree(transfer, value, known_spec)
         except (OSError, MemoryError, RuntimeError) as error:
             if is_out_of_resources(error):
-                self._failure.report(transfer, error)
+                self._failure.record_and_publish(transfer, error)
                 self._failure.raise_if_failed()
             if not is_transport_error(error):
                 raise
@@ -158,9 +158,9 @@ class SendChannel:
             leaves, spec = _match_known_spec(transfer, leaves, spec, known_spec), known_spec
 
         for leaf, leaf_spec in zip(leaves, spec.leaves, strict=True):
-            self._send_leaf(transfer, leaf, leaf_spec)
+            self._send_if_tensor(transfer, leaf, leaf_spec)
 
-    def _send_leaf(self, transfer: Transfer, leaf: Any, spec: TensorSpec | ConstantSpec) -> None:
+    def _send_if_tensor(self, transfer: Transfer, leaf: Any, spec: TensorSpec | ConstantSpec) -> None:
         if isinstance(spec, TensorSpec) and spec.bytes:
             device = self.transport.transport_device
             self.transport.send(leaf if leaf.device == device else leaf.detach().to(device), spec, transfer)

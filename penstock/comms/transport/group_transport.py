@@ -121,5 +121,5 @@ def _wait_for_send(work: Any, data: Tensor, group: Any, message: object, failure
         work.wait()
     except Exception as error:
         if not is_transport_error(error):
-            failure.report(message, error)
+            failure.record_and_publish(message, error)
             abort_backend(group)

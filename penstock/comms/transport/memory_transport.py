@@ -216,7 +216,7 @@ class MemorySender(_PipeEnd):
                     self.close_pipe()
         except Exception as error:
             try:
-                self._failure.report(message, error)
+                self._failure.record_and_publish(message, error)
             finally:
                 self.close()
 

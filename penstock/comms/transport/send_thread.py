@@ -43,7 +43,7 @@ class SendFailure:
         self._groups = groups
         self._first: ResourceError | None = None
 
-    def report(self, message: object, error: Exception) -> None:
+    def record_and_publish(self, message: object, error: Exception) -> None:
         """Note, and publish to the other ranks, that `message` could not be sent because of `error`."""
         if self._first is None:
             rank = self._groups.topology.rank

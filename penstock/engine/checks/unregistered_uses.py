@@ -31,7 +31,7 @@ class GradientRecord(NamedTuple):
 class UnregisteredParameters:
     """Checks that no step of `rank`, which runs `stages`, adds to the gradient of a remote parameter, by name.
 
-    These are the parameters of other ranks' stages, and this rank's that get their gradients there (`stage/neighbours.py`).
+    These are the parameters of other ranks' stages, and this rank's that get their gradients there (`stage/connections.py`).
     They are not kept alive.
     """
 

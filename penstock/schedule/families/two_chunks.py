@@ -21,16 +21,16 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
     """
     row = _TwoChunks((rank, 2 * ranks - 1 - rank), microbatches)
     wanted = max(microbatches, 2 * ranks - 1)
-    yield from row.run(*["F0"] * (2 * (ranks - rank) - 1))
-    yield from row.run(*["F1", "F0"] * rank)
-    yield from row.run(*["F1", "I1", "W1"] * (ranks - rank))
+    yield from row.next_actions(*["F0"] * (2 * (ranks - rank) - 1))
+    yield from row.next_actions(*["F1", "F0"] * rank)
+    yield from row.next_actions(*["F1", "I1", "W1"] * (ranks - rank))
     while row.done["F1"] < row.done["F0"] or row.done["F0"] < wanted:
         if row.done["F0"] < wanted:
-            yield from row.run("F0")
-        yield from row.run("I0", "W0", "F1", "I1", "W1")
-    yield from row.run(*["I0", "I1"] * rank)
-    yield from row.run(*["I0", "W0"] * (ranks - rank))
-    yield from row.run(*["W1"] * len(row.put_off), *["W0"] * len(row.put_off))
+            yield from row.next_actions("F0")
+        yield from row.next_actions("I0", "W0", "F1", "I1", "W1")
+    yield from row.next_actions(*["I0", "I1"] * rank)
+    yield from row.next_actions(*["I0", "W0"] * (ranks - rank))
+    yield from row.next_actions(*["W1"] * len(row.put_off), *["W0"] * len(row.put_off))
 
 
 def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
@@ -49,16 +49,16 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
     """
     row, wanted = _TwoChunks((rank, 2 * ranks - 1 - rank), microbatches), max(microbatches, 2 * ranks)
     after, half, odd = ranks - rank - 1, (rank + 1) // 2, (rank + 1) % 2
-    yield from row.run(*["F0"] * (2 * after))
-    yield from row.run(*["F0", "F1"] * (rank + 1))
-    yield from row.run(*["I1", "W", "F1"] * after)
+    yield from row.next_actions(*["F0"] * (2 * after))
+    yield from row.next_actions(*["F0", "F1"] * (rank + 1))
+    yield from row.next_actions(*["I1", "W", "F1"] * after)
     for index in range(wanted - 2 * ranks + rank + 1):
         first = ["F0", "B1"] if index == 0 and after == 0 else ["F0+B1"]
-        yield from row.run(*first, "F1+B0")
-    yield from row.run(*["B1", "F1+B0"] * after)
-    yield from row.run(*["B1", "B0"] * half, *["B1", "I0"] * odd, *["I1", "I0"] * half)
-    yield from row.run(*["W", "I0"] * after)
-    yield from row.run(*["W"] * (rank + 1))
+        yield from row.next_actions(*first, "F1+B0")
+    yield from row.next_actions(*["B1", "F1+B0"] * after)
+    yield from row.next_actions(*["B1", "B0"] * half, *["B1", "I0"] * odd, *["I1", "I0"] * half)
+    yield from row.next_actions(*["W", "I0"] * after)
+    yield from row.next_actions(*["W"] * (rank + 1))
 
 
 class _TwoChunks:
@@ -69,7 +69,7 @@ class _TwoChunks:
         self.done: dict[str, int] = defaultdict(int)  # F0, F1, B0 and B1, which I0 and I1 count as
         self.put_off: list[Action] = []  # each W whose I is done, the oldest first
 
-    def run(self, *cells: str) -> Iterator[Cell]:
+    def next_actions(self, *cells: str) -> Iterator[Cell]:
         """`F0` is the next forward of chunk 0, `W` the oldest weight gradient of all, if any, `F0+B1` a pair."""
         for cell in cells:
             real = [action for action in map(self._next, cell.split("+")) if action and action.microbatch < self.microbatches]

@@ -53,7 +53,7 @@ def _solver() -> Any:
     return cp_model
 
 
-def solve(problem: SearchProblem, found: Schedule, least: float, seed: int) -> OptimalResult:
+def improve(problem: SearchProblem, found: Schedule, least: float, seed: int) -> OptimalResult:
     """The shortest table for `problem`, `found` or a shorter one; no table is shorter than `least`.
 
     `problem`: with its backwards in halves; whole ones are tried wherever they may be worth it.

@@ -57,7 +57,7 @@ class GreedyDispatch:
             for own in range(problem.num_stages)
         ]
 
-    def rows(self) -> Rows:
+    def rows_without_weights(self) -> Rows:
         """The F and I of every rank; empty if at some time nothing can begin."""
         problem = self.problem
         rows: Rows = [[] for _ in range(problem.ranks)]
@@ -139,4 +139,4 @@ def initial_rows(problem: SearchProblem) -> Iterator[Rows]:
     """All there are."""
     yield from map(problem.rows_from_table, published_schedules(problem.placement, problem.microbatches))
     yield from (grouped_rows(problem, size) for size in (1, 2, 3, 4) if size <= problem.microbatches)
-    yield from (rows for depth in in_flight_limits(problem) if (rows := GreedyDispatch(problem, depth).rows()))
+    yield from (rows for depth in in_flight_limits(problem) if (rows := GreedyDispatch(problem, depth).rows_without_weights()))

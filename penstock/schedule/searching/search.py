@@ -157,7 +157,7 @@ class _BestTable:
 
     def prove_optimal(self, seed: int) -> None:
         """Take what OR-Tools finds, and what it says that no table is shorter than."""
-        table, least = cp_sat.solve(self.problem, self.found().schedule, self.bound.time, seed)
+        table, least = cp_sat.improve(self.problem, self.found().schedule, self.bound.time, seed)
         self.tables.append(table)
         if least > self.bound.time:
             self.bound = LowerBound(least, "OR-Tools ruled out anything shorter")

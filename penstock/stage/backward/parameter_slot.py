@@ -22,7 +22,7 @@ class ParameterSlot:
         return id(self.parameter), self._memory, [(id(place.registry), place.key) for place in self.places]
 
 
-def list_parameter_slots(module: nn.Module) -> list[ParameterSlot]:
+def list_parameters_with_places(module: nn.Module) -> list[ParameterSlot]:
     """Return a slot for each parameter of `module`."""
     slots: dict[int, ParameterSlot] = {}
     for place in parameter_slots(module):

@@ -11,7 +11,7 @@ from penstock.schedule.table import receiving_stages
 StageParameter = tuple[int, str]  # a stage, and a parameter's name in it
 
 
-class Neighbours(NamedTuple):
+class StageConnections(NamedTuple):
     """The stages that one stage exchanges messages with, in order, and the parameters shared with each.
 
     A parameter of several stages belongs to the first of them. Each later one borrows it from the one before, as if its value
@@ -25,12 +25,14 @@ class Neighbours(NamedTuple):
     lent: Mapping[int, list[str]] = {}  # destination -> the parameters' names in this stage
 
 
-def stage_neighbours(num_stages: int, skips: Collection[Skip], tied: Sequence[Sequence[StageParameter]]) -> list[Neighbours]:
-    """Return the neighbours of every stage: the next ones, those at the other end of `skips`, those with a `tied` parameter."""
+def stage_connections(
+    num_stages: int, skips: Collection[Skip], tied: Sequence[Sequence[StageParameter]]
+) -> list[StageConnections]:
+    """Return every stage's connections: to the next stages, along `skips`, and to those with a `tied` parameter of it."""
     exchanges = receiving_stages(num_stages, skips)
     borrowings = [borrowing for group in tied for borrowing in _borrowings(group)]
     return [
-        Neighbours(
+        StageConnections(
             sources=tuple(exchanges[Kind.B][stage]),
             destinations=tuple(exchanges[Kind.F][stage]),
             borrowed=_names_by_stage((lender, name) for (lender, _), (borrower, name) in borrowings if borrower == stage),

@@ -312,7 +312,7 @@ class Pipeline(NotAModule):
         if self.report is not None and any(self.report.background_save_failed):
             self._engine.settle_background_save()
 
-        options = {"order": order, "microbatch_costs": self._engine.microbatch_costs}
+        options = {"order": str(order) if order is None else order, "microbatch_costs": self._engine.microbatch_costs}
         result = self._run(True, (inputs,), {}, targets, **options, losses_list=losses, user_scale=scale)
         if losses is not None:
             losses[:] = result.losses

@@ -16,7 +16,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.comms.transport.channels import MessageSpecs
 from penstock.comms.transport.message_spec import MessageSpec
 from penstock.engine.microbatch_costs import MicrobatchCosts
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.position import MeshPosition
 from penstock.partition.rows import rows_dim_of, unwrap
 from penstock.schedule.microbatch_order import plan_order
@@ -162,7 +162,12 @@ def microbatch_order(
         stage_costs = costs.step_costs([(entry.rows, entry.elements / entry.rows) for entry in inputs]) if costs else Costs()
         factors = stage_costs.microbatch_factors or [entry.elements for entry in inputs]
         return plan_order(factors, schedule, stage_costs)
-    if isinstance(order, Sequence) and not isinstance(order, str) and sorted(order) == given:
+    if (
+        isinstance(order, Sequence)
+        and not isinstance(order, str)
+        and all(map(is_whole_number, order))
+        and sorted(order) == given
+    ):
         return list(order)
     raise MismatchError(
         f"order={order!r} is no order of {len(inputs)} microbatches: give 'given', 'planned', or each index from 0 to "

@@ -65,6 +65,13 @@ def test_a_planned_order_follows_the_costs() -> None:
     assert microbatch_order("planned", inputs, schedule, costs) == [6, 4, 3, 1, 0, 2, 7, 5]
 
 
+@pytest.mark.parametrize("order", ["None", "sorted", [0.0, 1.0], [0, 2], [0], ["0", "1"]])
+def test_an_order_that_is_none_is_refused(order: Any) -> None:
+    schedule, inputs = ps.schedule.build("1f1b", ranks=2, microbatches=2), [InputSummary(1, 9, "")] * 2
+    with pytest.raises(ps.MismatchError, match="is no order of 2 microbatches: give 'given', 'planned', or each index"):
+        microbatch_order(order, inputs, schedule, None)
+
+
 def _loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 

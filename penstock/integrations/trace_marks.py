@@ -1,5 +1,6 @@
 """What is kept of the events in one rank's trace: ranges of actions and messages, operations, kernels, what else took time."""
 
+import contextlib
 import math
 import re
 from bisect import bisect_left, bisect_right
@@ -154,10 +155,8 @@ class Marks:
 
     def _add_shape(self, args: dict[str, Any]) -> None:
         """Keep the size of a message, which is in the trace with `record_shapes=True`."""
-        try:
+        with contextlib.suppress(LookupError, TypeError, ValueError, OverflowError):
             self._add_message(math.prod(args["Input Dims"][0]), args["Input type"][0])
-        except (LookupError, TypeError, ValueError, OverflowError):
-            pass
 
     def _add_operation(self, name: str, when: Range, args: dict[str, Any]) -> None:
         if self.optimizer and self.optimizer[-1].when.start <= when.start < self.optimizer[-1].when.end:

@@ -67,7 +67,7 @@ def test_a_planned_order_follows_the_costs() -> None:
 
 @pytest.mark.parametrize("order", ["None", "sorted", [0.0, 1.0], [0, 2], [0], ["0", "1"]])
 def test_an_order_that_is_none_is_refused(order: Any) -> None:
-    schedule, inputs = ps.schedule.build("1f1b", ranks=2, microbatches=2), [InputSummary(1, 9, "")] * 2
+    schedule, inputs = ps.schedule.build("1f1b", ranks=2, microbatches=2), [MicrobatchSummary(1, 9, "")] * 2
     with pytest.raises(ps.MismatchError, match="is no order of 2 microbatches: give 'given', 'planned', or each index"):
         microbatch_order(order, inputs, schedule, None)
 

@@ -82,8 +82,8 @@ def test_the_allocators_peak_is_forgotten_before_each_step_and_told_after_it(mon
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: results.append("forgotten"))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: results.append("asked") or 2**20)
     monkeypatch.setattr(step, "reset_peak_memory", lambda device: report.reset_peak_memory(gpu))
-    monkeypatch.setattr(step, "peak_memory", lambda device: report.peak_process_memory(gpu))
-    pipe = ps.Pipeline(nn.Linear(3, 3), lambda output, target: told.append("acted") or output.sum(), "1f1b", 1)
+    monkeypatch.setattr(step, "peak_process_memory", lambda device: report.peak_process_memory(gpu))
+    pipe = ps.Pipeline(nn.Linear(3, 3), lambda output, target: results.append("acted") or output.sum(), "1f1b", 1)
     for _ in range(2):
         results.clear()
         pipe.step(torch.ones(2, 3), target=torch.ones(2))

@@ -1,5 +1,6 @@
 """Trainer over two ranks has the logs and the weights of plain Trainer in one process, to the bit."""
 
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,42 @@ def train(kind: type, arguments_kind: type, name: str, folder: Path, options: di
     return outcome(trainer, folder / "model")
 
 
+def stop_on_rank_0(folder: Path) -> int:
+    """Return the steps of a training that a callback of rank 0 ends while the second step is logged."""
+    from transformers import TrainerCallback
+
+    from penstock.integrations.transformers import Trainer, TrainingArguments
+
+    class Clock(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= ps.comms.current_topology().rank == 0 and state.global_step == 2
+
+    args = arguments(folder / "stopped", TrainingArguments)
+    trainer = Trainer(model("llama"), args, train_dataset=rows("llama"), data_collator=collate, callbacks=[Clock()])
+    trainer.train()
+    return int(trainer.state.global_step)
+
+
+def read_after_rank_0(folder: Path) -> str:
+    """Return what a block of `main_process_first` finds in a file that the block of rank 0 writes."""
+    from penstock.integrations.transformers import TrainingArguments
+
+    path = folder / "prepared"
+    with arguments(folder, TrainingArguments).main_process_first(desc="prepare the data"):
+        if ps.comms.current_topology().rank == 0:
+            time.sleep(0.5)
+            path.write_text("rows")
+        return path.read_text()
+
+
 def rank_trainings(folder: Path) -> dict[str, Any]:
     from penstock.integrations.transformers import Trainer, TrainingArguments
 
-    return {
+    found = {
         case: train(Trainer, TrainingArguments, name, folder / case, options | own)
         for case, (name, options, own) in CASES.items()
     }
+    return found | {"prepared": read_after_rank_0(folder), "steps": stop_on_rank_0(folder)}
 
 
 @cache
@@ -57,3 +87,11 @@ def test_logs_norms_and_weights_are_those_of_plain_trainer(case, folder):
     expected = train(Trainer, TrainingArguments, name, folder / f"plain {case}", options)
     for rank in everyone(folder):
         assert_same(rank[case], expected)
+
+
+def test_a_callback_of_rank_0_ends_the_training_on_all_ranks(folder):
+    assert [rank["steps"] for rank in everyone(folder)] == [2, 2]
+
+
+def test_rank_0_prepares_data_before_the_other_ranks_read_it(folder):
+    assert [rank["prepared"] for rank in everyone(folder)] == ["rows", "rows"]

@@ -96,3 +96,27 @@ def test_a_loss_of_the_users_own_runs_in_one_process_too(tmp_path):
             [each.state.log_history[0][name] for name in ("loss", "grad_norm")] + [each.evaluate(rows("bert", 5))["eval_loss"]]
         )
     assert losses[0] == losses[1]
+
+
+def test_each_training_of_model_init_has_a_new_model(tmp_path):
+    seen = []
+
+    class Mode(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
+            seen.append(self.model.training)
+            return super().compute_loss(model, inputs, *more, **options)
+
+    args = arguments(tmp_path, TrainingArguments, max_steps=2, eval_strategy="steps", eval_steps=1)
+    data = {"train_dataset": rows("bert"), "eval_dataset": rows("bert", 5)}
+    ours = Mode(args=args, model_init=lambda: model("bert"), data_collator=collate, **data)
+    weights, logs = [], []
+    for _ in range(2):
+        ours.train()
+        weights.append(ours.model.state_dict())
+        logs.append([entry["loss"] for entry in ours.state.log_history if "loss" in entry])
+
+    assert logs[0] == logs[1]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert not torch.equal(weights[0]["classifier.weight"], model("bert").state_dict()["classifier.weight"])
+    assert sorted({*seen}) == [False, True]  # evaluation comes between the two steps
+    assert seen[-1] is False

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import penstock as ps
+from penstock.comms.control_group import shared_control_group
 
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables that accelerate reads
 OPTIMIZERS = {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"}  # work parameter by parameter
@@ -76,6 +77,21 @@ class PipelineArguments(Mixin):
     def should_log(self) -> bool:
         """Whether this process logs more than warnings."""
         return ps.comms.current_topology().rank == 0
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Run the block on rank 0 before the other ranks, which then read what a data set's `map` has cached."""
+        topology = ps.comms.current_topology()
+        if topology.world_size == 1:
+            yield
+            return
+        control = shared_control_group(topology)
+        with control.collective_call(f"main_process_first: {desc}"):
+            if topology.rank > 0:
+                control.all_gather_value(None, f"to do its part: {desc}")
+            yield
+            if topology.rank == 0:
+                control.all_gather_value(None, f"to do its part: {desc}")
 
     @property
     def place_model_on_device(self) -> bool:

@@ -70,6 +70,11 @@ class PipelineTrainerMixin(Mixin):
             self._take_out_parameters()
         return self._pipelines[names]
 
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A new model, which a new pipeline trains."""
+        self._pipelines, self._rank_optimizer = {}, None
+        return super().call_model_init(trial)
+
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> ModelView:
         return ModelView(self.model, refuse_call)
 
@@ -128,6 +133,7 @@ class PipelineTrainerMixin(Mixin):
         self._loss.num_items = num_items
 
         pipe.train()
+        self.model.train()  # which `compute_loss` may look at
         pipe.step_count = self.state.global_step
         losses: list[Tensor] = []
         with self.accelerator.autocast():
@@ -166,12 +172,18 @@ class PipelineTrainerMixin(Mixin):
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
         """What callbacks decided on rank 0 holds for all: one that looks at a clock may see another on each rank."""
+        self._take_decisions_of_rank_0()
+        runs_callbacks = self.control.should_log or self.control.should_evaluate or self.control.should_save
+        super()._maybe_log_save_evaluate(*arguments, **options)
+        if runs_callbacks:
+            self._take_decisions_of_rank_0()
+
+    def _take_decisions_of_rank_0(self) -> None:
         if self.pipeline is not None and self.pipeline.position.world.world_size > 1:
             names = [name for name in vars(self.control) if name.startswith("should_")]
             decided = self.pipeline.gather(lambda: [getattr(self.control, name) for name in names])[0]
             for name, value in zip(names, decided, strict=True):
                 setattr(self.control, name, value)
-        super()._maybe_log_save_evaluate(*arguments, **options)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Those of all replicas."""

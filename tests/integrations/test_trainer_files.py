@@ -48,6 +48,7 @@ def train(kind: type, arguments_kind: type, folder: Path, resume: str | bool | N
     )
     trainer.train(resume_from_checkpoint=resume)
     found = outcome(trainer, folder / "model")
+    found["callbacks"] = trainer.state.stateful_callbacks
     found["calls"], found["best"] = calls, Path(trainer.state.best_model_checkpoint).name
     found["predictions"] = trainer.predict(rows("bert", 7, 9)).predictions
     trainer.data_collator = without_labels
@@ -86,6 +87,7 @@ def everything(folder: Path) -> tuple[list[dict[str, Any]], list[list[dict[str, 
 
 def assert_alike(ours: dict[str, Any], expected: dict[str, Any]) -> None:
     assert_same(ours, expected)
+    assert ours["callbacks"] == expected["callbacks"]
     assert ours["best"] == expected["best"]
     assert numpy.array_equal(ours["predictions"], expected["predictions"])
     assert numpy.array_equal(ours["unlabelled"], expected["unlabelled"])

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.neighbours
 pytest.importorskip("accelerate", reason="no accelerate: make neighbours")
 
 from penstock.integrations.transformers import Trainer, TrainingArguments  # noqa: E402
+from penstock.integrations.transformers.arguments import check_release  # noqa: E402
 
 REFUSED: dict[str, dict[str, Any]] = {
     "torch_compile=": {"torch_compile": True},
@@ -36,6 +37,13 @@ def trainer(folder: Any, kind: type = Trainer, **options: Any) -> Any:
 def test_an_argument_that_cannot_be(said, tmp_path):
     with pytest.raises(ps.MismatchError, match=said):
         trainer(tmp_path, **REFUSED[said])
+
+
+def test_a_release_of_transformers_that_is_too_old_or_not_tested():
+    with pytest.raises(ps.MismatchError, match="is too old for a Trainer over ranks"):
+        check_release("5.22.1")
+    with pytest.warns(UserWarning, match="and this is 6"):
+        check_release("6.0.0")
 
 
 def test_plain_arguments(tmp_path):

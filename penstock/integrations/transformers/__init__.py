@@ -3,12 +3,14 @@
 `Trainer` and `TrainingArguments` are subclasses of theirs: a script imports these instead, and is started by torchrun. See
 docs/howto/trainer.md.
 
-What they override, and what each override needs of transformers (5.23) and accelerate (1.15):
+What they override, and what each override needs of transformers (releases: `arguments.OLDEST_RELEASE`) and accelerate (1.15):
 
     _setup_devices                  makes `PartialState`, from RANK, WORLD_SIZE and LOCAL_RANK of the environment: here one
                                     process for each replica, so that loaders, sums and gathers are those of these processes
     should_save, should_log,        decide who writes: rank 0
     is_world_process_zero, ..
+    main_process_first              waits for rank 0 of all ranks
+    call_model_init                 a new model, called at the beginning of a training: here it gets a new pipeline
     _wrap_model                     whatever is not `self.model` is left as it is: here a `ModelView` of it
     get_batch_samples               the batches of one optimizer step, before they are trained: here its microbatches
     get_train_dataloader            collates by `data_collator`: with `group="planned"`, `get_batch_samples` does
@@ -22,6 +24,7 @@ What they override, and what each override needs of transformers (5.23) and acce
     _save                           takes a `state_dict`: here all ranks' together, on rank 0
     _save_optimizer_and_scheduler   `optimizer.pt` and `scheduler.pt` as plain Trainer has them
     _save_rng_state                 `rng_state.pth`, written by one rank of a pipeline
+    _save_checkpoint                updates `state.stateful_callbacks` on the process that writes: here on all ranks
     _maybe_log_save_evaluate        after each step: what callbacks decided on rank 0 holds for all
 
     attention    `attn_implementation="penstock"`: their models call `ps.attention`

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import transformers
 import penstock as ps
 from penstock.comms.control_group import shared_control_group
 
+OLDEST_RELEASE, NEWEST_RELEASE = (5, 23), (5, 24)  # of transformers, tested; before 5.23 arguments have other names
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables that accelerate reads
 OPTIMIZERS = {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"}  # work parameter by parameter
 
@@ -45,6 +47,7 @@ class PipelineArguments(Mixin):
     plan: str | None = field(default=None, metadata={"help": "A file of `penstock plan`: schedule, cuts, recomputation."})
 
     def __post_init__(self) -> None:
+        check_release(transformers.__version__)
         super().__post_init__()
         arguments: Any = self  # whose other fields are those of transformers
         if arguments.activation_checkpointing:
@@ -112,6 +115,18 @@ class PipelineArguments(Mixin):
 @dataclass
 class TrainingArguments(PipelineArguments, transformers.TrainingArguments):
     """transformers' TrainingArguments, and those of `PipelineArguments`."""
+
+
+def check_release(version: str) -> None:
+    """Raise MismatchError for a release of transformers that is too old; warn about one that is not tested yet."""
+    major, minor, *_ = version.split(".")
+    oldest, newest = (".".join(map(str, release)) for release in (OLDEST_RELEASE, NEWEST_RELEASE))
+    if (int(major), int(minor)) < OLDEST_RELEASE:
+        raise ps.MismatchError(f"transformers {version} is too old for a Trainer over ranks: install {oldest} or a newer one")
+    if (int(major), int(minor)) > NEWEST_RELEASE:
+        warnings.warn(
+            f"a Trainer over ranks was tested with transformers {oldest} to {newest}, and this is {version}", stacklevel=3
+        )
 
 
 @contextmanager

@@ -260,6 +260,10 @@ class PipelineTrainerMixin(Mixin):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         self._wait_for_all("to save a checkpoint")
+        if not self.args.should_save:  # rank 0 has it from its callbacks
+            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            state = transformers.TrainerState.load_from_json(str(folder / "trainer_state.json"))
+            self.state.stateful_callbacks = state.stateful_callbacks
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As plain Trainer's: the state of all parameters, and the schedule's."""

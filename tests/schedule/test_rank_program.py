@@ -49,7 +49,7 @@ def test_so_many_kinds_of_batches_as_there_may_be_are_not_all_remembered():
 
 def test_a_split_backward_is_known_before_its_forward_and_the_last_action_of_a_stage_completes_its_gradients():
     program = programs("zb-h1", 2, rank=1).select(True)
-    assert program.split_backwards == {(1, 0), (1, 1)}
+    assert program.split_backwards == {(1, 0, 0), (1, 1, 0)}  # stage, microbatch, slice
     assert {str(action) for action in program.last_backwards} == {"1W1"}
     assert {str(action): microbatches for action, microbatches in program.weight_microbatches.items()} == {
         "1W0": (0,),

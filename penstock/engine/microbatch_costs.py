@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from statistics import fmean
-from typing import NamedTuple, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from penstock.errors import PenstockError
 from penstock.schedule.table import Action, Kind
 from penstock.schedule.timing.simulate import Costs
+
+if TYPE_CHECKING:  # a pipeline that fits no costs, and its checkpoints, need no numpy
+    import numpy as np
 
 MAX_SAMPLES = 1024  # of one kind of action on one stage, the newest
 REWEIGHTINGS = 4
@@ -71,11 +72,15 @@ class ActionSamples:
 
     def fit(self) -> dict[tuple[Kind, int], ActionFit]:
         """Return the fit of each kind of action on each stage of this rank."""
+        import numpy as np
+
         return {key: fit_action(*np.array(samples).T) for key, samples in self._samples.items()}
 
 
-def fit_action(rows: np.ndarray, elements: np.ndarray, seconds: np.ndarray) -> ActionFit:
+def fit_action(rows: "np.ndarray", elements: "np.ndarray", seconds: "np.ndarray") -> ActionFit:
     """Fit what an action takes; arguments have a number for each sample."""
+    import numpy as np
+
     seconds = np.maximum(seconds, 1e-9)
     features = np.stack([elements, elements * elements / rows, np.ones_like(seconds)], axis=1)
     scales = features.max(axis=0)
@@ -90,8 +95,10 @@ def fit_action(rows: np.ndarray, elements: np.ndarray, seconds: np.ndarray) -> A
     return ActionFit(token, pair, constant, error, len(seconds))
 
 
-def _solve_nonnegative(relative: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def _solve_nonnegative(relative: "np.ndarray", weights: "np.ndarray") -> "np.ndarray":
     """Return x of 0 or more for which `relative` @ x deviates least from 1; with few features, where more bring little."""
+    import numpy as np
+
     products, sums = relative.T @ (weights[:, None] * relative), relative.T @ weights
     best, least = np.zeros(3), np.inf
     for features in FEATURE_SETS:

@@ -337,7 +337,7 @@ def test_the_collectives_by_hand_are_those_of_torch_on_any_number_of_ranks():
 
 def backward_of_an_all_gather(claimed: str) -> bool:
     lab10_collectives.COLLECTIVES["all-gather"] = replace(lab10_collectives.COLLECTIVES["all-gather"], backward=claimed)
-    return lab10_collectives.backward_holds(lab10_collectives.Here.join(), "all-gather")
+    return lab10_collectives.backward_holds(lab10_collectives.RankGroup.join(), "all-gather")
 
 
 @pytest.mark.ranks
@@ -349,7 +349,10 @@ def test_lab_10_tells_a_backward_from_another_collective():
 def test_lab_10_fails_when_torch_makes_something_else(monkeypatch):
     def run(function, ranks):
         zeros = torch.zeros(ranks)
-        seen = {name: (lab10_collectives.Seen(zeros, zeros, name != "gather"), True) for name in lab10_collectives.COLLECTIVES}
+        seen = {
+            name: (lab10_collectives.CollectiveResult(zeros, zeros, name != "gather"), True)
+            for name in lab10_collectives.COLLECTIVES
+        }
         return [seen] * ranks
 
     monkeypatch.setattr(lab10_collectives, "on_ranks", run)
@@ -428,7 +431,7 @@ def test_lab_14_fails_when_a_block_keeps_more_or_gradients_differ():
     size = 4 * dim * rows * lab.BLOCKS
     held = {lab.STORE: (9 * size, 0), lab.RECOMPUTE: (size, 0), lab.COMMUNICATE: (0, 9 * size)}
     seconds = {lab.STORE: 1.0, lab.RECOMPUTE: 1.5, lab.COMMUNICATE: 19.0}
-    trial = lab.Trial(held, seconds, equal=True, again=0.5, bandwidth=size)
+    trial = lab.ActivationTrial(held, seconds, equal=True, again=0.5, bandwidth=size)
     assert [trial.expected(way) for way in lab.WAYS] == [0, 0.5, 18]
     lab.check_trial(dim, trial)
     with pytest.raises(SystemExit, match="the gradients depend on the way"):

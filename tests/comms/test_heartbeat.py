@@ -83,7 +83,7 @@ def test_a_store_that_is_gone_is_not_asked_again_and_one_that_fails_once_is(monk
     errors, asked = iter([RuntimeError("once"), torch.distributed.DistNetworkError("gone")]), threading.Event()
 
     class FailingMonitor:
-        def beat(self):
+        def beat_and_check_peers(self):
             asked.set()
             raise next(errors)
 

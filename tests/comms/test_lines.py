@@ -96,7 +96,7 @@ def ends():
 class Unfailing:
     """Where a sender's thread tells that it has failed: here that is an error."""
 
-    def report(self, message, error):
+    def record_and_publish(self, message, error):
         raise error
 
 

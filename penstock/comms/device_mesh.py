@@ -37,19 +37,23 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1, cp: int = 1) -> D
         pp = max(1, topology.world_size // (dp * cp * tp)) if pp is None else pp
         axes = {"pp": pp, "dp": dp, **({"cp": cp} if cp > 1 else {}), "tp": tp}
         if prod(axes.values()) != topology.world_size:
-            told = ", ".join(f"{axis}={size}" for axis, size in axes.items())
             raise MismatchError(
-                f"a mesh of {told} has {prod(axes.values())} ranks, but {topology.world_size} are running: "
+                f"a mesh of {_format_axes(axes)} has {prod(axes.values())} ranks, but {topology.world_size} are running: "
                 "start that many, or give other numbers"
             )
 
         axes_of_ranks = control.all_gather_value(axes, "to make a mesh")
         for rank, other_axes in enumerate(axes_of_ranks):
             if other_axes != axes_of_ranks[0]:
-                problem = f"rank 0 makes a mesh of {axes_of_ranks[0]}, rank {rank} one of {other_axes}"
+                first, other = _format_axes(axes_of_ranks[0]), _format_axes(other_axes)
+                problem = f"rank 0 makes a mesh of {first}, rank {rank} one of {other}"
                 raise MismatchError(f"{problem}: make the same")
 
         if not dist.is_initialized():  # a world of one
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         with batch_thread_policy(), convert_transport_errors("for the other ranks to make a mesh"):
             return init_device_mesh(topology.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _format_axes(axes: dict[str, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in axes.items())

@@ -775,7 +775,7 @@ def test_what_does_not_fit_is_told_with_what_does() -> None:
         assert result.pop("models").startswith("stage 1 is not the same on all ranks that have it: ")
         assert result.pop("name").startswith("tensor_parallel has '*.upp', but the model has no such part; it has ")
         assert result == {
-            "axes": "the mesh has axes ('data',): use any of 'pp', 'dp' and 'tp', or init_mesh",
+            "axes": "the mesh has axes ('data',): use any of 'pp', 'dp', 'cp' and 'tp', or init_mesh",
             "size": "a mesh of pp=3, dp=2, tp=1 has 6 ranks, but 4 are running: start that many, or give other numbers",
             "none": "the mesh's axis dp cannot have 0 ranks: use a whole number of 1 or more",
             "no plan": "the mesh has 2 ranks along tp: say by tensor_parallel= which products they share",
@@ -783,7 +783,7 @@ def test_what_does_not_fit_is_told_with_what_does() -> None:
             "no axis": result["no mesh"],
             "way": "data_parallel='zero': use 'ddp', 'fsdp' or a function of (stage, mesh) that returns the stage",
             "nothing": result["nothing"],
-            "meshes": "rank 0 makes a mesh of (pp, dp, tp) (4, 1, 1), rank 1 one of (2, 2, 1): make the same",
+            "meshes": "rank 0 makes a mesh of pp=4, dp=1, tp=1, rank 1 one of pp=2, dp=2, tp=1: make the same",
             "ways": "the ranks do not build the same pipeline: rank 0 has data_parallel=ddp, rank 3 has data_parallel=fsdp",
             "tied": result["tied"],
         }

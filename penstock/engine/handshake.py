@@ -171,14 +171,16 @@ class StepHandshake:
             max_microbatches = self.programs.program.schedule.microbatches
             replica_rows = [int(_max_field(headers, ranks, "input_rows")) for ranks in self.position.replica_pipelines]
             microbatch_rows = [split_sizes(rows, min(rows, max_microbatches)) for rows in replica_rows]
-        lengths = [
-            split_sizes(max(int(headers[rank].sequence_length) for ranks in pipelines for rank in ranks), self.position.cp_size)
-            for pipelines in self.position.pipelines
-        ]
+        cp, replica = self.position.cp_size, self.position.replica
+        lengths: Sequence[Sequence[int]] = ()
+        if cp > 1:
+            lengths = [
+                split_sizes(max(int(headers[rank].sequence_length) for ranks in pipelines for rank in ranks), cp)
+                for pipelines in self.position.pipelines
+            ]
         loss_shares = self._loss_shares(headers, microbatch_rows, lengths, batch, lists, wait_reason)
 
         # Ranks along cp wait for each other in a backward: all of them skip it or none.
-        cp, replica = self.position.cp_size, self.position.replica
         columns = [list(zip(*loss_shares[first : first + cp], strict=True)) for first in range(0, len(loss_shares), cp)]
         skipped = [frozenset(number for number, shares in enumerate(column) if not any(shares)) for column in columns]
         shapes = {(len(rows), numbers) for rows, numbers in zip(microbatch_rows, skipped, strict=True)}
@@ -198,7 +200,7 @@ class StepHandshake:
                 share / sum(shares) if batch.call.reduction == "mean" and any(shares) else 1.0
                 for share, shares in zip(loss_shares[self.position.part], columns[replica], strict=True)
             ],
-            sequence_lengths=lengths[replica] if cp > 1 else (),
+            sequence_lengths=lengths[replica] if lengths else (),
             learned=None,
         )
 
@@ -213,14 +215,14 @@ class StepHandshake:
     ) -> Sequence[Sequence[float]]:
         """Return, for every part of the batch, each microbatch's share of the loss: by rows and tokens or by `loss_weight`.
 
-        For a sum it is 1. `microbatch_rows` and `sequence_lengths` are of every replica.
+        For a sum it is 1. `microbatch_rows` and `sequence_lengths` (empty unless tokens are cut) are of every replica.
         """
         parts = self.position.part_pipelines
         if all(header.target_rows == NO_ROWS for header in headers):
             return [[] for _ in parts]
 
         weights = microbatch_rows
-        if self.position.cp_size > 1:
+        if sequence_lengths:
             replicas = zip(microbatch_rows, sequence_lengths, strict=True)
             weights = [[row * length for row in rows] for rows, lengths in replicas for length in lengths]
         if batch.call.reduction == "sum":

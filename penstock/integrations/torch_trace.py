@@ -125,11 +125,7 @@ def _set_stages(traces: Sequence[RankTrace], placement: Sequence[int] | None, st
         return
     count = len(traces)
     homes = list(range(count)) * stages_per_rank if placement is None else list(placement)
-    if (
-        not homes
-        or (sorted(homes[:count]) * (len(homes) // count)) != list(range(count)) * (len(homes) // count)
-        or (homes != homes[:count] * (len(homes) // count))
-    ):
+    if sorted(homes[:count]) != list(range(count)) or homes != homes[:count] * (len(homes) // count):
         raise PenstockError(
             f"placement {homes} is none of {count} ranks that take turns: give every rank once, or V times in turn"
         )
@@ -137,25 +133,26 @@ def _set_stages(traces: Sequence[RankTrace], placement: Sequence[int] | None, st
         raise PenstockError(f"{traces[0].path} has one stage, as its ranges say: leave out placement and stages_per_rank")
     for rank, trace in enumerate(traces):
         named = partial(
-            _interleaved, first_stage=homes.index(rank), ranks=count, stages=len(homes), last=_last_microbatches(trace)
+            _interleaved, first_stage=homes.index(rank), ranks=count, stages=len(homes), forwards=_count_forwards(trace)
         )
         trace.actions = [timed._replace(action=named(timed.action)) for timed in trace.actions]
 
 
-def _last_microbatches(trace: RankTrace) -> int:
+def _count_forwards(trace: RankTrace) -> int:
+    """Return how many forwards the rank runs in a step, in all its stages."""
     return 1 + max(timed.action.microbatch for timed in trace.actions)
 
 
-def _interleaved(action: Action, first_stage: int, ranks: int, stages: int, last: int) -> Action:
+def _interleaved(action: Action, first_stage: int, ranks: int, stages: int, forwards: int) -> Action:
     """The stage and microbatch of the n-th forward or backward of a rank that runs P microbatches in one stage after the other.
 
-    So does Megatron's interleaved schedule, backwards from the last stage on. `last`: how many forwards a rank runs in a step.
+    So does Megatron's interleaved schedule, backwards from the last stage on. `forwards`: those of a rank in a step.
     """
     kind, _, place, _ = action
     stages_per_rank = stages // ranks
     group, within_group = divmod(place, ranks * stages_per_rank)
-    size = min(ranks, last // stages_per_rank - group * ranks) or 1
-    turn, microbatch = divmod(within_group, max(size, 1))
+    size = max(1, min(ranks, forwards // stages_per_rank - group * ranks))
+    turn, microbatch = divmod(within_group, size)
     turn = turn if kind is Kind.F else stages_per_rank - 1 - turn
     return Action(kind, first_stage + max(turn, 0) * ranks, group * ranks + microbatch)
 

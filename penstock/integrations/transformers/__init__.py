@@ -27,7 +27,7 @@ What they override, and what each override needs of transformers (releases: `arg
     _save_checkpoint                updates `state.stateful_callbacks` on the process that writes: here on all ranks
     _maybe_log_save_evaluate        after each step: what callbacks decided on rank 0 holds for all
 
-    attention    `attn_implementation="penstock"`: their models call `ps.attention`
+    attention           `attn_implementation="penstock"`: their models call `ps.attention`
     arguments           the arguments a pipeline adds, and those that cannot be beside it
     trainer             the mixin, and Trainer
     model_view          what stands for the model where Trainer calls it; the loss that is `compute_loss`

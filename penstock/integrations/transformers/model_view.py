@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
@@ -75,6 +74,8 @@ def arguments_of_call(model: nn.Module, function: Callable[[Any], object]) -> di
 
 def outputs_once(outputs: Any) -> Callable[..., Any]:
     """A forward that returns `outputs`, in float32 as accelerate has them, and only once."""
+    from accelerate.utils import convert_to_fp32  # the attention of this package needs no accelerate
+
     calls = [convert_to_fp32(outputs)]
 
     def forward(**_: Any) -> Any:

@@ -307,7 +307,8 @@ class Pipeline(NotAModule):
         of one process that accumulates them over the same microbatches in the order that runs.
 
         Raises as `step`: MismatchError, on every rank and before data flows, for an empty list, targets of another number or
-        of other rows, an order that is none, and for more microbatches than a schedule that is a table has.
+        of other rows, an order that is none or differs between ranks, and for more microbatches than a schedule that is a table
+        has.
         """
         if self.report is not None and any(self.report.background_save_failed):
             self._engine.settle_background_save()

@@ -18,6 +18,7 @@ from penstock.engine.microbatch_list import (
     ListSummary,
     ReplicaList,
     microbatch_order,
+    order_argument,
     read_inputs,
     read_targets,
 )
@@ -163,7 +164,7 @@ def split_batch(
     inputs: Sequence[tuple[Any, Any]] = ()
     order: Sequence[int] = ()
     input_rows, input_signature, num_tokens = NO_ROWS, 0, 0
-    summary = ListSummary() if call.order is not None else None
+    summary = ListSummary(order_argument=order_argument(call.order)) if call.order is not None else None
     if rank == first_rank and summary is not None:
         inputs, input_summaries = read_inputs(batch, device, rows_dim)
         input_rows, input_signature = len(inputs), cached_hash48(b"a list")

@@ -45,6 +45,7 @@ class ListSummary(NamedTuple):
     target_rows: Sequence[int] = ()
     target_shapes: Sequence[str] = ()
     loss_weights: Sequence[float] = ()
+    order_argument: str | Sequence[int] = ""  # what every rank was given as `order`
 
 
 class ReplicaList(NamedTuple):
@@ -113,18 +114,30 @@ def _count_elements(entry: Any, rows_dim: int) -> int:
 def exchange_lists(control: ControlGroup, position: MeshPosition, summary: ListSummary, wait_reason: str) -> list[ReplicaList]:
     """Exchange the ranks' summaries. Return the list of each replica.
 
-    Raises MismatchError, the same on every rank, for a target of other rows than its microbatch, and for ranks along tp that
-    were given different lists.
+    Raises MismatchError, the same on every rank, for a target of other rows than its microbatch, for ranks of one replica that
+    were given different orders, and for ranks along tp that were given different lists.
     """
     summaries: list[ListSummary] = control.all_gather_value(summary, wait_reason)
     lists = []
     for replica, pipelines in enumerate(position.pipelines):
         prefix = f"replica {replica}: " if position.replicas > 1 else ""
+        _check_same_order({rank: summaries[rank].order_argument for ranks in pipelines for rank in ranks}, prefix)
         shards = [_merge_summaries([summaries[rank] for rank in ranks]) for ranks in pipelines]
         if any(shard != shards[0] for shard in shards):
             raise MismatchError(f"{prefix}the ranks along tp work on one batch, but were given different lists of microbatches")
         lists.append(_checked_list_in_run_order(shards[0], prefix))
     return lists
+
+
+def _check_same_order(orders: Mapping[int, str | Sequence[int]], prefix: str) -> None:
+    """Raise MismatchError unless all ranks of a replica were given the same order."""
+    first_rank, expected = next(iter(orders.items()))
+    for rank, order in orders.items():
+        if order != expected:
+            raise MismatchError(
+                f"{prefix}the ranks were given different orders: order={expected!r} on rank {first_rank}, order={order!r} on "
+                f"rank {rank}. Give all of them the same"
+            )
 
 
 def _merge_summaries(summaries: Sequence[ListSummary]) -> ListSummary:
@@ -133,7 +146,7 @@ def _merge_summaries(summaries: Sequence[ListSummary]) -> ListSummary:
 
 
 def _checked_list_in_run_order(summary: ListSummary, prefix: str) -> ReplicaList:
-    inputs, order, target_rows, target_shapes, loss_weights = summary
+    inputs, order, target_rows, target_shapes, loss_weights, _ = summary
     for index, (microbatch_, rows) in enumerate(zip(inputs, target_rows, strict=bool(target_rows))):
         if rows != microbatch_.rows:
             raise MismatchError(
@@ -146,6 +159,13 @@ def _checked_list_in_run_order(summary: ListSummary, prefix: str) -> ReplicaList
         signatures=[inputs[index].signature for index in order],
         loss_weights=[loss_weights[index] for index in order] if loss_weights else (),
     )
+
+
+def order_argument(order: object) -> str | list[int]:
+    """Return an order as ranks compare it: indices as ints, anything else as text."""
+    if isinstance(order, Sequence) and not isinstance(order, str) and all(map(is_whole_number, order)):
+        return list(map(int, order))
+    return order if isinstance(order, str) else repr(order)
 
 
 def microbatch_order(
@@ -162,13 +182,9 @@ def microbatch_order(
         stage_costs = costs.step_costs([(entry.rows, entry.elements / entry.rows) for entry in inputs]) if costs else Costs()
         factors = stage_costs.microbatch_factors or [entry.elements for entry in inputs]
         return plan_order(factors, schedule, stage_costs)
-    if (
-        isinstance(order, Sequence)
-        and not isinstance(order, str)
-        and all(map(is_whole_number, order))
-        and sorted(order) == given
-    ):
-        return list(order)
+    indices = order_argument(order)
+    if not isinstance(indices, str) and sorted(indices) == given:
+        return indices
     raise MismatchError(
         f"order={order!r} is no order of {len(inputs)} microbatches: give 'given', 'planned', or each index from 0 to "
         f"{len(inputs) - 1} once"

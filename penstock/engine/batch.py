@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -33,7 +34,8 @@ from penstock.stage.stage import Stage
 from penstock.trees import leaves
 
 NO_ROWS = -1  # in place of the rows of a batch of which this rank reads nothing
-MAX_HASHED_VALUES = 64  # of each tensor of a batch, to compare it between ranks
+MAX_CHECKSUM_BYTES = 2**18  # of a tensor of a batch that is compared whole between ranks: a tenth of a millisecond
+MAX_HASHED_VALUES = 64  # of a larger one
 AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -268,7 +270,7 @@ def requires_grad_flags(stages: Iterable[Stage]) -> bytes:
 
 
 def hash_values(batch: Any) -> int:
-    """Hash some values of each tensor, the same in every process; 0 without tensors.
+    """Hash all values of each small tensor, some of a larger one, the same in every process; 0 without tensors.
 
     Never synchronises: 0 for a batch that is not on the CPU.
     """
@@ -277,7 +279,15 @@ def hash_values(batch: Any) -> int:
         type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.is_cpu for tensor in tensors
     ):
         return 0
-    return hash48(b"".join(map(_sample_bytes, tensors)))
+    return hash48(b"".join(map(_value_bytes, tensors)))
+
+
+def _value_bytes(tensor: Tensor) -> bytes:
+    """Return a checksum of a small tensor's values, a sample of a larger one's."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.nbytes > MAX_CHECKSUM_BYTES:
+        return _sample_bytes(tensor)
+    return zlib.crc32(tensor_bytes(tensor.contiguous())).to_bytes(4, "little")
 
 
 def _sample_bytes(tensor: Tensor) -> bytes:
@@ -287,8 +297,7 @@ def _sample_bytes(tensor: Tensor) -> bytes:
         count = min(size, values_left, 16) or 1
         slices.append(slice(None, None, max(1, math.ceil(size / count))))
         values_left //= count
-    values = tensor[tuple(slices)].detach().resolve_conj().resolve_neg()
-    return tensor_bytes(values.contiguous())
+    return tensor_bytes(tensor[tuple(slices)].contiguous())
 
 
 def hash48(data: bytes) -> int:

@@ -33,7 +33,14 @@ def test_a_fingerprint_of_values_depends_on_them_and_on_no_layout():
     assert all(hash_values(case) == hash_values(case.clone()) > 0 for case in odd)
 
 
-def test_few_values_are_looked_at_and_none_where_that_would_wait():
+def test_one_value_of_a_small_tensor_is_enough():
+    labels = nn.functional.one_hot(torch.arange(64) * 15, 1000).float()
+    others = [labels.roll(1, 0), labels.clone()]
+    others[1][-1] = others[1][0]
+    assert len({hash_values(target) for target in (labels, *others)}) == 3
+
+
+def test_few_values_of_a_large_tensor_are_looked_at_and_none_where_that_would_wait():
     for shape in ((1_000_000,), (33, 1025), (32, 3, 64, 64), (5, 2, 2, 2, 2, 2, 2, 2, 2)):
         assert len(_sample_bytes(torch.zeros(shape, dtype=torch.uint8))) <= MAX_HASHED_VALUES
     assert hash_values(None) == hash_values([3, "x"]) == 0

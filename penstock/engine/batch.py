@@ -3,7 +3,6 @@
 import hashlib
 import inspect
 import math
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from penstock.comms.encoding import tensor_bytes
 from penstock.comms.topology import Topology
+from penstock.engine.checks.digest import tensor_crc
 from penstock.engine.loss import Reduction, RowwiseLossCheck
 from penstock.engine.microbatch_costs import MicrobatchCosts
 from penstock.engine.microbatch_list import (
@@ -34,7 +34,7 @@ from penstock.stage.stage import Stage
 from penstock.trees import leaves
 
 NO_ROWS = -1  # in place of the rows of a batch of which this rank reads nothing
-MAX_CHECKSUM_BYTES = 2**18  # of a tensor of a batch that is compared whole between ranks: a tenth of a millisecond
+MAX_DIGEST_BYTES = 2**18  # of a tensor of a batch that ranks compare whole, in 0.1 ms
 MAX_HASHED_VALUES = 64  # of a larger one
 AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -211,7 +211,7 @@ def split_batch(
             loss_weights = microbatch.microbatch_weights(microbatch.split(target, sizes, None, rows_dim), call.loss_weight)
         targets, target_rows = microbatch.split(target, sizes, device, rows_dim), sum(sizes)
 
-    # If several ranks are given the batch, they compare some of its values.
+    # If several ranks are given the batch, they compare some of its values, all of a small tensor.
     are_compared = rank in (first_rank, last_rank) and (first_rank != last_rank or len(position.pipelines[0]) > 1)
     hashes = (hash_values(batch), hash_values(call.target)) if are_compared else (0, 0)
 
@@ -283,11 +283,8 @@ def hash_values(batch: Any) -> int:
 
 
 def _value_bytes(tensor: Tensor) -> bytes:
-    """Return a checksum of a small tensor's values, a sample of a larger one's."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.nbytes > MAX_CHECKSUM_BYTES:
-        return _sample_bytes(tensor)
-    return zlib.crc32(tensor_bytes(tensor.contiguous())).to_bytes(4, "little")
+    """Return the digest of a small tensor, a sample of a larger one."""
+    return tensor_crc(tensor).to_bytes(4, "little") if tensor.nbytes <= MAX_DIGEST_BYTES else _sample_bytes(tensor)
 
 
 def _sample_bytes(tensor: Tensor) -> bytes:
@@ -297,7 +294,8 @@ def _sample_bytes(tensor: Tensor) -> bytes:
         count = min(size, values_left, 16) or 1
         slices.append(slice(None, None, max(1, math.ceil(size / count))))
         values_left //= count
-    return tensor_bytes(tensor[tuple(slices)].contiguous())
+    values = tensor[tuple(slices)].detach().resolve_conj().resolve_neg()
+    return tensor_bytes(values.contiguous())
 
 
 def hash48(data: bytes) -> int:

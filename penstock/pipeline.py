@@ -285,6 +285,7 @@ class Pipeline(NotAModule):
         order: str | Sequence[int] = "given",
         losses: list[Tensor] | None = None,
         scale: float = 1.0,
+        limit: float | None = None,
     ) -> Tensor:
         """A step over microbatches of any rows and lengths, as many as there are; the next step may have others.
 
@@ -296,25 +297,28 @@ class Pipeline(NotAModule):
         targets
             A list with the target of each, of as many rows. Only the last stage's rank reads it.
         order
-            "given"; "planned": the cheapest microbatches run first and last, so that the pipeline fills and drains quickly; or
-            the order itself, each index of the list once. Microbatches cost what `plan_costs` last returned; before, as much
-            as they have elements. The gradients are added in the order that runs; loss, `losses` and random numbers are as in
-            the given one.
+            "given"; "planned": the fastest of all orders of up to 7 microbatches, and of more the fastest that a short search
+            finds; or the order itself, each index of the list once. Microbatches cost what `plan_costs` last returned; before,
+            as much as they have elements. The gradients are added in the order that runs; loss, `losses` and random numbers are
+            as in the given one.
         losses, scale
             As for `step`; the losses are in the order of the list.
+        limit
+            The most padded tokens that a rank may have in flight: elements of the largest inputs of the microbatches whose
+            activations it holds at once. "planned" takes an order that keeps it; an order that does not is refused.
 
         Returns the mean over all rows of the list (or over what `loss_weight` counts), on every rank. Gradients have the bits
         of one process that accumulates them over the same microbatches in the order that runs.
 
         Raises as `step`: MismatchError, on every rank and before data flows, for an empty list, targets of another number or
-        of other rows, an order that is none or differs between ranks, and for more microbatches than a schedule that is a table
-        has.
+        of other rows, an order that is none or differs between ranks, one that does not keep `limit`, and for more microbatches
+        than a schedule that is a table has.
         """
         if self.report is not None and any(self.report.background_save_failed):
             self._engine.settle_background_save()
 
         options = {"order": str(order) if order is None else order, "microbatch_costs": self._engine.microbatch_costs}
-        result = self._run(True, (inputs,), {}, targets, **options, losses_list=losses, user_scale=scale)
+        result = self._run(True, (inputs,), {}, targets, **options, losses_list=losses, user_scale=scale, limit=limit)
         if losses is not None:
             losses[:] = result.losses
         return add_backward_hint(result.loss)

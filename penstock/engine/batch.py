@@ -60,6 +60,7 @@ class StepCall(NamedTuple):
     rowwise_check: RowwiseLossCheck | None = None
     order: str | Sequence[int] | None = None  # of `step_microbatches`, whose inputs and target are lists; else None
     microbatch_costs: MicrobatchCosts | None = None  # for `order="planned"`
+    limit: float | None = None  # of the padded tokens in flight on a rank, in such a step
     gradient_factor: float = math.nan  # of this rank since the last step, see checks/gradient_factor.py
     weights_changed: float = math.nan  # 1 if this rank's weights have changed since the last step, 0 if not
 
@@ -147,11 +148,14 @@ def split_batch(
     schedule: Table,
     requires_grad: bytes = b"",
     signature: inspect.Signature | None = None,
+    table_of: Callable[[int], Table] | None = None,
 ) -> LocalBatch:
     """Split a call's batch into microbatches, as far as this rank reads it, and write the header.
 
     `requires_grad`: a flag for each parameter of this rank; they decide what its stages send. `signature`: of the model's
-    forward, on the first stage's rank. Raises MismatchError for inputs or a target that do not fit.
+    forward, on the first stage's rank. `table_of(microbatches)`: the table that a list of so many runs, by default `schedule`.
+
+    Raises MismatchError for inputs or a target that do not fit.
     """
     _check_options(call)
     if position.cp_size > 1 and call.order is not None:
@@ -166,11 +170,12 @@ def split_batch(
     inputs: Sequence[tuple[Any, Any]] = ()
     order: Sequence[int] = ()
     input_rows, input_signature, num_tokens = NO_ROWS, 0, 0
-    summary = ListSummary(order_argument=order_argument(call.order)) if call.order is not None else None
+    summary = ListSummary(arguments=(order_argument(call.order), call.limit)) if call.order is not None else None
     if rank == first_rank and summary is not None:
         inputs, input_summaries = read_inputs(batch, device, rows_dim)
         input_rows, input_signature = len(inputs), cached_hash48(b"a list")
-        order = microbatch_order(call.order, input_summaries, schedule, call.microbatch_costs)
+        tables = table_of or (lambda _: schedule)
+        order = microbatch_order(call.order, input_summaries, tables, call.microbatch_costs, call.limit)
         inputs = [inputs[index] for index in order]
         summary = summary._replace(inputs=input_summaries, order=order)
     elif rank == first_rank:

@@ -5,7 +5,7 @@ what a list is like in every step: rows, loss weights, the order to run in, and 
 of a microbatch whose shapes were seen before need no description.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from penstock.engine.microbatch_costs import MicrobatchCosts
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.position import MeshPosition
 from penstock.partition.rows import rows_dim_of, unwrap
-from penstock.schedule.microbatch_order import plan_order
+from penstock.schedule.microbatch_order import peak_in_flight, plan_order
 from penstock.schedule.program import ProgramLine, Transfer
 from penstock.schedule.table import Table
 from penstock.schedule.timing.simulate import Costs
@@ -45,7 +45,7 @@ class ListSummary(NamedTuple):
     target_rows: Sequence[int] = ()
     target_shapes: Sequence[str] = ()
     loss_weights: Sequence[float] = ()
-    order_argument: str | Sequence[int] = ""  # what every rank was given as `order`
+    arguments: Sequence[object] = ()  # what every rank was given as `order` and `limit`
 
 
 class ReplicaList(NamedTuple):
@@ -121,7 +121,7 @@ def exchange_lists(control: ControlGroup, position: MeshPosition, summary: ListS
     lists = []
     for replica, pipelines in enumerate(position.pipelines):
         prefix = f"replica {replica}: " if position.replicas > 1 else ""
-        _check_same_order({rank: summaries[rank].order_argument for ranks in pipelines for rank in ranks}, prefix)
+        _check_same_arguments({rank: summaries[rank].arguments for ranks in pipelines for rank in ranks}, prefix)
         shards = [_merge_summaries([summaries[rank] for rank in ranks]) for ranks in pipelines]
         if any(shard != shards[0] for shard in shards):
             raise MismatchError(f"{prefix}the ranks along tp work on one batch, but were given different lists of microbatches")
@@ -129,15 +129,16 @@ def exchange_lists(control: ControlGroup, position: MeshPosition, summary: ListS
     return lists
 
 
-def _check_same_order(orders: Mapping[int, str | Sequence[int]], prefix: str) -> None:
-    """Raise MismatchError unless all ranks of a replica were given the same order."""
-    first_rank, expected = next(iter(orders.items()))
-    for rank, order in orders.items():
-        if order != expected:
-            raise MismatchError(
-                f"{prefix}the ranks were given different orders: order={expected!r} on rank {first_rank}, order={order!r} on "
-                f"rank {rank}. Give all of them the same"
-            )
+def _check_same_arguments(arguments: Mapping[int, Sequence[object]], prefix: str) -> None:
+    """Raise MismatchError unless all ranks of a replica were given the same order and limit."""
+    first_rank, expected = next(iter(arguments.items()))
+    for rank, values in arguments.items():
+        for name, value, first_value in zip(("order", "limit"), values, expected, strict=True):
+            if value != first_value:
+                raise MismatchError(
+                    f"{prefix}the ranks were given different {name}s: {name}={first_value!r} on rank {first_rank}, "
+                    f"{name}={value!r} on rank {rank}. Give all of them the same"
+                )
 
 
 def _merge_summaries(summaries: Sequence[ListSummary]) -> ListSummary:
@@ -169,26 +170,46 @@ def order_argument(order: object) -> str | list[int]:
 
 
 def microbatch_order(
-    order: str | Sequence[int] | None, inputs: Sequence[MicrobatchSummary], schedule: Table, costs: MicrobatchCosts | None
+    order: str | Sequence[int] | None,
+    inputs: Sequence[MicrobatchSummary],
+    table_of: Callable[[int], Table],
+    costs: MicrobatchCosts | None = None,
+    limit: float | None = None,
 ) -> list[int]:
     """Return the order to run in: position in the step -> index in the list.
 
-    Without `costs`, the elements of a microbatch stand for its cost. Raises MismatchError for an order that is none.
+    `table_of(microbatches)`: the table that will run. Without `costs`, the elements of a microbatch stand for its cost. Raises
+    MismatchError for an order that is none, and for one that has more than `limit` elements in flight on a rank.
     """
-    given = list(range(len(inputs)))
-    if order == "given":
-        return given
-    if order == "planned":
-        stage_costs = costs.step_costs([(entry.rows, entry.elements / entry.rows) for entry in inputs]) if costs else Costs()
-        factors = stage_costs.microbatch_factors or [entry.elements for entry in inputs]
-        return plan_order(factors, schedule, stage_costs)
+    elements = [float(entry.elements) for entry in inputs]
     indices = order_argument(order)
-    if not isinstance(indices, str) and sorted(indices) == given:
-        return indices
-    raise MismatchError(
-        f"order={order!r} is no order of {len(inputs)} microbatches: give 'given', 'planned', or each index from 0 to "
-        f"{len(inputs) - 1} once"
-    )
+    if order == "given":
+        indices = list(range(len(inputs)))
+    elif order == "planned":
+        stage_costs = costs.step_costs([(entry.rows, entry.elements / entry.rows) for entry in inputs]) if costs else Costs()
+        factors = stage_costs.microbatch_factors or elements
+        indices = plan_order(factors, table_of(len(inputs)), stage_costs, elements, limit)
+    if isinstance(indices, str) or sorted(indices) != list(range(len(inputs))):
+        raise MismatchError(
+            f"order={order!r} is no order of {len(inputs)} microbatches: give 'given', 'planned', or each index from 0 to "
+            f"{len(inputs) - 1} once"
+        )
+    if limit is not None:
+        _check_limit([elements[index] for index in indices], table_of(len(inputs)), order, limit)
+    return indices
+
+
+def _check_limit(elements: Sequence[float], table: Table, order: object, limit: float) -> None:
+    """Raise MismatchError where microbatches of these `elements`, in the order they run, have more than `limit` in flight."""
+    if not isinstance(limit, int | float) or not limit > 0:
+        raise MismatchError(f"limit={limit!r} is no number of padded tokens: give one above 0, or None for no limit")
+    peaks = peak_in_flight(elements, table)
+    if max(peaks) > limit:
+        least = "no order was found that has less" if order == "planned" else "order='planned' looks for one that has less"
+        raise MismatchError(
+            f"order={order!r} has up to {max(peaks):,.0f} padded tokens in flight on rank {peaks.index(max(peaks))}, more than "
+            f"limit={limit:g}: {least}. Make smaller microbatches, or take a schedule with fewer in flight, or a higher limit"
+        )
 
 
 class RememberedMessages:

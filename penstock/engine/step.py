@@ -151,7 +151,7 @@ class Engine:
         if call.training:
             self.shared_tensors.check_not_trained_apart()
         flags = requires_grad_flags(self.stages.values())
-        batch = split_batch(call, self.position, self.schedule, flags, self._forward_signature)
+        batch = split_batch(call, self.position, self.schedule, flags, self._forward_signature, self.programs.table)
 
         # 2. Send the header before any wait: a rank in another call must not wait for this one.
         first_action = self._full_program.lines[0].action if self._full_program.lines else "the others end it"

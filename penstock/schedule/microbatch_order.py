@@ -1,34 +1,193 @@
-"""The order in which microbatches of unequal costs make a step short."""
+"""The order in which microbatches of unequal costs make a step short.
+
+A pipeline is idle while it fills and drains: the first and last microbatches decide for how long. Whatever the order, an
+action waits for the same others. So many orders are timed at once, in arrays with an entry for each: all orders of up to 7
+microbatches; of more, four to begin with, and then, round by round, those that differ from the best in two microbatches.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import permutations
+from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.schedule.table import Table
+from penstock.schedule.table import Action, Table
 from penstock.schedule.timing.simulate import Costs, simulate
+from penstock.schedule.timing.timeline import Timeline
+
+if TYPE_CHECKING:  # a pipeline that plans no order needs no numpy
+    import numpy as np
 
 UNIT_COSTS = Costs()
+MAX_EXACT_MICROBATCHES = 7  # 5040 orders: a few milliseconds
+MAX_ROUNDS = 4  # more bring next to nothing
+MAX_SWAPS = 276  # of a round: all pairs of 24 microbatches
+LEAST_GAIN = 1e-9  # of a step; sums in another order differ by less
 
 
-def plan_order(costs: Sequence[float], schedule: Table, stage_costs: Costs = UNIT_COSTS) -> list[int]:
-    """Return the order to run in: position in the step -> index of the microbatch.
+def plan_order(
+    costs: Sequence[float],
+    table: Table,
+    stage_costs: Costs = UNIT_COSTS,
+    sizes: Sequence[float] = (),
+    limit: float | None = None,
+) -> list[int]:
+    """Return the order to run in: position in the step -> index of the microbatch. The given one, unless another is faster.
 
-    `costs`: of each microbatch, in any unit; every stage takes as many times longer for one that costs more. `stage_costs`:
-    what stages take for a microbatch of cost 1.
-
-    A pipeline is idle while it fills and drains. The first and last microbatches decide for how long: the cheapest go there.
-    Of the given order, that one, and those of rising and falling costs, the simulator chooses the fastest, the given one first.
+    `costs`: of each microbatch, in any unit, no more than `table` has; every stage takes as many times longer for one that
+    costs more. `stage_costs`: what stages take for a microbatch of cost 1; messages cost nothing. `limit`: the most that the
+    microbatches in flight on a rank may take together, of which each takes its entry of `sizes`, as `peak_in_flight` says. If
+    no order that was tried keeps it, the one that takes least is returned.
     """
+    timer = OrderTimer(costs, table, stage_costs, sizes, limit)
+    if len(costs) <= MAX_EXACT_MICROBATCHES:
+        return timer.choose(_all_orders(len(costs)))
+    return _swap_while_faster(timer.choose(_initial_orders(costs)), timer)
+
+
+def peak_in_flight(sizes: Sequence[float], table: Table) -> list[float]:
+    """Return for every rank the most that microbatches in flight take at once, in the unit of their `sizes`, in this order.
+
+    On a rank with V stages, an activation of one of them takes a V-th of its microbatch.
+    """
+    cut = _cut_to(table, len(sizes))
+    unused = [0.0] * (table.microbatches - len(sizes))
+    timeline = simulate(cut, Costs(microbatch_factors=[*sizes, *unused]))
+    return [peak / max(1, len(cut.stages_of(rank))) for rank, peak in enumerate(timeline.peak_memory)]
+
+
+class OrderTimer:
+    """Times a step in many orders of its microbatches at once. Arguments as for `plan_order`."""
+
+    def __init__(
+        self, costs: Sequence[float], table: Table, stage_costs: Costs, sizes: Sequence[float], limit: float | None
+    ) -> None:
+        import numpy as np
+
+        self._graph = _step_graph(table, len(costs))
+        self._costs, self._sizes, self._limit = np.array(costs, dtype=float), np.array(sizes, dtype=float), limit
+        self._action_costs = stage_costs.action_costs(table.num_stages)
+        self._longest = sum(costs) * sum(map(sum, self._action_costs.values()))  # no step takes longer
+
+    def times(self, orders: "np.ndarray") -> "np.ndarray":
+        """Return what a step takes in each of `orders`, (microbatches, orders); more than any where the limit is not kept."""
+        import numpy as np
+
+        factors, ends = self._costs[orders], list["np.ndarray"]()
+        taken = {cost: cost * factors for costs in self._action_costs.values() for cost in costs}
+        for needs, actions in self._graph.cells:
+            first, *rest = [taken[self._action_costs[kind][stage]][microbatch] for kind, stage, microbatch, _ in actions]
+            end = sum(rest, first)
+            ends.append(end + _latest([ends[need] for need in needs]) if needs else end)
+        times = _latest([ends[cell] for cell in self._graph.last_cells])
+        if self._limit is None:
+            return times
+        peaks = (self._graph.in_flight @ self._sizes[orders]).max(axis=0)
+        return np.where(peaks <= self._limit, times, self._longest * peaks / self._limit)
+
+    def choose(self, orders: "np.ndarray") -> list[int]:
+        """Return the fastest order; the first one where the others gain nothing."""
+        times = self.times(orders)
+        best = int(times.argmin())
+        order: list[int] = orders[:, best if times[best] < times[0] * (1 - LEAST_GAIN) else 0].tolist()
+        return order
+
+
+def _latest(times: "list[np.ndarray]") -> "np.ndarray":
+    import numpy as np
+
+    latest = times[0]
+    for time in times[1:]:
+        latest = np.maximum(latest, time)
+    return latest
+
+
+def _initial_orders(costs: Sequence[float]) -> "np.ndarray":
+    """The given order, cheap ones outside, rising and falling costs."""
+    import numpy as np
+
     given = list(range(len(costs)))
     rising = sorted(given, key=lambda index: (costs[index], index))
-    cheapest_outside = [*rising[::2], *reversed(rising[1::2])]
-    if len(costs) > schedule.microbatches:  # a longer table of the same rule will run
-        return cheapest_outside
+    return np.array([given, [*rising[::2], *reversed(rising[1::2])], rising, rising[::-1]]).T
 
-    table = schedule.filter_actions(lambda action: action.microbatch < len(costs))
-    unused = [0.0] * (schedule.microbatches - len(costs))
 
-    def step_time(order: Sequence[int]) -> float:
-        factors = [*(costs[index] for index in order), *unused]
-        return simulate(table, replace(stage_costs, microbatch_factors=factors)).makespan
+@lru_cache(MAX_EXACT_MICROBATCHES + 1)
+def _all_orders(count: int) -> "np.ndarray":
+    """All orders, the given one first."""
+    import numpy as np
 
-    return min((given, cheapest_outside, rising, rising[::-1]), key=step_time)
+    return np.array(list(permutations(range(count)))).T
+
+
+def _swap_while_faster(order: list[int], timer: OrderTimer) -> list[int]:
+    """Return `order` after the best swap of two microbatches in each round, while there is one that gains."""
+    import numpy as np
+
+    first, second = np.triu_indices(len(order), 1)
+    stride = -(-len(first) // MAX_SWAPS)
+    for number in range(MAX_ROUNDS):
+        one, other = (part[number % stride :: stride] for part in (first, second))
+        orders = np.repeat(np.array(order)[:, None], 1 + len(one), axis=1)
+        columns = np.arange(1, 1 + len(one))
+        orders[one, columns], orders[other, columns] = orders[other, columns], orders[one, columns]
+        better = timer.choose(orders)
+        if better == order and stride == 1:
+            break
+        order = better
+    return order
+
+
+# ---- what waits for what
+
+
+class _Cell(NamedTuple):
+    """An action or a pair, and the earlier cells that end before it starts."""
+
+    needs: list[int]
+    actions: tuple[Action, ...]
+
+
+class _StepGraph(NamedTuple):
+    """A table, as far as its times and its memory depend on the order of the microbatches."""
+
+    cells: list[_Cell]  # each behind those that it needs
+    last_cells: list[int]  # of each rank
+    in_flight: "np.ndarray"  # after each action: the share of each microbatch that its rank holds
+
+
+@lru_cache(16)
+def _step_graph(table: Table, microbatches: int) -> _StepGraph:
+    """The graph of the first `microbatches` of a table."""
+    timeline = simulate(_cut_to(table, microbatches))
+    all_cells = sorted(
+        (cell for rank in range(timeline.ranks) for cell in timeline.cells(rank)), key=lambda cell: cell[0].start
+    )
+    numbers = {event.action: number for number, cell in enumerate(all_cells) for event in cell}
+    cells, last_cells = list[_Cell](), dict[int, int]()
+    for number, cell in enumerate(all_cells):
+        needs = {numbers[needed.action] for event in cell for needed in timeline.needed_events(event)}
+        if cell[0].rank in last_cells:
+            needs.add(last_cells[cell[0].rank])
+        cells.append(_Cell(sorted(needs), tuple([event.action for event in cell])))
+        last_cells[cell[0].rank] = number
+    return _StepGraph(cells, list(last_cells.values()), _shares_in_flight(timeline, microbatches))
+
+
+def _shares_in_flight(timeline: Timeline, microbatches: int) -> "np.ndarray":
+    import numpy as np
+
+    columns = []
+    for microbatch in range(microbatches):
+        alone = replace(timeline, microbatch_factors=tuple(float(number == microbatch) for number in range(microbatches)))
+        columns.append([held for rank in range(timeline.ranks) for held in _held_by_rank(alone, rank)])
+    return np.unique(np.array(columns).T, axis=0)
+
+
+def _held_by_rank(timeline: Timeline, rank: int) -> list[float]:
+    stages = {event.action.stage for event in timeline.rows[rank]}
+    return [held / len(stages) for _, held in timeline.memory_after_actions(rank)]
+
+
+def _cut_to(table: Table, microbatches: int) -> Table:
+    """The table of the first `microbatches` alone."""
+    return table.filter_actions(lambda action: action.microbatch < microbatches) if microbatches < table.microbatches else table

@@ -6,10 +6,11 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 
 from penstock.schedule.program import Program, ProgramLine, lower
-from penstock.schedule.table import Action, Kind
+from penstock.schedule.table import Action, Kind, Table
 from penstock.schedule.verify import prove
 
 MAX_CACHED_PROGRAMS = 64  # programs: a batch may come in any number of microbatches, any of them without a backward
+MAX_LARGER_PROGRAMS = 8  # of all ranks, for more microbatches than the pipeline's
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class RankPrograms:
     def __init__(
         self, program: Program, rank: int, merge: bool = False, build_larger: Callable[[int], Program] | None = None
     ) -> None:
-        self.program, self.rank, self.merge, self.build_larger = program, rank, merge, build_larger
+        self.program, self.rank, self.merge = program, rank, merge
+        self._build_larger = build_larger and lru_cache(MAX_LARGER_PROGRAMS)(build_larger)
         self._cached_program = lru_cache(MAX_CACHED_PROGRAMS)(self._lower_and_prove)
 
     def select(
@@ -51,10 +53,17 @@ class RankPrograms:
             num_microbatches = self.program.schedule.microbatches
         return self._cached_program(training, num_microbatches, forward_only_microbatches if training else frozenset())
 
+    def table(self, microbatches: int) -> Table:
+        """The table that has so many microbatches, or more: what `select` takes the first ones of."""
+        return self._program_of(microbatches).schedule
+
+    def _program_of(self, microbatches: int) -> Program:
+        if microbatches > self.program.schedule.microbatches and self._build_larger is not None:
+            return self._build_larger(microbatches)
+        return self.program
+
     def _lower_and_prove(self, training: bool, microbatches: int, forward_only_microbatches: frozenset[int]) -> RankProgram:
-        program = self.program
-        if microbatches > program.schedule.microbatches and self.build_larger is not None:
-            program = self.build_larger(microbatches)
+        program = self._program_of(microbatches)
         whole = program.schedule
 
         def wanted(action: Action) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.comms.transport import channels
 from penstock.comms.transport.group_transport import GroupReceiver, GroupSender
+from penstock.schedule.microbatch_order import plan_order
 
 WIDTH, WORDS = 8, 13
 
@@ -117,8 +118,8 @@ def test_losses_are_those_of_the_given_order_and_more_microbatches_than_the_tabl
     results = ps.launch(_in_order, 2, order)
     assert all(losses == given for losses, _ in results)
 
-    by_size = sorted(range(9), key=lambda index: (inputs[index].numel(), index))
-    ran = {"given": list(range(9)), "planned": by_size[::2] + by_size[1::2][::-1]}.get(str(order), order)
+    planned = plan_order([entry.numel() for entry in inputs], ps.schedule.build("1f1b", ranks=2, microbatches=9))
+    ran = {"given": list(range(9)), "planned": planned}.get(str(order), order)
     _assert_same(results, _accumulated(inputs, targets, ran))
 
 
@@ -182,6 +183,8 @@ def _wrong(case: str) -> str:
         "order": lambda: pipe.step_microbatches(inputs, targets, order=[0, 0, 1, 2]),
         "other orders": lambda: pipe.step_microbatches(inputs, targets, order=[(3, 2, 1, 0), [0, 1, 3, 2]][pipe.topology.rank]),
         "planned": lambda: pipe.step_microbatches(inputs, targets, order=["planned", "given"][pipe.topology.rank]),
+        "limits": lambda: pipe.step_microbatches(inputs, targets, limit=[900, None][pipe.topology.rank]),
+        "limit": lambda: pipe.step_microbatches(inputs, targets, order="planned", limit=3),
         "none": lambda: pipe.step_microbatches(None, targets),
         "no targets": lambda: pipe.step_microbatches(inputs),
         "other lists": lambda: pipe.step_microbatches(inputs, [(y + pipe.topology.rank) % WORDS for y in targets]),
@@ -206,6 +209,8 @@ def _wrong(case: str) -> str:
         ("order", "order=\\[0, 0, 1, 2\\] is no order of 4 microbatches"),
         ("other orders", "order=\\[3, 2, 1, 0\\] on rank 0, order=\\[0, 1, 3, 2\\] on rank 1. Give all of them the same"),
         ("planned", "order='planned' on rank 0, order='given' on rank 1"),
+        ("limits", "different limits: limit=900 on rank 0, limit=None on rank 1"),
+        ("limit", "order='planned' has up to .* padded tokens in flight on rank 0, more than limit=3: no order was found"),
         ("none", "takes inputs as a list"),
         ("no targets", "needs targets"),
         ("other lists", "rank 1's batch is another than rank 0's"),

@@ -1,12 +1,14 @@
 """Microbatches of unequal costs: what the simulator says of them, and the order that is planned."""
 
+import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Costs, build, names, simulate
-from penstock.schedule.microbatch_order import plan_order
+from penstock.schedule.microbatch_order import UNIT_COSTS, peak_in_flight, plan_order
 
 
 def _costs(seed: int, microbatches: int = 16) -> list[float]:
@@ -59,10 +61,42 @@ def test_the_planned_order_takes_at_most_85_percent_of_arrival_order_in_1f1b() -
     assert sum(ratios) / len(ratios) < 0.85
 
 
-def test_another_number_than_the_table_has_is_planned_too() -> None:
-    table = build("1f1b", ranks=2, microbatches=4)
-    assert sorted(plan_order([3, 1, 2], table)) == [0, 1, 2]
-    assert plan_order([6, 5, 4, 3, 2, 1], table) == [5, 3, 1, 0, 2, 4]
+def _step_time(name: str, costs: list[float], stage_costs: Costs = UNIT_COSTS) -> float:
+    table = build(name, ranks=2, microbatches=len(costs))
+    return simulate(table, replace(stage_costs, microbatch_factors=costs)).makespan
+
+
+@pytest.mark.parametrize("name", names())
+def test_no_order_of_few_microbatches_is_faster(name: str) -> None:
+    """Of all 120 orders, each simulated, at stages that cost unlike."""
+    costs = _costs(5, 5)
+    stages = build(name, ranks=2, microbatches=5).num_stages
+    stage_costs = Costs(*([1 + 0.3 * stage + kind for stage in range(stages)] for kind in range(3)))
+    planned = plan_order(costs, build(name, ranks=2, microbatches=5), stage_costs)
+    times = [_step_time(name, list(order), stage_costs) for order in itertools.permutations(costs)]
+    assert _step_time(name, [costs[index] for index in planned], stage_costs) == pytest.approx(min(times), rel=1e-12)
+
+
+def test_fewer_microbatches_than_the_table_has_are_planned_too() -> None:
+    table = build("1f1b", ranks=2, microbatches=16)
+    assert plan_order([3, 1, 2], table) == plan_order([3, 1, 2], build("1f1b", ranks=2, microbatches=3))
+
+
+@pytest.mark.parametrize("microbatches", [6, 16])
+def test_a_limit_on_what_is_in_flight_is_kept(microbatches: int) -> None:
+    """Nine tenths of what the fastest order has in flight."""
+    costs, table = _costs(1, microbatches), build("1f1b", ranks=4, microbatches=microbatches)
+    fastest = plan_order(costs, table)
+    limit = 0.9 * max(peak_in_flight([costs[index] for index in fastest], table))
+    order = plan_order(costs, table, UNIT_COSTS, costs, limit)
+    assert sorted(order) == list(range(microbatches))
+    assert max(peak_in_flight([costs[index] for index in order], table)) <= limit
+
+
+def test_what_is_in_flight_is_counted_by_hand() -> None:
+    """1F1B: rank 0 of two has two microbatches in flight, rank 1 one; with two stages a rank, each holds a half of one."""
+    assert peak_in_flight([5, 1, 4], build("1f1b", ranks=2, microbatches=4)) == [6, 5]
+    assert peak_in_flight([6], build("interleaved-1f1b", ranks=2, microbatches=2)) == [6, 6]
 
 
 @pytest.mark.parametrize("factors", [[1, 2, 3], [1, -1]])

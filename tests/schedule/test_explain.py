@@ -275,3 +275,24 @@ def test_a_step_without_backwards_is_refused():
 def test_a_cut_that_is_even_enough_is_told_so():
     timeline = simulate(build("1f1b", 4, 8), Costs())
     assert "another cut: would gain nothing, the stages are as even as the table needs" in str(explain(timeline))
+
+
+def test_microbatches_of_unlike_sizes_are_predicted_as_they_are_and_a_better_order_is_named() -> None:
+    """As measured: 1F1B on four ranks, the longest microbatches first and sixth."""
+    table = build("1f1b", ranks=4, microbatches=8)
+    timeline = replace(simulate(table, Costs(microbatch_factors=[5, 1, 1, 2, 1, 8, 1, 3])), name="1f1b, measured")
+    explanation = explain(timeline)
+    assert explanation.predicted_step == pytest.approx(timeline.makespan)
+    first = explanation.verdict[0]
+    assert first.text.startswith('microbatches are of unlike sizes, in the planned order (order="planned"): -31')
+    assert not explain(simulate(table)).planned_order_timeline
+
+
+def test_a_microbatch_that_is_slow_on_one_rank_is_not_of_another_size() -> None:
+    timeline = simulate(build("1f1b", ranks=4, microbatches=8))
+    slow = tuple(
+        event._replace(end=event.end + 0.9) if event.rank == 2 and event.action.microbatch == 3 else event
+        for event in timeline.rows[2]
+    )
+    rows = (*timeline.rows[:2], slow, timeline.rows[3])
+    assert Measurement.from_timelines(replace(timeline, rows=rows)).microbatch_factors == ()

@@ -11,6 +11,7 @@ from statistics import fmean, median
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import FAMILIES, build, names
+from penstock.schedule.microbatch_order import plan_order
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import Kind
 from penstock.schedule.timing.causes import Cause
@@ -71,6 +72,7 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
         num_steps=here.num_steps,
         slow_messages=_find_slow_messages(timeline, here),
         out_of_order=_find_rank_out_of_order(here, now),
+        planned_order_timeline=_in_planned_order(here),
     )
 
 
@@ -195,6 +197,15 @@ def _find_rank_out_of_order(here: Measurement, now: float) -> OutOfOrder | None:
 
 
 # ---- what would make it shorter
+
+
+def _in_planned_order(here: Measurement) -> Timeline | None:
+    """Return the step with microbatches of unlike sizes in the order that would be planned for them; None if they are alike."""
+    factors = here.microbatch_factors
+    if not factors:
+        return None
+    order = plan_order(factors, here.schedule, here.costs)
+    return replace(here, microbatch_factors=tuple(factors[index] for index in order)).predict(here.schedule)
 
 
 def _microbatches_in_flight(table: Schedule, timeline: Timeline) -> float:

@@ -93,6 +93,7 @@ class Explanation:
     num_steps: int = 1  # whose medians the costs are
     slow_messages: SlowMessages | None = None
     out_of_order: OutOfOrder | None = None
+    planned_order_timeline: Timeline | None = None  # predicted with order="planned"; None where microbatches are alike
     findings: tuple[Improvement, ...] = ()  # what else is known to have made the step longer, from a trace of it
 
     def __str__(self) -> str:
@@ -157,6 +158,11 @@ def _suggested_repairs(explanation: Explanation) -> Iterator[Improvement]:
     if wrong := explanation.out_of_order:
         change = f"rank {wrong.rank} runs microbatches out of order, in order"
         yield _improvement("order", change, wrong.timeline, explanation)
+
+    planned = explanation.planned_order_timeline
+    if planned and planned.makespan < (1 - NOTABLE_SHARE) * explanation.predicted_step:
+        change = 'microbatches are of unlike sizes, in the planned order (order="planned")'
+        yield _improvement("order", change, planned, explanation)
 
     table, doubled = explanation.schedule, explanation.doubled_microbatches
     if doubled and table.microbatches < FEW_MICROBATCHES_A_RANK * table.ranks:

@@ -8,7 +8,7 @@ message's way: `simulate` then delays the rank and its messages alike. What a me
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, cycle, islice, pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -23,6 +23,8 @@ from penstock.schedule.transform import with_full_backwards
 
 Times = dict[Kind, tuple[float, ...]]  # kind -> seconds, of every stage
 Samples = dict[object, list[float]]  # what was measured -> seconds, each time it was seen
+UNLIKE_SIZES = 1.5  # times the time of the smallest microbatch: with less, all count as equal
+AGREEMENT = 0.2  # of its factor: what an action of a larger microbatch may deviate by
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Measurement:
         ActivationSize, ...
     ] = ()  # what an activation of each stage takes, in bytes; empty if that was not measured
     num_steps: int = 1  # that it was measured in
+    microbatch_factors: tuple[float, ...] = ()  # how many times the mean each microbatch of the last one took; empty: once
 
     @property
     def assumes_equal_halves(self) -> bool:
@@ -67,9 +70,8 @@ class Measurement:
         sends = _median_by_border(((gap, gap.message_seconds - _time_after(between, gap.needed)) for gap in waits), table)
         sizes = next((timeline.activation_sizes for timeline in reversed(timelines) if timeline.memory_unit == "bytes"), ())
         layers = _checked_layers(layers, table.num_stages)
-        return cls(
-            table, _action_seconds(timelines, table), between, tuple(sends.values()), around, layers, sizes, len(timelines)
-        )
+        seconds, factors = _action_seconds(timelines, table), microbatch_factors(timelines[-1])
+        return cls(table, seconds, between, tuple(sends.values()), around, layers, sizes, len(timelines), factors)
 
     @property
     def costs(self) -> Costs:
@@ -83,13 +85,16 @@ class Measurement:
     def predict(self, schedule: Schedule, layers: Sequence[float] = ()) -> Timeline:
         """When every action of `schedule` would run on such ranks, with as many rows in a microbatch.
 
+        Where microbatches were unlike, those of `schedule` are the same, in the same order; of more, again from the first on.
+
         `layers`: how much of the model each of its stages has, in the unit of those measured; by default the same as measured
         where there are as many stages, else even. As in the engine, pairs run one action after the other, and I and W as one
         B where nothing is lost. A step takes the timeline's makespan and `around`.
         """
         table = replace(with_full_backwards(schedule), overlaps=frozenset())
         here = self.recut(table.num_stages, layers)
-        timeline = simulate(table, here.costs)
+        factors = islice(cycle(self.microbatch_factors), table.microbatches)
+        timeline = simulate(table, replace(here.costs, microbatch_factors=list(factors)))
         rows = [
             [event._replace(end=event.end - _time_after(here.engine_seconds, event)) for event in row] for row in timeline.rows
         ]
@@ -98,7 +103,14 @@ class Measurement:
             for send, after in zip(here.message_seconds, here.engine_seconds[Kind.F], strict=False)
         ]
         name, unit = f"{schedule.name}, predicted", "bytes" if here.activation_sizes else ""
-        return replace(timeline, name=name, rows=tuple(map(tuple, rows)), message_costs=tuple(borders), memory_unit=unit)
+        return replace(
+            timeline,
+            name=name,
+            rows=tuple(map(tuple, rows)),
+            message_costs=tuple(borders),
+            memory_unit=unit,
+            microbatch_factors=(),  # bytes were measured of one microbatch, whichever that was
+        )
 
     def is_wait(self, gap: "Gap") -> bool:
         """Whether the rank was idle before its message came; else the engine alone took the time."""
@@ -201,13 +213,42 @@ def find_gaps(timeline: Timeline) -> Iterator[Gap]:
             before = cell[0]
 
 
+def microbatch_factors(timeline: Timeline) -> tuple[float, ...]:
+    """Return how many times the mean each microbatch takes, if they are unlike in size; else nothing.
+
+    That is the median over its forwards and backwards, each against the mean of its kind and stage. One that is slow on a
+    single rank is not larger: they must agree.
+    """
+    times: dict[tuple[Kind, int], list[tuple[int, float]]] = defaultdict(list)
+    for event, duration in _durations(timeline):
+        if event.action.kind is not Kind.W:  # several may be one product
+            times[event.action[:2]].append((event.action.microbatch, duration))
+    ratios: dict[int, list[float]] = defaultdict(list)
+    for samples in times.values():
+        mean = fmean(duration for _, duration in samples)
+        for microbatch, duration in samples:
+            ratios[microbatch].append(duration / mean if mean else 1.0)
+    medians = {microbatch: median(values) for microbatch, values in sorted(ratios.items())}
+    if not medians or max(medians.values()) <= UNLIKE_SIZES * min(medians.values()) or not min(medians.values()):
+        return ()
+    deviations = [abs(value / medians[microbatch] - 1) for microbatch, values in ratios.items() for value in values]
+    mean = fmean(medians.values())
+    return tuple(value / mean for value in medians.values()) if median(deviations) < AGREEMENT else ()
+
+
+def _durations(timeline: Timeline) -> Iterator[tuple[Event, float]]:
+    """Yield every event with its time; the two of a pair share theirs."""
+    for cell in (cell for rank in range(timeline.ranks) for cell in timeline.cells(rank)):
+        yield from ((event, (event.end - event.start) / len(cell)) for event in cell)
+
+
 def _action_seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
     """What every action costs, on every stage."""
     seen: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for timeline in timelines:
-        for cell in (cell for rank in range(timeline.ranks) for cell in timeline.cells(rank)):
-            for event in cell:
-                seen[event.action[:2]].append((event.end - event.start) / len(cell))
+        factors = microbatch_factors(timeline) or (1.0,) * table.microbatches
+        for event, duration in _durations(timeline):
+            seen[event.action[:2]].append(duration / factors[event.action.microbatch])
     taken = {key: fmean(times) if key[0] is Kind.W else median(times) for key, times in seen.items()}
     split = [stage for stage in range(table.num_stages) if {(Kind.I, stage), (Kind.W, stage)} <= taken.keys()]
     halves = {stage: (taken[Kind.I, stage], taken[Kind.W, stage]) for stage in split}

@@ -4,11 +4,13 @@ import gc
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import penstock as ps
 from penstock.comms.launch import forkserver
 
 torch.set_num_threads(1)
@@ -51,7 +53,16 @@ def pytest_configure(config):
     if manners := config.getoption("--over-nccl"):
         from nccl_like import over_nccl
 
-        import penstock as ps
-
         launch = ps.launch
         ps.launch = lambda function, ranks, *args, **how: launch(over_nccl, ranks, manners, function, *args, **how)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("folder")
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest, folder: Path) -> list[Any]:
+    """What the module's `rank_trainings` returns on each of two ranks."""
+    return ps.launch(request.module.rank_trainings, 2, folder)

@@ -42,6 +42,8 @@ a layer, as for the routers' losses, it can be cut inside it too.
 The batches have an `attention_mask` that hides something. Without one, or with one of ones only, transformers makes none,
 except in an export, and attention may then take another kernel, with other last bits. Rotary angles and other buffers that no
 checkpoint has are computed by the model's own `_init_weights`, as `from_pretrained` does it.
+
+Caches are off, in the uncut model too: a cache copies keys and values, and products with the copies have other last bits.
 """
 
 

@@ -2,12 +2,12 @@
 
 import os
 import shutil
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import transformers
 from trainer_cases import arguments, assert_same, collate, model, outcome, rows
 
 import penstock as ps
@@ -28,7 +28,7 @@ def without_labels(batch: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in collate(batch).items() if name != "labels"}
 
 
-def train(kind: type, arguments_kind: type, folder: Path, resume: str | bool | None = None) -> dict[str, Any]:
+def train(package: Any, folder: Path, resume: str | bool | None = None) -> dict[str, Any]:
     """A training that evaluates, saves and goes on until its best is three steps old; then predictions."""
     from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -37,9 +37,9 @@ def train(kind: type, arguments_kind: type, folder: Path, resume: str | bool | N
             calls.append((state.global_step, state.best_metric))
 
     calls: list[Any] = []
-    trainer = kind(
+    trainer = package.Trainer(
         model("bert"),
-        arguments(folder, arguments_kind, **SETTINGS),
+        arguments(folder, package.TrainingArguments, **SETTINGS),
         train_dataset=rows("bert"),
         eval_dataset=rows("bert", 10, 5),
         data_collator=collate,
@@ -57,32 +57,20 @@ def train(kind: type, arguments_kind: type, folder: Path, resume: str | bool | N
 
 
 def rank_trainings(folder: Path, checkpoint: str) -> list[dict[str, Any]]:
-    from penstock.integrations.transformers import Trainer, TrainingArguments
+    import penstock.integrations.transformers as ours
 
-    straight = train(Trainer, TrainingArguments, folder / "straight")
-    resumed = train(Trainer, TrainingArguments, folder / "resumed", checkpoint)
-    return [straight, resumed, train(Trainer, TrainingArguments, folder / "newest", True)]
-
-
-def plain(folder: Path, resume: str | None = None) -> dict[str, Any]:
-    from transformers import Trainer, TrainingArguments
-
-    return train(Trainer, TrainingArguments, folder, resume)
+    starts: dict[str, Any] = {"straight": None, "resumed": checkpoint, "newest": True}
+    return [train(ours, folder / name, resume) for name, resume in starts.items()]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("files")
-
-
-@cache
-def everything(folder: Path) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
-    """Trainings of plain Trainer, straight and resumed from its checkpoint, and each rank's: these, and from the newest."""
-    expected = [plain(folder / "plain")]
-    expected.append(plain(folder / "plain resumed", str(folder / "plain" / "checkpoint-3")))
-    shutil.copytree(folder / "plain" / "checkpoint-3", folder / "newest" / "checkpoint-3")
+def trainings(folder: Path) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    """Those of plain Trainer, straight and resumed from its checkpoint, and each rank's: these, and from the newest."""
+    checkpoint = folder / "plain" / "checkpoint-3"
+    expected = [train(transformers, folder / "plain"), train(transformers, folder / "plain resumed", str(checkpoint))]
+    shutil.copytree(checkpoint, folder / "newest" / "checkpoint-3")
     (folder / "newest" / "checkpoint-4").mkdir()  # as a rank leaves it that is killed
-    return expected, ps.launch(rank_trainings, 2, folder, str(folder / "plain" / "checkpoint-3"))
+    return expected, ps.launch(rank_trainings, 2, folder, str(checkpoint))
 
 
 def assert_alike(ours: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -93,27 +81,26 @@ def assert_alike(ours: dict[str, Any], expected: dict[str, Any]) -> None:
     assert numpy.array_equal(ours["unlabelled"], expected["unlabelled"])
 
 
-def test_evaluation_predictions_best_model_and_early_stopping_are_those_of_plain_trainer(folder):
-    (expected, _), ranks = everything(folder)
+def test_evaluation_predictions_best_model_and_early_stopping_are_those_of_plain_trainer(trainings):
+    (expected, _), ranks = trainings
     for straight, *_ in ranks:
         assert_alike(straight, expected)
         assert straight["calls"] == expected["calls"]
     assert len(expected["calls"]) == int(expected["best"].rpartition("-")[2]) + 2  # the last is not saved
 
 
-def test_it_goes_on_from_plain_trainers_checkpoint_in_the_middle_of_an_epoch(folder):
-    (_, expected), ranks = everything(folder)
+def test_it_goes_on_from_plain_trainers_checkpoint_in_the_middle_of_an_epoch(trainings):
+    (_, expected), ranks = trainings
     for _, *resumed in ranks:
         for result in resumed:
             assert_alike(result, expected)
 
 
-def test_plain_trainer_goes_on_from_a_checkpoint_of_two_ranks(folder):
-    (_, expected), _ = everything(folder)
-    assert_alike(plain(folder / "back", str(folder / "straight" / "checkpoint-3")), expected)
+def test_plain_trainer_goes_on_from_a_checkpoint_of_two_ranks(folder, trainings):
+    (_, expected), _ = trainings
+    assert_alike(train(transformers, folder / "back", str(folder / "straight" / "checkpoint-3")), expected)
 
 
-def test_a_checkpoint_has_the_files_of_plain_trainers(folder):
-    everything(folder)
+def test_a_checkpoint_has_the_files_of_plain_trainers(folder, trainings):
     ours, theirs = (sorted(os.listdir(folder / name / "checkpoint-3")) for name in ("straight", "plain"))
     assert ours == theirs

@@ -1,50 +1,30 @@
 """`group="planned"`: the rows of a step, in batches of like lengths, train as plain Trainer's of the same batches."""
 
-from functools import cache
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from trainer_cases import arguments, assert_same, collate, model, outcome, rows
+import transformers
+from trainer_cases import arguments, assert_same, collate, model, rows, train
 
 import penstock as ps
 
 pytestmark = [pytest.mark.ranks, pytest.mark.neighbours]
 
-SHORT = {"max_steps": 3}
-
-
-def train(kind: type, arguments_kind: type, folder: Path, **options: Any) -> dict[str, Any]:
-    args = arguments(folder, arguments_kind, **SHORT, **options)
-    trainer = kind(model("llama"), args, train_dataset=rows("llama"), data_collator=collate)
-    trainer.train()
-    return outcome(trainer, folder / "model")
-
 
 def rank_trainings(folder: Path) -> dict[str, Any]:
-    from penstock.integrations.transformers import Trainer, TrainingArguments
+    import penstock.integrations.transformers as ours
 
-    return train(Trainer, TrainingArguments, folder / "ours", group="planned")
-
-
-@cache
-def everyone(folder: Path) -> list[dict[str, Any]]:
-    return ps.launch(rank_trainings, 2, folder)
+    return train(ours, "llama", folder / "ours", max_steps=3, group="planned")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trainings")
-
-
-def test_logs_and_weights_are_those_of_plain_trainer_with_these_batches(folder):
-    from transformers import Trainer, TrainingArguments
-
+def test_logs_and_weights_are_those_of_plain_trainer_with_these_batches(folder, ranks):
     from penstock.integrations.transformers import GroupingCollator
 
-    class Grouped(Trainer):
+    class Grouped(transformers.Trainer):
         def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
             batches = list(islice(epoch_iterator, num_batches))
             grouped = GroupingCollator(collate, len(batches))([row for batch in batches for row in batch])
@@ -54,8 +34,9 @@ def test_logs_and_weights_are_those_of_plain_trainer_with_these_batches(folder):
             self.data_collator = list
             return super().get_train_dataloader()
 
-    expected = train(Grouped, TrainingArguments, folder / "plain")
-    for rank in everyone(folder):
+    package = SimpleNamespace(Trainer=Grouped, TrainingArguments=transformers.TrainingArguments)
+    expected = train(package, "llama", folder / "plain", max_steps=3)
+    for rank in ranks:
         assert_same(rank, expected)
 
 

@@ -1,12 +1,13 @@
 """Trainer over two ranks has the logs and the weights of plain Trainer in one process, to the bit."""
 
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_cases import arguments, assert_same, collate, model, outcome, rows
+import torch
+import transformers
+from trainer_cases import arguments, assert_same, collate, model, outcome, rows, train
 
 import penstock as ps
 
@@ -25,10 +26,24 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def train(kind: type, arguments_kind: type, name: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    trainer = kind(model(name), arguments(folder, arguments_kind, **options), train_dataset=rows(name), data_collator=collate)
-    trainer.train()
-    return outcome(trainer, folder / "model")
+class Half(transformers.Trainer):
+    """Float16 on the CPU, with the scaler that accelerate makes on GPUs alone; the first steps overflow."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.native_amp = True
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=2)
+
+
+def train_half(package: Any, trainer_class: type, folder: Path) -> list[Any]:
+    """Return the outcome of a training in float16, that of one resumed in its middle, and the scaler's last state."""
+    outcomes = []
+    for resume in (None, str(folder / "checkpoint-4")):
+        args = arguments(folder, package.TrainingArguments, fp16=True, max_steps=8, save_strategy="steps", save_steps=4)
+        trainer = trainer_class(model("bert"), args, train_dataset=rows("bert"), data_collator=collate)
+        trainer.train(resume)
+        outcomes.append(outcome(trainer, folder / "model"))
+    return [*outcomes, torch.load(folder / "checkpoint-8" / "scaler.pt")]
 
 
 def stop_on_rank_0(folder: Path) -> int:
@@ -60,38 +75,37 @@ def read_after_rank_0(folder: Path) -> str:
 
 
 def rank_trainings(folder: Path) -> dict[str, Any]:
-    from penstock.integrations.transformers import Trainer, TrainingArguments
+    import penstock.integrations.transformers as ours
 
-    found = {
-        case: train(Trainer, TrainingArguments, name, folder / case, options | own)
-        for case, (name, options, own) in CASES.items()
-    }
-    return found | {"prepared": read_after_rank_0(folder), "steps": stop_on_rank_0(folder)}
+    class PipelineHalf(ours.PipelineTrainerMixin, Half):
+        """The same over ranks."""
 
-
-@cache
-def everyone(folder: Path) -> list[dict[str, Any]]:
-    return ps.launch(rank_trainings, 2, folder)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trainings")
+    found = {case: train(ours, name, folder / case, **options, **own) for case, (name, options, own) in CASES.items()}
+    half = train_half(ours, PipelineHalf, folder / "half")
+    return found | {"half": half, "prepared": read_after_rank_0(folder), "steps": stop_on_rank_0(folder)}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logs_norms_and_weights_are_those_of_plain_trainer(case, folder):
-    from transformers import Trainer, TrainingArguments
-
+def test_logs_norms_and_weights_are_those_of_plain_trainer(case, folder, ranks):
     name, options, _ = CASES[case]
-    expected = train(Trainer, TrainingArguments, name, folder / f"plain {case}", options)
-    for rank in everyone(folder):
+    expected = train(transformers, name, folder / f"plain {case}", **options)
+    for rank in ranks:
         assert_same(rank[case], expected)
 
 
-def test_a_callback_of_rank_0_ends_the_training_on_all_ranks(folder):
-    assert [rank["steps"] for rank in everyone(folder)] == [2, 2]
+def test_in_float16_all_ranks_skip_the_steps_that_plain_trainer_skips(folder, ranks):
+    *expected, scaler = train_half(transformers, Half, folder / "plain half")
+    assert scaler["scale"] < 2.0**18
+    for rank in ranks:
+        *outcomes, shared = rank["half"]
+        for ours, theirs in zip(outcomes, expected, strict=True):
+            assert_same(ours, theirs)
+        assert shared == scaler
 
 
-def test_rank_0_prepares_data_before_the_other_ranks_read_it(folder):
-    assert [rank["prepared"] for rank in everyone(folder)] == ["rows", "rows"]
+def test_a_callback_of_rank_0_ends_the_training_on_all_ranks(ranks):
+    assert [rank["steps"] for rank in ranks] == [2, 2]
+
+
+def test_rank_0_prepares_data_before_the_other_ranks_read_it(ranks):
+    assert [rank["prepared"] for rank in ranks] == ["rows", "rows"]

@@ -17,7 +17,6 @@ from penstock.integrations.transformers.arguments import check_release  # noqa: 
 REFUSED: dict[str, dict[str, Any]] = {
     "torch_compile=": {"torch_compile": True},
     "auto_find_batch_size=": {"auto_find_batch_size": True},
-    "fp16=True": {"fp16": True},
     "full_eval": {"bf16_full_eval": True},
     "neftune_noise_alpha=": {"neftune_noise_alpha": 0.1},
     "debug=": {"debug": "underflow_overflow"},

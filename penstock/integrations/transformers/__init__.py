@@ -10,6 +10,7 @@ What they override, and what each override needs of transformers (releases: `arg
     should_save, should_log,        decide who writes: rank 0
     is_world_process_zero, ..
     main_process_first              waits for rank 0 of all ranks
+    create_accelerator_and_postprocess  makes `accelerator.scaler` for `fp16`: here one that all ranks share
     call_model_init                 a new model, called at the beginning of a training: here it gets a new pipeline
     _wrap_model                     whatever is not `self.model` is left as it is: here a `ModelView` of it
     get_batch_samples               the batches of one optimizer step, before they are trained: here its microbatches
@@ -18,7 +19,7 @@ What they override, and what each override needs of transformers (releases: `arg
     compute_loss                    not overridden; called with a `ModelView`, which gives it the last stage's outputs
     prediction_step                 losses, logits and labels of one batch: here from the last stage's rank, on every rank
     _get_eval_sampler, ..           with replicas each evaluates all rows
-    _clip_grad_norm, _get_grad_norm the norm over all ranks
+    _clip_grad_norm, _get_grad_norm the norm over all ranks, of gradients that accelerate has unscaled
     create_optimizer                of all parameters; those of other ranks are taken out once the model is cut
     maybe_install_capturing_hooks   installs what hands the routers' logits on: here before the model is cut
     _save                           takes a `state_dict`: here all ranks' together, on rank 0

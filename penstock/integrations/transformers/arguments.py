@@ -150,7 +150,6 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda args: args.parallelism_config, "parallelism_config= spreads the model in its own way: leave it out"),
     (lambda args: args.torch_compile, "torch_compile= compiles a whole model, of which a rank has a part: leave it out"),
     (lambda args: args.auto_find_batch_size, "auto_find_batch_size= would change the batch on one rank alone: leave it out"),
-    (lambda args: args.fp16, "fp16=True needs a scaler that all ranks share, which is not built here: use bf16=True"),
     (lambda args: args.fp16_full_eval or args.bf16_full_eval, "*_full_eval casts the whole model: evaluate with bf16=True"),
     (lambda args: args.neftune_noise_alpha, "neftune_noise_alpha= hooks into the uncut model: leave it out"),
     (lambda args: args.use_liger_kernel, "use_liger_kernel= replaces the model's forward, which is cut here: leave it out"),

@@ -66,9 +66,16 @@ class PipelineTrainerMixin(Mixin):
             if first is not None and "plan" not in options:
                 options["cuts"] = first.cuts
             options |= {"mesh": self._mesh, "seed": self.args.seed, "reduction": "sum", "example_kwargs": call}
+            options["scaler"] = self.accelerator.scaler
             self._pipelines[names] = ps.Pipeline(self.model, self._loss, **options)
             self._take_out_parameters()
         return self._pipelines[names]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """With a scaler that overflows on all ranks if it does on one, where `fp16` has one."""
+        super().create_accelerator_and_postprocess()
+        if self.accelerator.scaler is not None and ps.comms.current_topology().world_size > 1:
+            self.accelerator.scaler = share_scaler(self.accelerator.scaler, self.args.device.type)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model, which a new pipeline trains."""
@@ -148,13 +155,13 @@ class PipelineTrainerMixin(Mixin):
         """What `compute_loss` calls the model with."""
         return arguments_of_call(self.model, lambda model: self.compute_loss(model, dict(inputs), num_items_in_batch=num_items))
 
-    def _clip_grad_norm(self, model: Any) -> Tensor:
+    def _clip_grad_norm(self, model: Any, max_norm: float | None = None) -> Tensor:
         assert self.pipeline is not None
-        return self.pipeline.clip_grad_norm_(self.args.max_grad_norm)
+        self.accelerator.unscale_gradients()
+        return self.pipeline.clip_grad_norm_(self.args.max_grad_norm if max_norm is None else max_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Tensor | None = None) -> Tensor:
-        assert self.pipeline is not None
-        return self.pipeline.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+        return self._clip_grad_norm(model, float("inf")) if grad_norm is None else grad_norm
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Of all parameters, in groups by their names; this rank's are left once it is known which they are."""
@@ -234,7 +241,7 @@ class PipelineTrainerMixin(Mixin):
             newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
             resume_from_checkpoint = newest and str(newest)
             if newest is None:
-                raise ps.MismatchError(f"there is no checkpoint in {self.args.output_dir} that was written to its end")
+                raise ps.MismatchError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
         return super().train(resume_from_checkpoint, *arguments, **options)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -303,6 +310,19 @@ class Trainer(PipelineTrainerMixin, transformers.Trainer):
 
     The batches of one optimizer step are the microbatches of one step of the pipeline. See docs/howto/trainer.md.
     """
+
+
+def share_scaler(scaler: torch.amp.GradScaler, device: str) -> torch.amp.GradScaler:
+    """Return one like `scaler`, of which all ranks skip the same steps."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # the import takes a second
+
+    return ShardedGradScaler(
+        device,
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+    )
 
 
 def everywhere(pipe: ps.Pipeline, result: Any) -> Any:

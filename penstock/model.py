@@ -151,8 +151,8 @@ class GPTEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, time) -> (batch, time, width)."""
-        first = cache.first_position()
-        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+        first_position = cache.first_position()
+        positions = torch.arange(first_position, first_position + tokens.shape[1], device=tokens.device)
         return self.dropout(self.token(tokens) + self.position(positions))
 
 

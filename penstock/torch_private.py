@@ -110,9 +110,9 @@ def tensor_slots(module: nn.Module) -> list[TensorSlot]:
 
 def _tensor_slots(owners: Iterable[tuple[str, nn.Module, Any]]) -> list[TensorSlot]:
     return [
-        TensorSlot(f"{prefix}.{key}" if prefix else key, owner, key, tensor, held)
-        for prefix, owner, held in owners
-        for key, tensor in held.items()
+        TensorSlot(f"{prefix}.{key}" if prefix else key, owner, key, tensor, tensors_of_owner)
+        for prefix, owner, tensors_of_owner in owners
+        for key, tensor in tensors_of_owner.items()
         if tensor is not None
     ]
 
@@ -137,9 +137,9 @@ def make_weight_contiguous(module: nn.Module) -> None:
         module.weight = nn.Parameter(contiguous, module.weight.requires_grad)
 
 
-def swap_tensors(tensor: Tensor, other: Tensor) -> None:
+def swap_tensors(tensor: Tensor, replacement: Tensor) -> None:
     """Exchange what two tensor objects are, as the public `torch.utils.swap_tensors`, which refuses weak references to them."""
-    torch._C._swap_tensor_impl(tensor, other)
+    torch._C._swap_tensor_impl(tensor, replacement)
 
 
 def mps_generator() -> torch.Generator:
@@ -168,8 +168,8 @@ def forward_hooks(module: nn.Module) -> list[Any]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether something is called before or after the module's own forward or backward."""
-    before = module._forward_pre_hooks or module._backward_pre_hooks
-    return bool(before or module._forward_hooks or module._backward_hooks)
+    forward_hooks = module._forward_pre_hooks or module._backward_pre_hooks
+    return bool(forward_hooks or module._forward_hooks or module._backward_hooks)
 
 
 def has_hooks_or_patched_forward(module: nn.Module) -> bool:
@@ -202,11 +202,11 @@ def strip_compiled_prefix(name: str) -> str:
 def full_tensor(tensor: Any) -> Tensor:
     """The public `DTensor.full_tensor()`, without its warning that two all-gathers are slower than one, which is known."""
     about = logging.getLogger("torch.distributed.tensor._redistribute")
-    before, about.disabled = about.disabled, True  # a level would take as long: it clears what all loggers remember
+    was_disabled, about.disabled = about.disabled, True  # a level would take as long: it clears what all loggers remember
     try:
         return tensor.full_tensor()
     finally:
-        about.disabled = before
+        about.disabled = was_disabled
 
 
 def foreach_norm(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
@@ -336,12 +336,12 @@ def set_env_rendezvous(store: dist.Store) -> None:
     The public `register_rendezvous_handler` takes other schemes only, which every program would have to ask for.
     """
 
-    def found(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    def existing_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
         store.set_timeout(timeout)
-        asked = dict(parse_qsl(urlsplit(url).query))
-        yield store, int(asked.get("rank", os.environ["RANK"])), int(asked.get("world_size", os.environ["WORLD_SIZE"]))
+        query = dict(parse_qsl(urlsplit(url).query))
+        yield store, int(query.get("rank", os.environ["RANK"])), int(query.get("world_size", os.environ["WORLD_SIZE"]))
 
-    _rendezvous_handlers["env"] = found
+    _rendezvous_handlers["env"] = existing_store
 
 
 # ---- graphs and exports (partition) ---------------------------------------------------------------------------------
@@ -501,14 +501,14 @@ def has_unreduced_grad(parameter: Any) -> bool:
     """Whether a parameter of `fsdp_parameters` has a gradient that is not averaged yet."""
     if not hasattr(parameter, "_unsharded_param"):
         return False
-    kept = getattr(parameter, "unsharded_accumulated_grad", None)  # until 2.14, in the type it is reduced in
-    return kept is not None or parameter.unsharded_param.grad is not None
+    accumulated_grad = getattr(parameter, "unsharded_accumulated_grad", None)  # until 2.14, in the type it is reduced in
+    return accumulated_grad is not None or parameter.unsharded_param.grad is not None
 
 
 def set_zero_grad(parameter: Any) -> None:
     """Give such a parameter, which has none, the gradient zero."""
-    whole = parameter.unsharded_param
-    whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+    unsharded = parameter.unsharded_param
+    unsharded.grad = torch.zeros_like(unsharded, dtype=unsharded.grad_dtype)
 
 
 def _fsdp_groups(module: Any) -> list[Any]:

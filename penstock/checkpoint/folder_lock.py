@@ -61,8 +61,8 @@ class FolderLock:
                 return True
         except OSError as error:
             if error.errno in _LOCKS_UNSUPPORTED_ERRNOS:
-                told = f"{self.path.parent} is on a file system without locks: see that no other run saves there"
-                warnings.warn(told, stacklevel=5)
+                warning = f"{self.path.parent} is on a file system without locks: see that no other run saves there"
+                warnings.warn(warning, stacklevel=5)
                 return True
         text = os.pread(self.file, 100, 0).decode(errors="replace")
         self._holder_name = text if text.isprintable() else ""

@@ -65,14 +65,14 @@ def import_weights(pipe: Pipeline, path: str | Path, strict: bool = True, rename
     with fail_together(control, f"import {path}"):
         homes = _file_of_tensor(Path(path))
         sources = _tensor_recipes(pipe, _stored_names_by_model_name(homes, rename))
-        mine = [name for name in pipe.state_dict(strict=False) if name in sources]
-        files = _open_tensor_files(homes, [place for name in mine for place in sources[name].stored_names])
+        local_names = [name for name in pipe.state_dict(strict=False) if name in sources]
+        files = _open_tensor_files(homes, [place for name in local_names for place in sources[name].stored_names])
         on_meta = lambda place: torch.empty(files.shapes[place], device="meta")  # noqa: E731
-        shapes = {name: sources[name].build(on_meta).shape for name in mine}
+        shapes = {name: sources[name].build(on_meta).shape for name in local_names}
         _check_mismatches(
             gather_state_mismatches(control, pipe, dict.fromkeys(sources) | shapes), path, strict, control.topology.rank == 0
         )
-        copy_into_model(pipe, ((name, sources[name].build(files.mapped_tensor)) for name in mine))
+        copy_into_model(pipe, ((name, sources[name].build(files.mapped_tensor)) for name in local_names))
 
 
 def _stored_names_by_model_name(stored_names: Iterable[str], rename: Callable[[str], str] | None) -> dict[str, str]:
@@ -111,20 +111,22 @@ def _file_of_tensor(path: Path) -> dict[str, Path]:
 
 def _tensor_recipes(pipe: Pipeline, stored_name_of: Mapping[str, str]) -> dict[str, TensorRecipe]:
     """Return a recipe for each of the model's tensors. `stored_name_of`: a name in this model -> the name in the files."""
-    found = None
+    recipes = None
     if (
         pipe._engine.parameters.origin is not None
         and pipe._engine.parameters.state_mismatches(dict.fromkeys(stored_name_of))[UNEXPECTED]
     ):
-        found = _transformers_recipes(pipe._engine.parameters.origin, stored_name_of)
-    if found is None:
-        found = {name: TensorRecipe([name], _single_tensor) for name in stored_name_of}
-    sources = {name: TensorRecipe([stored_name_of[place] for place in places], made) for name, (places, made) in found.items()}
+        recipes = _transformers_recipes(pipe._engine.parameters.origin, stored_name_of)
+    if recipes is None:
+        recipes = {name: TensorRecipe([name], _single_tensor) for name in stored_name_of}
+    sources = {
+        name: TensorRecipe([stored_name_of[place] for place in places], build) for name, (places, build) in recipes.items()
+    }
     return with_tied_names(sources, pipe._engine.parameters.aliases)
 
 
 def _open_tensor_files(file_of_tensor: Mapping[str, Path], stored_names: Sequence[str]) -> TensorFiles:
-    """The files of these tensors."""
+    """Open the files of these tensors. Raise DamagedFileError if one is not where the index says."""
     files = TensorFiles(*dict.fromkeys(file_of_tensor[place] for place in stored_names))
     for place in stored_names:
         if place not in files:
@@ -147,14 +149,16 @@ def _check_mismatches(mismatches: Mapping[str, Sequence[str]], path: str | Path,
 
 
 def _prefix_hint(missing_keys: Sequence[str], unexpected_keys: Sequence[str]) -> str:
-    """What to do if names in the files differ from the model's by what is in front of them."""
-    pairs = [(ours, theirs) for ours in missing_keys for theirs in unexpected_keys]
-    more = Counter(theirs.removesuffix(ours) for ours, theirs in pairs if theirs.endswith(f".{ours}"))
-    less = Counter(ours.removesuffix(theirs) for ours, theirs in pairs if ours.endswith(f".{theirs}"))
-    if not more and not less:
+    """Return advice if names in the files differ from the model's by a prefix, else an empty string."""
+    pairs = [(key, file_key) for key in missing_keys for file_key in unexpected_keys]
+    prefixes_in_files = Counter(file_key.removesuffix(key) for key, file_key in pairs if file_key.endswith(f".{key}"))
+    prefixes_in_model = Counter(key.removesuffix(file_key) for key, file_key in pairs if key.endswith(f".{file_key}"))
+    if not prefixes_in_files and not prefixes_in_model:
         return ""
-    ((prefix, _),) = max(more.most_common(1), less.most_common(1), key=lambda most: most[0][1] if most else 0)
-    if prefix in more:
+
+    most_common = prefixes_in_files.most_common(1), prefixes_in_model.most_common(1)
+    ((prefix, _),) = max(most_common, key=lambda counts: counts[0][1] if counts else 0)
+    if prefix in prefixes_in_files:
         return f": the files' names begin with {prefix!r}, give rename=lambda name: name.removeprefix({prefix!r})"
     return f": the model's names begin with {prefix!r}, give rename=lambda name: {prefix!r} + name"
 
@@ -185,15 +189,15 @@ def _transformers_recipes(origin: UncutModelInfo, stored_names: Iterable[str]) -
             target, pattern = name, None
         pieces.setdefault(target, {})[name] = pattern
     recipes: dict[str, TensorRecipe] = {}
-    for first, patterns in pieces.items():
+    for target_name, patterns in pieces.items():
         converter = converter_of.get(next(iter(patterns.values())) or "")
         if converter is None:
-            recipes[first] = TensorRecipe(list(patterns), _single_tensor)
+            recipes[target_name] = TensorRecipe(list(patterns), _single_tensor)
             continue
         for target in converter.target_patterns:
-            name = first.replace(converter.target_patterns[0], target)
+            name = target_name.replace(converter.target_patterns[0], target)
             recipes[name] = TensorRecipe(
-                list(patterns), partial(_convert_with_transformers, converter, model, first, patterns, name)
+                list(patterns), partial(_convert_with_transformers, converter, model, target_name, patterns, name)
             )
     return recipes
 

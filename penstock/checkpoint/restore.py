@@ -60,13 +60,13 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
     control, folders = control_group_for_call(pipe, "checkpoint.resume()"), _folder_paths(folder)
     with fail_together(control, f"resume from {', '.join(map(str, folders))}"):
         optimizers.check_elementwise_optimizer(optimizer, pipe.topology.world_size)
-        chosen, content, files = newest_complete_checkpoint(control, *folders)
+        checkpoint, content, files = newest_complete_checkpoint(control, *folders)
         stored_name_of = _stored_names(content, files, pipe._engine.parameters.aliases)
         mismatches = gather_state_mismatches(
             control, pipe, {name: files.shapes.get(MODEL_PREFIX + at) for name, at in stored_name_of.items()}
         )
         if any(mismatches.values()):
-            raise MismatchError(f"{chosen} does not fit this model: {describe_mismatches(mismatches)}")
+            raise MismatchError(f"{checkpoint} does not fit this model: {describe_mismatches(mismatches)}")
         model_state = pipe.state_dict(strict=False)
         state = {name: _stored_value(stored_name_of[name], content, files) for name in model_state}
         _check_same_types(state, model_state)
@@ -76,21 +76,21 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
             check_optimizer_matches(optimizer, content["optimizer"], names)
         if scheduler is not None:
             scheduler_state = unpack_scheduler_state(scheduler, content["scheduler"], files)
-        scaler_state = unpack_scaler_state(chosen, pipe.scaler, content.get("scaler"), files)
-        with _roll_back_on_failure(chosen, pipe, optimizer, scheduler):
+        scaler_state = unpack_scaler_state(checkpoint, pipe.scaler, content.get("scaler"), files)
+        with _roll_back_on_failure(checkpoint, pipe, optimizer, scheduler):
             copy_into_model(pipe, ((name, value) for name, value in state.items() if not isinstance(value, Tensor)))
             if optimizer is not None:
                 restore_optimizer(optimizer, content["optimizer"], names, files)
             if scheduler is not None:
                 scheduler.load_state_dict(scheduler_state)
-            control.all_gather_row((), f"to check {chosen}")  # from here on nothing can fail, on any rank
+            control.all_gather_row((), f"to check {checkpoint}")  # from here on nothing can fail, on any rank
         copy_into_model(pipe, ((name, value) for name, value in state.items() if isinstance(value, Tensor)))
         if pipe.scaler is not None and scaler_state:
             pipe.scaler.load_state_dict(scaler_state)
         pipe.step_count = content["step"]
         restore_random_states(content["random"], pipe.position.world.rank, pipe.topology.device, files)
     if len(folders) > 1 and control.topology.rank == 0:
-        print_notice(f"the ranks go on from {chosen}")
+        print_notice(f"the ranks go on from {checkpoint}")
     return extra
 
 
@@ -142,22 +142,22 @@ def _type_name(value: Any) -> str:
 
 
 @contextmanager
-def _roll_back_on_failure(chosen: Path, pipe: Pipeline, optimizer: Any, scheduler: Any) -> Iterator[None]:
+def _roll_back_on_failure(checkpoint: Path, pipe: Pipeline, optimizer: Any, scheduler: Any) -> Iterator[None]:
     """What may refuse its state: if anything fails inside, on any rank, all of it has the state of before.
 
     Raises MismatchError for an error of an optimizer's, a schedule's or a module's own.
     """
-    others = {name: value for name, value in pipe.state_dict(strict=False).items() if not isinstance(value, Tensor)}
-    before = None if optimizer is None else (optimizer.state, optimizer.param_groups)
-    rate = None if scheduler is None else deepcopy(scheduler.state_dict())
+    non_tensors = {name: value for name, value in pipe.state_dict(strict=False).items() if not isinstance(value, Tensor)}
+    optimizer_state = None if optimizer is None else (optimizer.state, optimizer.param_groups)
+    scheduler_state = None if scheduler is None else deepcopy(scheduler.state_dict())
     try:
         yield
     except BaseException as error:
-        copy_into_model(pipe, others.items())
-        if before is not None:
-            optimizer.state, optimizer.param_groups = before
-        if rate is not None:
-            scheduler.load_state_dict(rate)
+        copy_into_model(pipe, non_tensors.items())
+        if optimizer_state is not None:
+            optimizer.state, optimizer.param_groups = optimizer_state
+        if scheduler_state is not None:
+            scheduler.load_state_dict(scheduler_state)
         if isinstance(error, PenstockError) or not isinstance(error, Exception):
             raise
-        raise MismatchError(f"{chosen} holds a state that cannot be loaded: {type(error).__name__}: {error}") from error
+        raise MismatchError(f"{checkpoint} holds a state that cannot be loaded: {type(error).__name__}: {error}") from error

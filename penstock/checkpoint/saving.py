@@ -82,19 +82,19 @@ def save(
                 raise MismatchError(f"save() takes something with a state_dict as {argument}, not a {type(value).__name__}")
         if not isinstance(extra, Mapping | None):
             raise MismatchError(f"save() takes a dict as extra, not a {type(extra).__name__}")
-        held = folder_lock.acquire(final.parent, pipe) if control.topology.rank == 0 else None
-        whether = ["none" if value is None else "one" for value in (optimizer, scheduler)]
-        given = [str(final.parent), str(keep), *whether]
-        rows = control.all_gather_row([pipe.step_count, zlib.crc32(repr(given).encode())], "to save")
+        lock = folder_lock.acquire(final.parent, pipe) if control.topology.rank == 0 else None
+        presence = ["none" if value is None else "one" for value in (optimizer, scheduler)]
+        arguments = [str(final.parent), str(keep), *presence]
+        rows = control.all_gather_row([pipe.step_count, zlib.crc32(repr(arguments).encode())], "to save")
         check_same_step_count([int(step) for step, _ in rows])
         if len({checksum for _, checksum in rows}) > 1:
-            check_same_arguments(control.all_gather_value(given, "to save"))
+            check_same_arguments(control.all_gather_value(arguments, "to save"))
         check_replicas_equal(control, pipe, optimizer)
         _warn_if_gradients_pending(pipe, optimizer)
         part, tensors = collect_rank_state(pipe, optimizer, scheduler, extra)
         if not wait:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-    write = partial(_write_checkpoint, control, final, part, tensors, keep, held)
+    write = partial(_write_checkpoint, control, final, part, tensors, keep, lock)
     if wait:
         write()
         return SaveHandle(final)
@@ -125,8 +125,8 @@ def check_same_arguments(arguments_of_ranks: Sequence[Sequence[str]]) -> None:
     for number, name in enumerate(("folder", "keep", "optimizer", "scheduler")):
         for rank, arguments_of_rank in enumerate(arguments_of_ranks):
             if arguments_of_rank[number] != arguments_of_ranks[0][number]:
-                given = f"rank 0 gives {arguments_of_ranks[0][number]}, rank {rank} {arguments_of_rank[number]}"
-                raise MismatchError(f"the ranks do not save alike, by {name}: {given}; give all of them the same")
+                values = f"rank 0 gives {arguments_of_ranks[0][number]}, rank {rank} {arguments_of_rank[number]}"
+                raise MismatchError(f"the ranks do not save alike, by {name}: {values}; give all of them the same")
 
 
 def _warn_if_gradients_pending(pipe: Pipeline, optimizer: Any) -> None:
@@ -151,12 +151,12 @@ def collect_rank_state(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: An
     rank, aliases, state = pipe.position.world.rank, pipe._engine.parameters.aliases, rank_state_to_write(pipe)
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     tensors = {MODEL_PREFIX + name: value for name, value in state.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    non_tensors = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     part = {
         "step": pipe.step_count,
         "aliases": aliases,
         "settings": transformers_configs(pipe),
-        "model": {name: pack(value, f"state.{name}", tensors) for name, value in others.items()},
+        "model": {name: pack(value, f"state.{name}", tensors) for name, value in non_tensors.items()},
         "optimizer": None if optimizer is None else pack_optimizer(optimizer, names, state, tensors, rank),
         "scheduler": None if scheduler is None else pack(scheduler.state_dict(), f"scheduler.{rank}", tensors),
         "scaler": None if pipe.scaler is None else pack(pipe.scaler.state_dict(), f"scaler.{rank}", tensors),

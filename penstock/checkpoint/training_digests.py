@@ -110,15 +110,15 @@ def _training_tensors(
     pipe: Pipeline, optimizer: Any, only_names: Collection[str] | None = None
 ) -> Iterator[tuple[str, str, Any, Any]]:
     """Kind, name, tensor of the model, and the value that this rank has, of each or of those `only_names` the names."""
-    aliases, done = pipe._engine.parameters.aliases, set[tuple[str, str]]()
-    everything = [("weights", name, value, value) for name, value in pipe.state_dict().items()]
+    aliases, yielded = pipe._engine.parameters.aliases, set[tuple[str, str]]()
+    candidates = [("weights", name, value, value) for name, value in pipe.state_dict().items()]
     for name, parameter in pipe.named_parameters():
         state = getattr(optimizer, "state", {}).get(parameter)
-        everything += [("gradients", name, parameter, parameter.grad), ("optimizer", name, parameter, state)]
-    for kind, name, parameter, value in everything:
+        candidates += [("gradients", name, parameter, parameter.grad), ("optimizer", name, parameter, state)]
+    for kind, name, parameter, value in candidates:
         key = kind, aliases.get(name, name)
-        if value is not None and key not in done and (only_names is None or key[1] in only_names):
-            done.add(key)
+        if value is not None and key not in yielded and (only_names is None or key[1] in only_names):
+            yielded.add(key)
             yield *key, parameter, value
 
 
@@ -163,14 +163,14 @@ class DigestLog:
     def _write_run_header(self, settings: Settings) -> None:
         """Leave what goes on, and say with what it does."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        pipe, names, done = self.pipe, self.pipe._engine.parameters, self.pipe.step_count
-        records = [value for value in json_lines.read(self.path) if value["step"] < done + ("run" not in value)]
+        pipe, names, step_count = self.pipe, self.pipe._engine.parameters, self.pipe.step_count
+        records = [value for value in json_lines.read(self.path) if value["step"] < step_count + ("run" not in value)]
         run = {
             "settings": {**settings, "microbatches": pipe.schedule.microbatches, "layers' seed": pipe.seed},
             "conditions": reproducibility_conditions(pipe),
             "names": list(dict.fromkeys(names.aliases.get(name, name) for name in names.order)),
         }
-        json_lines.write(self.path, [*records, {"step": done, "run": run}])
+        json_lines.write(self.path, [*records, {"step": step_count, "run": run}])
 
     def record_step(self) -> None:
         """Write the step's line, if it gets one. Call it after the optimizer's step, before gradients are let go."""
@@ -215,8 +215,8 @@ def _gradient_sum_order(pipe: Pipeline) -> str:
     table = pipe.schedule
     for stage in range(table.num_stages):
         row = table.actions[table.placement[stage]]
-        added = [cell.microbatch for cell in row if cell.stage == stage and cell.kind in (Kind.B, Kind.W)]
-        if added != sorted(added) or pipe.merge_weight_gradients:
+        microbatches = [cell.microbatch for cell in row if cell.stage == stage and cell.kind in (Kind.B, Kind.W)]
+        if microbatches != sorted(microbatches) or pipe.merge_weight_gradients:
             return f"{table.name} {table.digest()[:12]}{' merged' if pipe.merge_weight_gradients else ''}"
     return "of the microbatches"
 
@@ -265,36 +265,39 @@ def compare_runs(a: Path, b: Path) -> tuple[bool, str]:
         steps = " and ".join(f"{_step_range_text(list(run))} in {folder}" for folder, run in runs.items())
         raise RunsNotComparableError(f"the runs have no step in common: {steps}")
     for number in common:
-        (run, one), (other_run, other) = runs[a][number], runs[b][number]
+        (run, digests_a), (other_run, digests_b) = runs[a][number], runs[b][number]
         _check_same_settings_and_model(run, other_run)
-        if found := list(_digest_mismatches(one, other, run["names"])):
-            kind, name = found[0]
-            before = f", {equal} is the same" if equal else ""
-            lines = [f"step {number} is the first that differs{before}: {tensor_description(kind, name)}"]
-            for folder, named in ((a, one), (b, other)):
+        if mismatches := list(_digest_mismatches(digests_a, digests_b, run["names"])):
+            kind, name = mismatches[0]
+            equal_text = f", {equal} is the same" if equal else ""
+            lines = [f"step {number} is the first that differs{equal_text}: {tensor_description(kind, name)}"]
+            for folder, named in ((a, digests_a), (b, digests_b)):
                 value = named[kind].get(name, "nothing")
                 lines.append(f"  {describe_ranks_by_digest(value) if isinstance(value, dict) else value} in {folder}")
-            counts = [f"{n} of {len(one[value])} {value}" for value, n in Counter(result for result, _ in found).items()]
+            kind_counts = Counter(kind for kind, _ in mismatches)
+            counts = [f"{count} of {len(digests_a[kind])} {kind}" for kind, count in kind_counts.items()]
             lines.append(f"  different in that step: {', '.join(counts)}")
             if (between := number - equal) > 1:
                 lines.append(f"  it began in one of the {between} steps up to that: --digests-every 1 (every=1) tells in which")
             text = "\n".join(lines)
-            here, there = run["conditions"], other_run["conditions"]  # bits are promised where these are the same
-            doubts = [f"{key} {here[key]} and {there.get(key)}" for key in here if here[key] != there.get(key)]
-            if doubts or not here["deterministic"]:
+
+            # Bits are promised under the same conditions only.
+            pairs = [(key, value, other_run["conditions"].get(key)) for key, value in run["conditions"].items()]
+            doubts = [f"{key} {value_a} and {value_b}" for key, value_a, value_b in pairs if value_a != value_b]
+            if doubts or not run["conditions"]["deterministic"]:
                 why = ", ".join(doubts) or "kernels are not deterministic"
                 raise RunsNotComparableError(f"no bits are promised between these runs ({why})\n{text}")
             return False, text
         equal = number
-    counts = [f"{len(one[kind])} {kind}" for kind in DIGEST_KINDS if kind in one and kind in other]
+    counts = [f"{len(digests_a[kind])} {kind}" for kind in DIGEST_KINDS if kind in digests_a and kind in digests_b]
     return True, f"the same to the bit in {_step_range_text(common)}: {', '.join(counts)}"
 
 
 def _check_same_settings_and_model(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> None:
     """Raises NotComparable for runs of other settings, or of another model."""
-    settings, others = run_a["settings"], run_b["settings"]
-    pairs = [(name, settings.get(name), others.get(name)) for name in {**settings, **others}]
-    if unlike := [f"{name} {here} and {there}" for name, here, there in pairs if here != there]:
+    settings, other_settings = run_a["settings"], run_b["settings"]
+    pairs = [(name, settings.get(name), other_settings.get(name)) for name in {**settings, **other_settings}]
+    if unlike := [f"{name} {value_a} and {value_b}" for name, value_a, value_b in pairs if value_a != value_b]:
         raise RunsNotComparableError(f"the runs cannot be compared, they have {', '.join(unlike)}")
     if lacking := {*run_a["names"]} ^ {*run_b["names"]}:
         raise RunsNotComparableError(f"the runs cannot be compared, they have other models: only one has {min(lacking)}")

@@ -24,33 +24,33 @@ def pack_optimizer(optimizer: Any, names: Names, names_to_write: Container[str],
     packed = optimizer.state_dict()
     check_has_only(optimizer, names, rank)
     groups = []
-    for number, (group, told) in enumerate(zip(optimizer.param_groups, packed["param_groups"], strict=True)):
-        options = {key: value for key, value in told.items() if key not in PARAMETER_KEYS}
+    for number, (group, packed_group) in enumerate(zip(optimizer.param_groups, packed["param_groups"], strict=True)):
+        options = {key: value for key, value in packed_group.items() if key not in PARAMETER_KEYS}
         groups.append(
             {
                 "options": pack(options, f"groups.{rank}.{number}", tensors),
-                "words": group_options(told),  # to compare
+                "words": group_options(packed_group),  # to compare
                 "names": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
             }
         )
-    state, kept = dict(packed["state"]), {}
+    state, packed_state = dict(packed["state"]), {}
     for parameter, index in _parameters_with_indices(optimizer, packed):
         if index in state:
             aside: dict[str, Tensor] = {}
             name = names[id(parameter)]
             value = pack(state.pop(index), f"optimizer.{name}", aside)  # all who have a piece of it pack it
             if name in names_to_write:
-                kept[name] = value
+                packed_state[name] = value
                 tensors.update(aside)
     if state:
         raise MismatchError(f"rank {rank}: the optimizer keeps state of {', '.join(map(repr, state))}, which are no parameters")
-    return {"kind": type(optimizer).__name__, "groups": groups, "state": kept}
+    return {"kind": type(optimizer).__name__, "groups": groups, "state": packed_state}
 
 
 def _parameters_with_indices(optimizer: Any, packed: Any) -> Iterator[tuple[Tensor, int]]:
     """Each parameter of the optimizer, and its number in what `state_dict` has `packed`."""
-    for group, told in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        yield from zip(group["params"], told["params"], strict=True)
+    for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        yield from zip(group["params"], packed_group["params"], strict=True)
 
 
 def merge_optimizers(rank_optimizers: Sequence[Any]) -> Any:
@@ -58,24 +58,26 @@ def merge_optimizers(rank_optimizers: Sequence[Any]) -> Any:
     ranks = {rank: part for rank, part in enumerate(rank_optimizers) if part is not None}
     if not ranks:
         return None
-    first = min(ranks)
+    lowest_rank = min(ranks)
     groups: list[dict[str, Any]] = []
     group_of: dict[str, int] = {}
     for rank, part in ranks.items():
-        if part["kind"] != ranks[first]["kind"]:
-            raise MismatchError(f"the optimizer is {ranks[first]['kind']} on rank {first}, but {part['kind']} on rank {rank}")
+        if part["kind"] != ranks[lowest_rank]["kind"]:
+            raise MismatchError(
+                f"the optimizer is {ranks[lowest_rank]['kind']} on rank {lowest_rank}, but {part['kind']} on rank {rank}"
+            )
         for number, group in enumerate(part["groups"]):
             if number == len(groups):
                 groups.append({**group, "names": []})
             check_same_group_options(groups[number]["words"], group["words"], number, rank)
             for name in group["names"]:
-                if (before := group_of.setdefault(name, number)) != number:
-                    where = f"in the optimizer's group {number} on rank {rank}, but in group {before} on a rank before"
+                if (other_group := group_of.setdefault(name, number)) != number:
+                    where = f"in the optimizer's group {number} on rank {rank}, but in group {other_group} on a rank before"
                     raise MismatchError(f"{name} is {where}: make groups by the names of pipe.named_parameters()")
             groups[number]["names"] += [name for name in group["names"] if name not in groups[number]["names"]]
     merged = [{"options": group["options"], "names": group["names"]} for group in groups]
     state = {name: value for part in ranks.values() for name, value in part["state"].items()}
-    return {"kind": ranks[first]["kind"], "groups": merged, "state": state}
+    return {"kind": ranks[lowest_rank]["kind"], "groups": merged, "state": state}
 
 
 def check_optimizer_matches(optimizer: Any, saved: Any, names: Names) -> None:
@@ -87,14 +89,14 @@ def check_optimizer_matches(optimizer: Any, saved: Any, names: Names) -> None:
     if len(saved["groups"]) != len(optimizer.param_groups):
         counts = f"{len(saved['groups'])} parameter groups, but this one has {len(optimizer.param_groups)}"
         raise MismatchError(f"the checkpoint's optimizer has {counts}: make it with the same groups")
-    for number, (group, then) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
-        _check_numbers_stay_numbers(group, then["options"]["dict"], f"the optimizer's group {number}")
+    for number, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
+        _check_numbers_stay_numbers(group, saved_group["options"]["dict"], f"the optimizer's group {number}")
     home = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     for number, group in enumerate(optimizer.param_groups):
         for name in [names.get(id(parameter)) for parameter in group["params"] if id(parameter) in names or parameter.numel()]:
             if name is None or home.get(name) != number:
-                there = f"in group {home[name]}" if name in home else "not in the optimizer"
-                raise MismatchError(f"{name} is in the optimizer's group {number}, but in the checkpoint it is {there}")
+                saved_place = f"in group {home[name]}" if name in home else "not in the optimizer"
+                raise MismatchError(f"{name} is in the optimizer's group {number}, but in the checkpoint it is {saved_place}")
 
 
 def _check_numbers_stay_numbers(current: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
@@ -102,8 +104,8 @@ def _check_numbers_stay_numbers(current: Mapping[str, Any], saved: Mapping[str, 
     for key in current.keys() & saved.keys():
         is_number = isinstance(current[key], int | float) and not isinstance(current[key], bool)
         if is_number and isinstance(saved[key], str | list | None):
-            theirs = str(saved[key])[:60]
-            raise MismatchError(f"{where} has {key} {current[key]!r}, but {theirs!r} in the checkpoint, which is no number")
+            saved_text = str(saved[key])[:60]
+            raise MismatchError(f"{where} has {key} {current[key]!r}, but {saved_text!r} in the checkpoint, which is no number")
     if clash := saved.keys() & set(PARAMETER_KEYS):
         raise MismatchError(f"{where} cannot have {', '.join(sorted(clash))} from a checkpoint")
 
@@ -112,9 +114,9 @@ def unpack_scheduler_state(scheduler: Any, saved: Any, tensors: Mapping[str, Ten
     """The state that `scheduler` had. Raises MismatchError if it is none of one like this."""
     if saved is None:
         raise MismatchError("the checkpoint holds no learning-rate schedule: it was saved without scheduler=")
-    state, own, kind = unpack(saved, tensors), scheduler.state_dict(), type(scheduler).__name__
-    _check_numbers_stay_numbers(own, state, f"the {kind}")
-    if foreign := [key for key in state if key not in own and hasattr(scheduler, str(key))]:
+    state, current, kind = unpack(saved, tensors), scheduler.state_dict(), type(scheduler).__name__
+    _check_numbers_stay_numbers(current, state, f"the {kind}")
+    if foreign := [key for key in state if key not in current and hasattr(scheduler, str(key))]:
         raise MismatchError(f"the checkpoint's schedule has {', '.join(map(str, foreign))}, which are no state of a {kind}")
     return state
 
@@ -122,8 +124,8 @@ def unpack_scheduler_state(scheduler: Any, saved: Any, tensors: Mapping[str, Ten
 def restore_optimizer(optimizer: Any, saved: Any, names: Names, tensors: Mapping[str, Tensor]) -> None:
     """Give the optimizer the state and the options it had when `saved` was made, to the bit."""
     packed = optimizer.state_dict()
-    for told, then in zip(packed["param_groups"], saved["groups"], strict=True):
-        told.update(unpack(then["options"], tensors))
+    for group, saved_group in zip(packed["param_groups"], saved["groups"], strict=True):
+        group.update(unpack(saved_group["options"], tensors))
     state = {
         index: {key: _with_layout_of(value, parameter) for key, value in unpack(saved["state"][name], tensors).items()}
         for parameter, index in _parameters_with_indices(optimizer, packed)
@@ -146,7 +148,7 @@ def _with_layout_of(value: Any, parameter: Tensor) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)
 
 
-def unpack_scaler_state(chosen: Path, scaler: Any, saved: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def unpack_scaler_state(checkpoint: Path, scaler: Any, saved: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The state that a pipeline's `scaler` goes on with; empty if it has none, or is not enabled now or was not then.
 
     Raises MismatchError for one that a scaler does not take.
@@ -156,7 +158,7 @@ def unpack_scaler_state(chosen: Path, scaler: Any, saved: Any, tensors: Mapping[
     state: dict[str, Any] = unpack(saved, tensors)
     fits = state.keys() == scaler.state_dict().keys() and all(isinstance(value, int | float) for value in state.values())
     if state and not fits:
-        raise MismatchError(f"{chosen} holds the state of another scaler than this {type(scaler).__name__}: give that one")
+        raise MismatchError(f"{checkpoint} holds the state of another scaler than this {type(scaler).__name__}: give that one")
     return state
 
 

@@ -73,10 +73,10 @@ def export_checkpoint(folder: str | Path, path: str | Path, max_shard_size: int 
     """
     control = ControlGroup(Topology(), "alone")
     with fail_together(control, f"export {folder} to {path}"):
-        chosen, content, files = newest_complete_checkpoint(control, Path(folder))
+        checkpoint, content, files = newest_complete_checkpoint(control, Path(folder))
         state = {name.removeprefix(MODEL_PREFIX): files.mapped_tensor(name) for name in files if name.startswith(MODEL_PREFIX)}
         _write_weights(control, Path(path), state | content["model"], content["aliases"], content["settings"], max_shard_size)
-    return chosen
+    return checkpoint
 
 
 def transformers_configs(pipe: Pipeline) -> dict[str, Any]:
@@ -102,12 +102,12 @@ def _write_weights(
     """Write all ranks' parts of the state to `path`."""
     one_file, max_shard_bytes = path.suffix == ".safetensors", parse_bytes(str(max_shard_size))
     if max_shard_bytes is None:
-        told = f"max_shard_size={max_shard_size!r} is no size"
-        raise MismatchError(f"{told}: give a number of bytes, or one with a unit, like '5GB'")
+        problem = f"max_shard_size={max_shard_size!r} is no size"
+        raise MismatchError(f"{problem}: give a number of bytes, or one with a unit, like '5GB'")
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     no_tensors = [name for name in state if name not in tensors]
     if one_file:
-        tensors |= {name: tensors[first] for name, first in aliases.items() if first in tensors}
+        tensors |= {name: tensors[owner_name] for name, owner_name in aliases.items() if owner_name in tensors}
     parts = path.absolute().with_name(f".{path.name}.parts")
     with temporary_shards(control, parts, tensors, no_tensors, float("inf") if one_file else max_shard_bytes) as everyone:
         left_out = [name for _, names in everyone for name in names]

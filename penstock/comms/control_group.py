@@ -129,7 +129,7 @@ class ControlGroup:
         self._call_has_begun = False  # on all ranks: they have exchanged a row
 
         self._group: Any = None  # Gloo's, of all ranks
-        self._sent: list[tuple[Any, torch.Tensor]] = []  # the sends of the last row
+        self._pending_sends: list[tuple[Any, torch.Tensor]] = []  # the sends of the last row
         self._row: list[float] = []  # this rank's, in the exchange that goes on
         self._arriving: tuple[torch.Tensor, list[Any]] = torch.empty(0), []  # all ranks' rows of it, the receives
         self._posted: tuple[torch.Tensor, list[Any]] = torch.empty(0), []  # the same of the exchange after it
@@ -219,10 +219,10 @@ class ControlGroup:
 
         numbers = [*self._row, *[0.0] * (MAX_ROW_NUMBERS - len(row))]
         message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        last_sent, self._sent = self._sent, []
+        last_sent, self._pending_sends = self._pending_sends, []
         for number, peer in enumerate(self._peers):
             with convert_runtime_errors(f"for rank {peer} {purpose}", peer):
-                self._sent.append((self._group.send([message], peer, ROW_TAG), message))
+                self._pending_sends.append((self._group.send([message], peer, ROW_TAG), message))
                 if last_sent:
                     last_sent[number][0].wait()  # long received
 
@@ -327,7 +327,7 @@ class ControlGroup:
             self.groups.close()
         self.groups = self._group = None
         self.times_closed += 1
-        self._sent = []
+        self._pending_sends = []
 
         for pipeline, groups in self._active_mesh_groups.items():
             for group in groups:

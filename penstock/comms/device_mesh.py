@@ -45,8 +45,8 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1, cp: int = 1) -> D
         axes_of_ranks = control.all_gather_value(axes, "to make a mesh")
         for rank, other_axes in enumerate(axes_of_ranks):
             if other_axes != axes_of_ranks[0]:
-                first, other = _format_axes(axes_of_ranks[0]), _format_axes(other_axes)
-                problem = f"rank 0 makes a mesh of {first}, rank {rank} one of {other}"
+                rank_0_axes, rank_axes = _format_axes(axes_of_ranks[0]), _format_axes(other_axes)
+                problem = f"rank 0 makes a mesh of {rank_0_axes}, rank {rank} one of {rank_axes}"
                 raise MismatchError(f"{problem}: make the same")
 
         if not dist.is_initialized():  # a world of one

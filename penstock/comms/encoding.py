@@ -199,18 +199,18 @@ def _from_json(tree: Any, raw: BytesIO, depth: int) -> Any:
 
 def _build_instance(kind: str, class_name: str, parts: list[Any]) -> Any:
     """Return an instance of the class, which must be of this `kind`, built from its parts."""
-    found = _find_loaded_class(class_name)
-    if found is None:
+    cls = _find_loaded_class(class_name)
+    if cls is None:
         raise ValueError(f"it has the class {class_name}, which this rank has not imported")
-    if kind == "node" and found in TREE_NODES:
+    if kind == "node" and cls in TREE_NODES:
         context, *children = parts
-        return TREE_NODES[found].unflatten_fn(children, context)
-    if kind == "Enum" and issubclass(found, Enum):
-        return found.__members__[parts[0]]
-    if kind == "NamedTuple" and _is_namedtuple_class(found) and len(parts) == len(found._fields):
-        return tuple.__new__(found, parts)
-    if kind == "dataclass" and _is_penstock_dataclass(found):
-        return found(**dict(zip([field.name for field in fields(found) if field.init], parts, strict=True)))
+        return TREE_NODES[cls].unflatten_fn(children, context)
+    if kind == "Enum" and issubclass(cls, Enum):
+        return cls.__members__[parts[0]]
+    if kind == "NamedTuple" and _is_namedtuple_class(cls) and len(parts) == len(cls._fields):
+        return tuple.__new__(cls, parts)
+    if kind == "dataclass" and _is_penstock_dataclass(cls):
+        return cls(**dict(zip([field.name for field in fields(cls) if field.init], parts, strict=True)))
     raise ValueError(f"it has no {kind} of the class {class_name}")
 
 
@@ -230,12 +230,12 @@ def _find_loaded_class(name: str) -> Any:
     Imports nothing and runs no code of the class.
     """
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    candidate: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
-    if not isinstance(found, type):
-        found = next((node for node in TREE_NODES if f"{node.__module__}:{node.__qualname__}" == name), None)
-    return None if module.startswith("torch._") else found
+        candidate = vars(candidate).get(part) if isinstance(candidate, ModuleType | type) else None
+    if not isinstance(candidate, type):
+        candidate = next((node for node in TREE_NODES if f"{node.__module__}:{node.__qualname__}" == name), None)
+    return None if module.startswith("torch._") else candidate
 
 
 def _is_namedtuple_class(kind: type) -> bool:

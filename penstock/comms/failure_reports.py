@@ -70,23 +70,23 @@ def collect_reports(groups: ProcessGroups, own_report: FailureReport) -> tuple[l
     begin, store = time.monotonic(), groups.topology.store
     with suppress(RuntimeError):
         for _ in poll(REPORT_GRACE_SECONDS):
-            missing = set(groups.ranks) - reports.keys()
-            departures = detect_departures(store, missing)  # before the reports are read: a rank reports before it leaves
-            for rank in missing:
+            silent = set(groups.ranks) - reports.keys()
+            departures = detect_departures(store, silent)  # before the reports are read: a rank reports before it leaves
+            for rank in silent:
                 if text := read_text(groups.store, _report_key(rank)):
                     reports[rank] = FailureReport(**json.loads(text))
                     departures.pop(rank, None)
-            missing -= reports.keys()
+            silent -= reports.keys()
 
-            if first_own_error(reports.values()) or not missing - departures.keys():
+            if first_own_error(reports.values()) or not silent - departures.keys():
                 break
             blamed = {report.peer for report in reports.values()}
             lag_is_over = time.monotonic() > begin + DEPARTURE_LAG_SECONDS
-            lost = select_lost(departures)
-            if lost and (lag_is_over or blamed & lost.keys()):
+            lost_ranks = select_lost(departures)
+            if lost_ranks and (lag_is_over or blamed & lost_ranks.keys()):
                 break
             explained = departures.keys() | blamed
-            if lag_is_over and missing <= explained and not find_living_ranks(store, missing - departures.keys()):
+            if lag_is_over and silent <= explained and not find_living_ranks(store, silent - departures.keys()):
                 break
 
     reports.setdefault(own_report.rank, own_report)
@@ -95,10 +95,10 @@ def collect_reports(groups: ProcessGroups, own_report: FailureReport) -> tuple[l
 
 def first_own_error(reports: Collection[FailureReport]) -> PenstockError | None:
     """Return the earliest error that a rank raised by itself; None if the reports are of failed waits only."""
-    own = [(report.when, report.rank, report.error, report.text) for report in reports if report.error]
-    if not own:
+    own_errors = [(report.when, report.rank, report.error, report.text) for report in reports if report.error]
+    if not own_errors:
         return None
-    _, rank, kind, text = min(own)
+    _, rank, kind, text = min(own_errors)
     error: PenstockError = getattr(errors, kind)(text, [rank])
     return error
 
@@ -121,22 +121,22 @@ def diagnose(groups: ProcessGroups, reports: Sequence[FailureReport], departures
     witnesses = [report for report in reports if report.peer is None or report.peer in silent]
     timed_out = any("no answer" in report.end for report in witnesses)
 
-    living, lost = set[int](), select_lost(departures)
+    living, lost_ranks = set[int](), select_lost(departures)
     with suppress(RuntimeError):
-        lost = lost or (describe_suspended_ranks(store, silent) if timed_out else {})
+        lost_ranks = lost_ranks or (describe_suspended_ranks(store, silent) if timed_out else {})
         living = set() if timed_out else find_living_ranks(store, silent - departures.keys())
 
     blamed = {report.peer for report in witnesses if report.peer is not None} - living
-    absent = sorted(lost or blamed or silent - living)
+    absent = sorted(lost_ranks or blamed or silent - living)
 
     candidates = [report for report in witnesses if report.peer in absent] or witnesses or reports
     witness = min(candidates, key=lambda report: report.when)
     wait = f"rank {witness.rank} waited {witness.text}"
-    if left := {rank: departures[rank] for rank in absent if rank in departures and rank not in lost}:
-        return departure_error(left, wait)
+    if departed := {rank: departures[rank] for rank in absent if rank in departures and rank not in lost_ranks}:
+        return departure_error(departed, wait)
 
     verb = "does not answer" if timed_out else "is gone"
-    names = ", ".join(f"rank {rank} {lost.get(rank, verb)}" for rank in absent) or "the ranks lost each other"
+    names = ", ".join(f"rank {rank} {lost_ranks.get(rank, verb)}" for rank in absent) or "the ranks lost each other"
     # Where the heartbeat ended the wait, this rank itself has closed the connection: that explains nothing.
     end = "" if IS_SUSPENDED in names or IS_SILENT in names else f": {witness.end}"
     return LostRankError(f"{names}: {wait}{end}", absent)

@@ -182,10 +182,10 @@ class MonitoredRank:
         if state == ENDED:
             detect_departures(self.store, [self.rank])
         elif self._missed_beats >= SUSPENDED_AFTER_MISSED_BEATS:
-            lost = describe_suspended_ranks(self.store, range(self.ranks)) or self._describe_silence(state)
-            for rank, reason in lost.items():
+            lost_ranks = describe_suspended_ranks(self.store, range(self.ranks)) or self._describe_silence(state)
+            for rank, reason in lost_ranks.items():
                 publish_departure(self.store, rank, reason)
-            if lost:
+            if lost_ranks:
                 self.store.set(LOST_KEY, "")
 
     def _describe_silence(self, state: str) -> dict[int, str]:

@@ -52,12 +52,12 @@ class Activity:
         """Note that step `number` runs, or an evaluation after step `number`."""
         self.memory[ACTION_WORD] = 0
         self.memory[STEP_WORD] = number << 2 | (TRAINING_BIT if training else EVALUATING_BIT)
-        done = number - training
+        steps_done = number - training
         try:
             yield
-            done = number
+            steps_done = number
         finally:
-            self.memory[STEP_WORD] = done << 2
+            self.memory[STEP_WORD] = steps_done << 2
 
     def steps_done(self) -> int | None:
         """Return the number of finished training steps; None if no step has begun."""

@@ -251,17 +251,17 @@ def _connect(backend: str | None, device: torch.device, timeout: timedelta) -> s
 
 def _choose_device(backend: str | None, device: str | torch.device | None) -> torch.device:
     """Return the device of this rank, with its index. Raises PenstockError if it is not there."""
-    chosen = torch.device(device or ("cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"))
-    if chosen.type == "mps" and not torch.backends.mps.is_available():
+    torch_device = torch.device(device or ("cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"))
+    if torch_device.type == "mps" and not torch.backends.mps.is_available():
         raise PenstockError("device 'mps' was asked for, but torch finds no GPU of Apple's here: use device='cpu'")
-    if chosen.type != "cuda":
-        return chosen
+    if torch_device.type != "cuda":
+        return torch_device
     if not torch.cuda.is_available():
         raise PenstockError("device 'cuda' was asked for, but torch finds no GPU here: use device='cpu'")
     count = torch.cuda.device_count()
-    index = read_torchrun_integer("LOCAL_RANK", "0") % count if chosen.index is None else chosen.index
+    index = read_torchrun_integer("LOCAL_RANK", "0") % count if torch_device.index is None else torch_device.index
     if index >= count:
-        raise PenstockError(f"device '{chosen}' was asked for, and torch finds cuda:0 to cuda:{count - 1} here: use one")
+        raise PenstockError(f"device '{torch_device}' was asked for, and torch finds cuda:0 to cuda:{count - 1} here: use one")
     return torch.device("cuda", index)
 
 

@@ -56,14 +56,14 @@ class ContextParallelAttention(AttentionContext):
             return self._tokens_for_heads(mixed)
 
         key, value = self._gather_tokens([key, value])
-        seen = self.first_position + length if causal else sum(self._lengths)
-        mask = None if mask is None else mask[:, :seen]
-        return attend(query, key[:, :, :seen], value[:, :, :seen], causal, mask, scale, dropout)
+        visible_length = self.first_position + length if causal else sum(self._lengths)
+        mask = None if mask is None else mask[:, :visible_length]
+        return attend(query, key[:, :, :visible_length], value[:, :, :visible_length], causal, mask, scale, dropout)
 
     def _heads_for_tokens(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Give away all heads but this rank's, and get those of all tokens."""
-        sent = zip(*[tensor.chunk(len(self._lengths), 1) for tensor in tensors], strict=True)
-        return self._exchange_tokens([list(heads) for heads in sent])
+        head_chunks = zip(*[tensor.chunk(len(self._lengths), 1) for tensor in tensors], strict=True)
+        return self._exchange_tokens([list(heads) for heads in head_chunks])
 
     def _tokens_for_heads(self, mixed: Tensor) -> Tensor:
         """Give away all tokens but this rank's, and get all heads of those."""
@@ -75,16 +75,21 @@ class ContextParallelAttention(AttentionContext):
         """Return each tensor with the tokens of all ranks, which are in dimension 2."""
         return self._exchange_tokens([tensors] * len(self._lengths))
 
-    def _exchange_tokens(self, sent: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    def _exchange_tokens(self, tensors_by_rank: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Send to each rank its list of tensors of this rank's tokens; return them with the tokens of all ranks."""
-        shapes = [[(*tensor.shape[:2], length, *tensor.shape[3:]) for tensor in sent[self._index]] for length in self._lengths]
-        return [torch.cat(parts, 2) for parts in zip(*self._exchange(sent, shapes), strict=True)]
+        shapes = [
+            [(*tensor.shape[:2], length, *tensor.shape[3:]) for tensor in tensors_by_rank[self._index]]
+            for length in self._lengths
+        ]
+        return [torch.cat(parts, 2) for parts in zip(*self._exchange(tensors_by_rank, shapes), strict=True)]
 
-    def _exchange(self, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[Tensor]]:
+    def _exchange(
+        self, tensors_by_rank: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
+    ) -> list[Sequence[Tensor]]:
         """Send to each rank its list of tensors; return the lists that the ranks have sent, of these shapes."""
         sizes = [[prod(shape) for shape in row] for row in shapes]
-        flat = torch.cat([tensor.reshape(-1) for row in sent for tensor in row])
-        send_sizes = [sum(tensor.numel() for tensor in row) for row in sent]
+        flat = torch.cat([tensor.reshape(-1) for row in tensors_by_rank for tensor in row])
+        send_sizes = [sum(tensor.numel() for tensor in row) for row in tensors_by_rank]
         received = _AllToAll.apply(flat, send_sizes, list(map(sum, sizes)), self._group)
         parts = iter(received.split([size for row in sizes for size in row]))
         return [[next(parts).view(tuple(shape)) for shape in row] for row in shapes]

@@ -60,8 +60,8 @@ def make_data_parallel(
     wrapped = wrap()
     replication = replication_of(module, wrapped, group, wrap)
     if isinstance(replication, NoReplication):
-        told = f"data_parallel={getattr(apply, '__name__', repr(apply))} gave {type(wrapped).__name__}"
-        raise MismatchError(f"{told}, no DistributedDataParallel and not sharded: return what it makes")
+        problem = f"data_parallel={getattr(apply, '__name__', repr(apply))} gave {type(wrapped).__name__}"
+        raise MismatchError(f"{problem}, no DistributedDataParallel and not sharded: return what it makes")
     return replication
 
 
@@ -85,6 +85,6 @@ def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Give all of `group` the values that its first rank has."""
-    mine = [local_shard(tensor.detach()) for tensor in tensors]
-    if mine:
-        torch_private.broadcast_coalesced(group, mine, BROADCAST_BUCKET_BYTES)
+    local_shards = [local_shard(tensor.detach()) for tensor in tensors]
+    if local_shards:
+        torch_private.broadcast_coalesced(group, local_shards, BROADCAST_BUCKET_BYTES)

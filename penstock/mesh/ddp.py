@@ -75,9 +75,9 @@ class DDPReplication(Replication):
         buffer.div_(group.size())
         self._last_backward.all_reduces.append(dist.all_reduce(buffer, group=group, async_op=True))
 
-        done = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
-        done.set_result(buffer)
-        return done
+        future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
+        future.set_result(buffer)
+        return future
 
     def begin_step(self) -> None:
         """Wrap the module again if other parameters are frozen now: DistributedDataParallel looks only when it is made."""

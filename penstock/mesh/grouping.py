@@ -60,10 +60,10 @@ def _check(lengths: Sequence[int], microbatches: int, limit: float | None) -> No
 
 def _costs_of_runs(lengths: Sequence[int], cost: Cost | None, limit: float | None) -> Tensor:
     """Entry [start, end]: the cost of a microbatch of the sorted rows start .. end - 1; infinite where there can be none."""
-    longest = torch.tensor([0, *lengths], dtype=torch.float64, device="cpu")
+    max_lengths = torch.tensor([0, *lengths], dtype=torch.float64, device="cpu")
     position = torch.arange(len(lengths) + 1, dtype=torch.float64, device="cpu")
     rows = position[None, :] - position[:, None]
-    tokens = rows * longest[None, :]
+    tokens = rows * max_lengths[None, :]
     costs = tokens.clone()
 
     if cost is not None:
@@ -85,12 +85,12 @@ def _best_ends(costs: Tensor, groups: int) -> list[int] | None:
     best, best_ends = torch.inf, None
 
     for largest in (*candidates[::step].tolist(), torch.inf):
-        found = _cheapest_runs(costs.where(costs <= largest, torch.inf), groups)
-        if found is not None:
-            starts, ends = [0, *found], found
-            chosen = [costs[run].item() for run in zip(starts, ends, strict=False)]
-            if sum(chosen) + max(chosen) < best:
-                best, best_ends = sum(chosen) + max(chosen), ends
+        inner_ends = _cheapest_runs(costs.where(costs <= largest, torch.inf), groups)
+        if inner_ends is not None:
+            starts, ends = [0, *inner_ends], inner_ends
+            run_costs = [costs[run].item() for run in zip(starts, ends, strict=False)]
+            if sum(run_costs) + max(run_costs) < best:
+                best, best_ends = sum(run_costs) + max(run_costs), ends
     return best_ends
 
 

@@ -41,8 +41,8 @@ def parallelize_stages(
         )
     tensor_parallel.check_plan(plan, names, position)
     if tied and (position.tp is not None or (position.dp_cp is not None and apply is not data_parallel.apply_ddp)):
-        told = ", ".join(names[stage][name] for stage, name in tied[0])
-        raise MismatchError(f"parameters of several stages ({told}) can be neither sharded nor split over tp")
+        parameter_names = ", ".join(names[stage][name] for stage, name in tied[0])
+        raise MismatchError(f"parameters of several stages ({parameter_names}) can be neither sharded nor split over tp")
     replication_of_stage = dict(replications)
     for stage, module in modules.items():
         if position.tp is not None and plan is not None:

@@ -138,6 +138,6 @@ def mesh_position(mesh: DeviceMesh | None, topology: Topology) -> MeshPosition:
     ranks = ranks.reshape(sizes.get("dp", 1), sizes.get("cp", 1) * sizes.get("tp", 1), sizes.get("pp", 1))
     replica, shard, rank = (torch.nonzero(ranks == topology.rank)[0]).tolist()
     pipelines = tuple(tuple(tuple(row) for row in shards) for shards in ranks.tolist())
-    mine = pipelines[replica][shard]
-    pipeline = replace(topology, rank=rank, world_size=len(mine), global_ranks=mine)
+    pipeline_ranks = pipelines[replica][shard]
+    pipeline = replace(topology, rank=rank, world_size=len(pipeline_ranks), global_ranks=pipeline_ranks)
     return MeshPosition(topology, pipeline, pipelines, replica, shard, mesh, sizes.get("cp", 1))

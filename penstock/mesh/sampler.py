@@ -33,16 +33,16 @@ class ReplicaSampler(Sampler[int]):
         return self.rows // self.replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that of `epoch`, the ones after it follow: for a training that is resumed."""
+        """Make the next iteration that of `epoch`, for a training that is resumed; the ones after it follow."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
         """This replica's rows of one epoch."""
-        taken = len(self) * self.replicas
-        begin, self.epoch = self.epoch * taken, self.epoch + 1
-        first, last = begin // self.rows, (begin + taken - 1) // self.rows  # of the shuffles that the epoch takes from
-        numbers = [row for which in range(first, last + 1) for row in self._row_order(which)]
-        return iter(numbers[begin - first * self.rows :][:taken][self.replica :: self.replicas])
+        num_rows = len(self) * self.replicas
+        begin, self.epoch = self.epoch * num_rows, self.epoch + 1
+        first_shuffle, last_shuffle = begin // self.rows, (begin + num_rows - 1) // self.rows
+        numbers = [row for which in range(first_shuffle, last_shuffle + 1) for row in self._row_order(which)]
+        return iter(numbers[begin - first_shuffle * self.rows :][:num_rows][self.replica :: self.replicas])
 
     def _row_order(self, shuffle_number: int) -> list[int]:
         if not self.shuffle:

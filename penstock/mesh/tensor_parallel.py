@@ -41,15 +41,15 @@ def check_plan(plan: TensorParallelPlan | None, names: Sequence[Mapping[str, str
 
 
 def parallelize_stage(plan: TensorParallelPlan, module: nn.Module, names: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """`parallelize_module` for a stage, whose own names are mapped to the uncut model's by `names`."""
+    """Call `parallelize_module` on a stage. `names`: a parameter's name in the stage -> in the uncut model."""
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # imports for a second
 
     install_optimizer_check()
 
-    around = [
-        pair for name, whole in names.items() for pair in zip(_enclosing_modules(name), _enclosing_modules(whole), strict=False)
-    ]
-    model_name_of = dict(around)  # a submodule's own name -> the uncut model's
+    model_name_of: dict[str, str] = {}  # a submodule's name in the stage -> in the uncut model
+    for name, model_name in names.items():
+        model_name_of |= zip(_enclosing_modules(name), _enclosing_modules(model_name), strict=False)
+
     styles = {
         name: style
         for name, _ in module.named_modules()
@@ -61,11 +61,11 @@ def parallelize_stage(plan: TensorParallelPlan, module: nn.Module, names: Mappin
             _check_heads_divide(module, name, model_name_of.get(name, name), mesh.size())
     together = tied_parameters.names_by_parameter({0: module})
     parallelize_module(module, mesh, styles)
-    now = tied_parameters.names_by_parameter({0: module})
-    if lost := [group for group in together if group not in now]:
-        apart = ", ".join(names[name] for _, name in lost[0])
+    tied_groups = tied_parameters.names_by_parameter({0: module})
+    if untied_groups := [group for group in together if group not in tied_groups]:
+        untied_names = ", ".join(names[name] for _, name in untied_groups[0])
         raise MismatchError(
-            f"tensor_parallel would make several parameters of one ({apart}): leave out all parts that share it"
+            f"tensor_parallel would make several parameters of one ({untied_names}): leave out all parts that share it"
         )
 
 
@@ -96,11 +96,11 @@ def _check_no_mixed_groups(optimizer: torch.optim.Optimizer) -> None:
     """Raises MismatchError for a group of tensors and DTensors that `foreach` or `fused` would update at once."""
     for number, group in enumerate(optimizer.param_groups):
         parameters = [param for param in group["params"] if param.grad is not None]
-        asked = group.get("foreach") or group.get("fused")
+        was_requested = group.get("foreach") or group.get("fused")
         by_default = (
             "foreach" in group and group["foreach"] is None and all(parameter.device.type != "cpu" for parameter in parameters)
         )
-        if (asked or by_default) and len({hasattr(parameter, "placements") for parameter in parameters}) > 1:
+        if (was_requested or by_default) and len({hasattr(parameter, "placements") for parameter in parameters}) > 1:
             raise MismatchError(
                 f"group {number} of the {type(optimizer).__name__} has tensors and DTensors, since tensor_parallel shares some "
                 "parameters only, and torch's foreach and fused kernels do not mix them: give it foreach=False, or make one "
@@ -114,8 +114,8 @@ def _enclosing_modules(name: str) -> list[str]:
 
 
 def _matches(module: str, pattern: str) -> bool:
-    parts, wanted = module.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+    parts, pattern_parts = module.split("."), pattern.split(".")
+    return len(parts) == len(pattern_parts) and all(map(fnmatchcase, parts, pattern_parts))
 
 
 def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -29,30 +29,30 @@ def attributes_restored(model: nn.Module) -> Iterator[set[Attribute]]:
 
     Lists, dicts, sets and deques get their elements back. Yields a set, which gets the changed attributes at the end.
     """
-    modules, changed = list(model.modules()), set[Attribute]()
-    before = {
+    modules, changed_attributes = list(model.modules()), set[Attribute]()
+    snapshots = {
         (id(module), name): (module, value, _elements(value))
         for module in modules
         for name, value in vars(module).items()
         if name not in _MODULE_ATTRIBUTES
     }
     try:
-        yield changed
+        yield changed_attributes
     finally:
         for module in modules:
             for name in vars(module).keys() - _MODULE_ATTRIBUTES:
-                if (id(module), name) not in before:
+                if (id(module), name) not in snapshots:
                     del vars(module)[name]
 
-        for (module_id, name), (module, value, elements) in before.items():
+        for (module_id, name), (module, value, elements) in snapshots.items():
             if not _have_same_elements(_elements(value), elements):
-                changed.add((module_id, name))
+                changed_attributes.add((module_id, name))
                 _refill(value, elements)
             if (current := vars(module).get(name, _MISSING)) is not value:
                 vars(module)[name] = value
                 # torch.export puts copies of containers there.
                 if not elements or not _have_same_elements(_elements(current), elements):
-                    changed.add((module_id, name))
+                    changed_attributes.add((module_id, name))
 
 
 def _elements(value: Any) -> list[Any]:
@@ -80,13 +80,13 @@ def attribute_reads_recorded(model: nn.Module) -> Iterator[set[Attribute]]:
     reads = set[Attribute]()
     module_ids = frozenset(map(id, model.modules()))
     classes = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
-    before = {cls: (cls.__getattribute__, "__getattribute__" in vars(cls)) for cls in classes}
-    for cls, (getattribute, _) in before.items():
+    originals = {cls: (cls.__getattribute__, "__getattribute__" in vars(cls)) for cls in classes}
+    for cls, (getattribute, _) in originals.items():
         setattr(cls, "__getattribute__", _recording_getattribute(getattribute, module_ids, reads))  # noqa: B010
     try:
         yield reads
     finally:
-        for cls, (getattribute, has_own) in before.items():
+        for cls, (getattribute, has_own) in originals.items():
             if has_own:
                 setattr(cls, "__getattribute__", getattribute)  # noqa: B010
             else:
@@ -126,10 +126,10 @@ class AttributeSnapshot:
                     f"{path or type(module).__name__} has other layers or hooks than when it was cut, and the pipeline has "
                     "those of then: put them back, or make a new Pipeline"
                 )
-        for reference, attribute, name, before in self._values:
+        for reference, attribute, name, value_at_cut in self._values:
             module = reference()
-            if module is not None and (now := _comparable(_static_attribute(module, name))) != before:
-                values = "not what it was" if isinstance(now, _SameObject) else f"{now!r:.80}, and was {before!r:.80}"
+            if module is not None and (value := _comparable(_static_attribute(module, name))) != value_at_cut:
+                values = "not what it was" if isinstance(value, _SameObject) else f"{value!r:.80}, and was {value_at_cut!r:.80}"
                 raise MismatchError(
                     f"{attribute} is {values} when its forward was cut, which keeps that: set it back, or have it in a buffer "
                     "that is filled in place, or in a layer: those are read in every step"

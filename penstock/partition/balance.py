@@ -94,7 +94,7 @@ def _best_ends(
             first = max(low, start + 1)
             stop = min(high + 1, bisect_right(cumulative, cumulative[start] + max_cost))
             candidates = zip(cumulative[first:stop], following[first:stop], strict=True)
-            sums = [(end - cumulative[start]) ** 2 + rest for end, rest in candidates]
+            sums = [(end - cumulative[start]) ** 2 + following_sum for end, following_sum in candidates]
             squares[start] = min(sums)
             best[start] = end = stop - 1 - sums[::-1].index(squares[start])
             todo += [(starts[:middle], low, end), (starts[middle + 1 :], end, high)]

@@ -67,8 +67,8 @@ def run(stages: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
         graph = stage.penstock if isinstance(stage, GraphStage) else None
         sources, destinations = (graph.sources, graph.destinations) if graph else ([index - 1], [index + 1])
         output = stage(*[messages.pop((source, index)) for source in sources]) if index else stage(*args, **kwargs)
-        sent = output if len(destinations) > 1 else (output,)
-        messages |= {(index, destination): message for destination, message in zip(destinations, sent, strict=False)}
+        outputs = output if len(destinations) > 1 else (output,)
+        messages |= {(index, destination): message for destination, message in zip(destinations, outputs, strict=False)}
     return output
 
 
@@ -129,10 +129,10 @@ class CuttableModel:
         is_sequential = is_plain_sequential and children_by_name(model).keys() >= set(self.cuts or ())
         if is_sequential or not self._has_example:  # an export runs hooks of the model, and what replaces its forward
             _check_no_model_hooks(model)
-        with attributes_restored(model) as changed, attribute_reads_recorded(model) as reads:
+        with attributes_restored(model) as changed_attributes, attribute_reads_recorded(model) as reads:
             self._graph = None if is_sequential else self._make_graph()
         self.unit_order = list(children_by_name(model)) if self._graph is None else self._graph.unit_order()
-        self.read_attributes = AttributeSnapshot(model, self.unit_order, () if is_sequential else reads - changed)
+        self.read_attributes = AttributeSnapshot(model, self.unit_order, () if is_sequential else reads - changed_attributes)
 
     def _make_graph(self) -> ModelGraph:
         from penstock.partition import export, trace  # torch.export takes a second to import
@@ -244,9 +244,9 @@ class CuttableModel:
         for stage in stages:
             stage.training = self.model.training
 
-        lost = self.model.state_dict().keys() - {name for stage in stages for name in stage.state_dict()}
-        if lost:
-            raise MismatchError(f"the cut loses {', '.join(sorted(lost))}")
+        lost_names = self.model.state_dict().keys() - {name for stage in stages for name in stage.state_dict()}
+        if lost_names:
+            raise MismatchError(f"the cut loses {', '.join(sorted(lost_names))}")
         _check_running_statistics(stages)
         _record_shared_parameters(stages)
         return stages
@@ -336,17 +336,17 @@ def find_units(model: nn.Module, cuts: Collection[str] = ()) -> dict[str, nn.Mod
     elements), and so is every submodule that neither contains one of these nor is inside one. A cut inside a unit makes units
     of its children instead.
     """
-    seen: set[int] = set()
-    return dict(_find_units("", model, cuts, seen, in_container=False))
+    visited_ids: set[int] = set()
+    return dict(_find_units("", model, cuts, visited_ids, in_container=False))
 
 
 def _find_units(
-    name: str, module: nn.Module, cuts: Collection[str], seen: set[int], in_container: bool
+    name: str, module: nn.Module, cuts: Collection[str], visited_ids: set[int], in_container: bool
 ) -> Iterator[tuple[str, nn.Module]]:
     """`in_container`: it is an element of a container, or inside one, and a unit unless a cut goes through it."""
-    if id(module) in seen:  # under its first name, as in named_parameters()
+    if id(module) in visited_ids:  # under its first name, as in named_parameters()
         return
-    seen.add(id(module))
+    visited_ids.add(id(module))
     has_containers = any(isinstance(submodule, CONTAINERS) for submodule in module.modules())
     is_unit = (in_container and not isinstance(module, CONTAINERS_WITHOUT_FORWARD)) or not has_containers
     if name and is_unit and not any(cut.startswith(name + ".") for cut in cuts):
@@ -354,7 +354,7 @@ def _find_units(
         return
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
-        yield from _find_units(path, child, cuts, seen, in_container or isinstance(module, CONTAINERS))
+        yield from _find_units(path, child, cuts, visited_ids, in_container or isinstance(module, CONTAINERS))
 
 
 def _hooked_module_names(model: nn.Module) -> list[str]:

@@ -83,34 +83,32 @@ def _matching_leaves(parameter: InputParameter, value: Any, cast: torch.dtype | 
         raise MismatchError(
             f"the model was cut for another structure of {parameter.name}: {parameter.structure}, not {structure}"
         )
-    for leaf, expected in zip(leaves, parameter.leaves, strict=True):
-        if cast is not None and isinstance(expected, InputTensorSpec) and expected.dtype.is_floating_point:
-            expected = expected._replace(dtype=cast)
-        if not _matches(leaf, expected):
+    for leaf, spec in zip(leaves, parameter.leaves, strict=True):
+        if cast is not None and isinstance(spec, InputTensorSpec) and spec.dtype.is_floating_point:
+            spec = spec._replace(dtype=cast)
+        if not _matches(leaf, spec):
             actual = str(InputTensorSpec(leaf.dtype, tuple(leaf.shape))) if isinstance(leaf, Tensor) else repr(leaf)
-            hint = "give an example like this batch" + ", with a size of 1 where this has one" * _has_other_size_1(
-                leaf, expected
-            )
-            raise MismatchError(f"the model was cut for {parameter.name} = {expected}, not {actual}: {hint}")
+            hint = "give an example like this batch" + ", with a size of 1 where this has one" * _has_other_size_1(leaf, spec)
+            raise MismatchError(f"the model was cut for {parameter.name} = {spec}, not {actual}: {hint}")
     return leaves
 
 
-def _has_other_size_1(leaf: Any, expected: Any) -> bool:
+def _has_other_size_1(leaf: Any, spec: Any) -> bool:
     """Return whether the leaf has a size of 1, other than its rows, where the example had another."""
-    if not isinstance(leaf, Tensor) or not isinstance(expected, InputTensorSpec):
+    if not isinstance(leaf, Tensor) or not isinstance(spec, InputTensorSpec):
         return False
-    sizes = enumerate(zip(expected.sizes, leaf.shape, strict=False))
-    return any(dim != expected.rows_dim and expected_size != 1 == size for dim, (expected_size, size) in sizes)
+    sizes = enumerate(zip(spec.sizes, leaf.shape, strict=False))
+    return any(dim != spec.rows_dim and expected_size != 1 == size for dim, (expected_size, size) in sizes)
 
 
-def _matches(leaf: Any, expected: Any) -> bool:
-    if not isinstance(expected, InputTensorSpec):
-        return type(leaf) is type(expected) and bool(leaf == expected)
-    if not isinstance(leaf, Tensor) or leaf.dtype != expected.dtype or leaf.dim() != len(expected.sizes):
+def _matches(leaf: Any, spec: Any) -> bool:
+    if not isinstance(spec, InputTensorSpec):
+        return type(leaf) is type(spec) and bool(leaf == spec)
+    if not isinstance(leaf, Tensor) or leaf.dtype != spec.dtype or leaf.dim() != len(spec.sizes):
         return False
     return all(
-        size == expected_size or (expected_size is None and (size > 1 or dim == expected.rows_dim))
-        for dim, (expected_size, size) in enumerate(zip(expected.sizes, leaf.shape, strict=True))
+        size == expected_size or (expected_size is None and (size > 1 or dim == spec.rows_dim))
+        for dim, (expected_size, size) in enumerate(zip(spec.sizes, leaf.shape, strict=True))
     )
 
 

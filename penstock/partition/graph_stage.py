@@ -82,8 +82,8 @@ class GraphInterpreter:
                 with torch.no_grad() if NO_GRAD in node.meta else _NOTHING:
                     values[node] = self._call(call_layer, node, args, kwargs)
                 del args, kwargs
-            for used in node.meta.get(LAST_USES, ()):
-                del values[used]
+            for dead_node in node.meta.get(LAST_USES, ()):
+                del values[dead_node]
         raise AssertionError("a graph ends with its output")
 
     def _unpack(self, messages: Sequence[Any]) -> list[Any]:
@@ -184,13 +184,13 @@ class _CutGraph:
             if stage in stages and node.op != "output":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
 
-        sent = [nodes for (source, _), nodes in self.routes.items() if source == stage]
-        messages = [_one_or_all([copies[node] for node in nodes]) for nodes in sent]
+        sent_nodes = [nodes for (source, _), nodes in self.routes.items() if source == stage]
+        messages = [_one_or_all([copies[node] for node in nodes]) for nodes in sent_nodes]
         graph.output(_one_or_all(messages) if messages else map_arg(self.graph.output_node().args[0], copies.__getitem__))
 
-        last_user = {used: node for node in graph.nodes for used in node.all_input_nodes}
-        for used, node in last_user.items():
-            node.meta.setdefault(LAST_USES, []).append(used)
+        last_user = {input_node: node for node in graph.nodes for input_node in node.all_input_nodes}
+        for input_node, node in last_user.items():
+            node.meta.setdefault(LAST_USES, []).append(input_node)
         return graph
 
 

@@ -77,7 +77,7 @@ def materialise(
                 _initialise(submodule, writes.has_tensors_of(name, submodule), inits)
 
         # Tensors without a value.
-        unwritten = {key: slot for key, slot in to_materialise.items() if key not in writes.written}
+        unwritten = {key: slot for key, slot in to_materialise.items() if key not in writes.written_ids}
         buffers = [slot for slot in unwritten.values() if not isinstance(slot.tensor, nn.Parameter)]
         _check_no_lost_buffers([slot for slot in buffers if not is_persistent_buffer(slot.owner, slot.key)], names, init)
     except BaseException:
@@ -90,10 +90,10 @@ def materialise(
 
 def _slots_to_materialise(slots: Sequence[TensorSlot], only: Container[str] | None) -> dict[int, TensorSlot]:
     """Return the tensors to materialise by id, each with the first of its slots."""
-    wanted = {id(slot.tensor) for slot in slots if slot.tensor.is_meta and (only is None or slot.name in only)}
+    selected_ids = {id(slot.tensor) for slot in slots if slot.tensor.is_meta and (only is None or slot.name in only)}
     first_slots: dict[int, TensorSlot] = {}
     for slot in slots:
-        if id(slot.tensor) in wanted:
+        if id(slot.tensor) in selected_ids:
             first_slots.setdefault(id(slot.tensor), slot)
     return first_slots
 
@@ -125,8 +125,8 @@ def _name_in_model(name: str, slots: Sequence[TensorSlot], names: Mapping[str, s
     """Return the name in the uncut model of the submodule `name`, by that of a tensor in it."""
     for slot in slots:
         if _is_inside(slot.name, name) and slot.name in names:
-            rest = slot.name.removeprefix(name).removeprefix(".")
-            return names[slot.name].removesuffix(rest).removesuffix(".")
+            suffix = slot.name.removeprefix(name).removeprefix(".")
+            return names[slot.name].removesuffix(suffix).removesuffix(".")
     return name
 
 
@@ -168,7 +168,7 @@ class _WriteGuard(TorchDispatchMode):
     def __init__(self, slots: Sequence[TensorSlot], to_materialise: Mapping[int, TensorSlot], device: torch.device) -> None:
         super().__init__()
         self.slots, self.to_materialise, self.device = slots, to_materialise, device
-        self.written = {key for key, slot in to_materialise.items() if not slot.tensor.numel()}  # ids of tensors
+        self.written_ids = {key for key, slot in to_materialise.items() if not slot.tensor.numel()}  # ids of tensors
         self._memory = {id(slot.tensor): slot.tensor.detach() for slot in slots}
         self._tensor_with = {storage_key(tensor): key for key, tensor in self._memory.items()}
         self._current = ""  # name of the submodule that is initialised
@@ -217,7 +217,7 @@ class _WriteGuard(TorchDispatchMode):
             return tensor
         if not self._may_write(key, self._current):
             return tensor.clone()
-        self.written.add(key)
+        self.written_ids.add(key)
         return tensor
 
 
@@ -234,16 +234,16 @@ def _seeded_generators(device: torch.device, seed: int | None, name: str) -> Ite
         yield
 
 
-def _check_no_lost_buffers(lost: Sequence[TensorSlot], names: Mapping[str, str], init: Init | None) -> None:
+def _check_no_lost_buffers(lost_slots: Sequence[TensorSlot], names: Mapping[str, str], init: Init | None) -> None:
     """Raise MismatchError if buffers that no state_dict has are without a value."""
-    if not lost:
+    if not lost_slots:
         return
-    slot = lost[0]
+    slot = lost_slots[0]
     class_name = type(slot.owner).__name__
-    others = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+    more_text = f" (and {len(lost_slots) - 1} more)" if len(lost_slots) > 1 else ""
     reason = "no reset_parameters() writes it" if init is None else "neither reset_parameters() nor init= writes it"
     advice = f"give {class_name} a reset_parameters() that does, {'pass' if init is None else 'extend'} init="
     raise MismatchError(
-        f"buffer {names.get(slot.name, slot.name)}{others} is on the meta device and {reason}: "
+        f"buffer {names.get(slot.name, slot.name)}{more_text} is on the meta device and {reason}: "
         f"{advice}, or build it on a real device"
     )

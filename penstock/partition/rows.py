@@ -91,8 +91,8 @@ def resolve_rows_dim(model: nn.Module | Iterable[nn.Module] | Mapping[int, nn.Mo
             raise MismatchError(f"rows_dim={rows_dim!r}: give the number of the dimension that has a batch's rows, 0 or more")
         return rows_dim
     modules = model.values() if isinstance(model, Mapping) else [model] if isinstance(model, nn.Module) else model
-    for whole in modules:
-        for name, module in whole.named_modules():
+    for root in modules:
+        for name, module in root.named_modules():
             if getattr(module, "batch_first", None) is False:
                 raise MismatchError(
                     f"{type(module).__name__}{f' {name}' * bool(name)} has batch_first=False: it takes (time, batch, ..), "

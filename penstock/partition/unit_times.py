@@ -50,7 +50,7 @@ def record_unit_inputs(
     arguments = (tuple(args), dict(kwargs or {}))
     inputs = map_tensors(lambda tensor: tensor.to(META), arguments) if is_meta else arguments
     pairs = zip(tree_leaves(inputs), tree_leaves(arguments), strict=True)
-    originals: dict[int, Tensor] = {id(used): original for used, original in pairs}
+    originals: dict[int, Tensor] = {id(detached): original for detached, original in pairs}
     recorded: dict[str, RecordedUnit] = {}
 
     def recorded_input(tensor: Tensor) -> Tensor:
@@ -67,14 +67,14 @@ def record_unit_inputs(
         stack.enter_context(tensors_replaced(model, lambda tensor: tensor.to(META) if is_meta else tensor))
         stack.enter_context(META if is_meta else nullcontext())
         stack.enter_context(pretend_exporting() if is_meta else nullcontext())  # models then do not decide by values
-        stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))  # a graph without activations
+        stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda _: _))  # a graph without activations
         stack.enter_context(torch.enable_grad())
         stack.enter_context(preserve_generator_state(module_device(model)))
         _forward_or_explain_meta_failure(model, inputs, is_meta)
 
-    missing = [name for name in units if name not in recorded]
-    if missing:
-        raise MismatchError(f"cannot measure {', '.join(missing)}: the forward of {type(model).__name__} does not call it")
+    uncalled = [name for name in units if name not in recorded]
+    if uncalled:
+        raise MismatchError(f"cannot measure {', '.join(uncalled)}: the forward of {type(model).__name__} does not call it")
     return list(recorded.values())
 
 
@@ -108,9 +108,9 @@ def measure_unit_seconds(
     round_number = last_improvement = 0
     while round_number < rounds or (perf_counter() < deadline and round_number - last_improvement < _STEADY_ROUNDS):
         round_number += 1
-        before = fastest
-        fastest = [min(least, _unit_seconds(unit, device)) for least, unit in zip(before, units, strict=True)]
-        if any(now < _STEADY_SHARE * least for now, least in zip(fastest, before, strict=True)):
+        previous = fastest
+        fastest = [min(seconds, _unit_seconds(unit, device)) for seconds, unit in zip(previous, units, strict=True)]
+        if any(seconds < _STEADY_SHARE * longer for seconds, longer in zip(fastest, previous, strict=True)):
             last_improvement = round_number
     return fastest
 

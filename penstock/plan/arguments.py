@@ -37,17 +37,17 @@ def check_numbers(**numbers: float) -> dict[str, float]:
 
 def integers(name: str, value: int | Sequence[int]) -> list[int]:
     """The one, or each of several once."""
-    asked = list(dict.fromkeys(value)) if isinstance(value, Iterable) else [value]
-    if not asked or not all(map(is_whole_number, asked)):
+    values = list(dict.fromkeys(value)) if isinstance(value, Iterable) else [value]
+    if not values or not all(map(is_whole_number, values)):
         raise PenstockError(f"{name}={value!r}: give a whole number, or several to choose from")
-    return [int(value) for value in asked]
+    return [int(value) for value in values]
 
 
 def memory_of_ranks(memory: float | str | Sequence[float | str], ranks: int) -> tuple[float, ...]:
     """Bytes of every rank."""
     value = list(memory) if isinstance(memory, Iterable) and not isinstance(memory, str) else [memory] * ranks
-    read: list[object] = [parse_memory_size(one) if isinstance(one, str) else one for one in value]
-    limits = tuple(float(one) for one in read if isinstance(one, SupportsFloat) and float(one) > 0)
+    sizes: list[object] = [parse_memory_size(size) if isinstance(size, str) else size for size in value]
+    limits = tuple(float(size) for size in sizes if isinstance(size, SupportsFloat) and float(size) > 0)
     if not len(limits) == len(value) == ranks:
         raise PenstockError(f"memory is {memory} for {ranks} ranks: give bytes above 0, once or for each rank of a pipeline")
     return limits
@@ -56,28 +56,28 @@ def memory_of_ranks(memory: float | str | Sequence[float | str], ranks: int) -> 
 def speeds_of_ranks(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
     """Of every rank, or none."""
     value: tuple[float, ...] = tuple(speeds) if isinstance(speeds, Iterable) else (speeds,)
-    if value and (len(value) != ranks or not all(isinstance(one, SupportsFloat) and 0 < one < math.inf for one in value)):
+    if value and (len(value) != ranks or not all(isinstance(speed, SupportsFloat) and 0 < speed < math.inf for speed in value)):
         raise PenstockError(f"speeds are {speeds} for {ranks} ranks: give a number above 0 for each rank of a pipeline")
     return tuple(map(float, value))
 
 
 def replica_counts(dp: int | Sequence[int], ranks: int, batch: int) -> list[int]:
     """Numbers of replicas that are tried: of those asked for the ones that divide both."""
-    asked = integers("dp", dp)
-    if not (found := [value for value in asked if value > 0 and ranks % value == 0 and batch % value == 0]):
-        most = math.gcd(ranks, batch)
-        raise PenstockError(f"dp={dp}: give replicas that divide {ranks} ranks and {batch} rows, such as {most}")
-    return found
+    requested_counts = integers("dp", dp)
+    if not (usable_counts := [value for value in requested_counts if value > 0 and ranks % value == 0 and batch % value == 0]):
+        max_replicas = math.gcd(ranks, batch)
+        raise PenstockError(f"dp={dp}: give replicas that divide {ranks} ranks and {batch} rows, such as {max_replicas}")
+    return usable_counts
 
 
 def family_names(schedules: str | Sequence[str] | None) -> list[str]:
     """Of the families that are tried."""
-    given = list(schedules) if isinstance(schedules, Iterable) and not isinstance(schedules, str) else [schedules or ""]
-    if not any(given):
+    family_list = list(schedules) if isinstance(schedules, Iterable) and not isinstance(schedules, str) else [schedules or ""]
+    if not any(family_list):
         return [name for name in FAMILIES if name != "naive"]
-    if unknown := [name for name in given if name not in list(FAMILIES)]:
+    if unknown := [name for name in family_list if name not in list(FAMILIES)]:
         raise PenstockError(f"there is no schedule {unknown[0]!r}: choose from {', '.join(FAMILIES)}")
-    return given
+    return family_list
 
 
 def microbatch_counts(
@@ -88,10 +88,10 @@ def microbatch_counts(
     They have no more than `max_rows` rows, as far as that leaves any.
     """
     if microbatches is None:
-        most = min(rows, 8 * ranks)
-        fewest = min(most, max(1, min(rows, ranks) // 4, math.ceil(rows / max_rows)))
-        whole = [count for count in range(fewest, most + 1) if rows % count == 0]
-        return whole or [min(rows, 4 * ranks)]
+        max_count = min(rows, 8 * ranks)
+        fewest = min(max_count, max(1, min(rows, ranks) // 4, math.ceil(rows / max_rows)))
+        divisors = [count for count in range(fewest, max_count + 1) if rows % count == 0]
+        return divisors or [min(rows, 4 * ranks)]
     counts = sorted(integers("microbatches", microbatches))
     if wrong := [count for count in counts if not 1 <= count <= batch]:
         raise PenstockError(f"a batch of {batch} rows cannot be split into {wrong[0]} microbatches: use 1 to {batch}")
@@ -103,15 +103,15 @@ def nothing_fits_message(cutting: PartitionSearch, best: EvaluatedPartition, alt
     rank = max(range(len(best.choices)), key=lambda rank: best.choices[rank].excess_bytes)
     choice, stages = best.choices[rank], cutting.stage_costs(best.starts)
     always, buffers = cutting.static_bytes(rank, [stages[stage] for stage in cutting.timer.stages_of_rank[rank]])
-    held = choice.peak_bytes - always - buffers
+    activation_bytes = choice.peak_bytes - always - buffers
     needed = max(choice.peak_bytes for choice in best.choices)
     schedule, needs = cutting.timer.schedule, f"{format_bytes(choice.excess_bytes)} of {format_bytes(choice.peak_bytes)}"
-    told = (
+    problem = (
         f"nothing fits: at best ({schedule.name}, {schedule.microbatches} microbatches) rank {rank} misses {needs}: "
         f"{format_bytes(always)} for parameters, gradients and optimizer state, {format_bytes(buffers)} for messages, "
-        f"{format_bytes(held)} for activations"
+        f"{format_bytes(activation_bytes)} for activations"
     )
-    return f"{told}. What fits: {'; '.join([*alternatives, f'{format_bytes(needed)} for each rank'])}"
+    return f"{problem}. What fits: {'; '.join([*alternatives, f'{format_bytes(needed)} for each rank'])}"
 
 
 def parse_memory_size(text: str) -> float:

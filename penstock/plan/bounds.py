@@ -20,15 +20,15 @@ def min_step_seconds(
     forwards = [0.0, *accumulate(layer.forward for layer in layers)]
     inputs = [0.0, *accumulate(layer.backward_input for layer in layers)]
     work = microbatches * sum(layer.seconds for layer in layers)
-    used = sorted(speeds or [1.0] * ranks, reverse=True)[: len(layers)]  # the fastest ranks begin first
-    fill = sum(speed * before / used[0] for speed, before in zip(used, forwards, strict=False))
+    used_speeds = sorted(speeds or [1.0] * ranks, reverse=True)[: len(layers)]  # the fastest ranks begin first
+    fill = sum(speed * seconds / used_speeds[0] for speed, seconds in zip(used_speeds, forwards, strict=False))
     alone = [
         forwards[place]
         + microbatches * (layer.forward + layer.backward_input)
         + max(microbatches * layer.backward_weight, inputs[place])
         for place, layer in enumerate(layers)
     ]
-    return max((work + fill) / sum(used), work / (cores * used[0]), max(alone) / used[0])
+    return max((work + fill) / sum(used_speeds), work / (cores * used_speeds[0]), max(alone) / used_speeds[0])
 
 
 def bottleneck_sentence(
@@ -41,14 +41,14 @@ def bottleneck_sentence(
     """
     busy, step = timeline.busy, timeline.makespan + reduce_seconds
     work = microbatches * sum(layer.seconds for layer in layers)
-    uneven, waiting = max(busy) - sum(busy) / len(busy), timeline.makespan - max(busy)
-    if max(recompute_seconds / len(busy), uneven, waiting, reduce_seconds) < step / 100:
+    uneven, idle_seconds = max(busy) - sum(busy) / len(busy), timeline.makespan - max(busy)
+    if max(recompute_seconds / len(busy), uneven, idle_seconds, reduce_seconds) < step / 100:
         return "all ranks work all the time"
-    if reduce_seconds > max(recompute_seconds / len(busy), uneven, waiting):
+    if reduce_seconds > max(recompute_seconds / len(busy), uneven, idle_seconds):
         return f"for {reduce_seconds / step:.0%} of the step the replicas sum their gradients: fewer replicas have less to sum"
-    if waiting >= max(recompute_seconds / len(busy), uneven):
-        told = f"the busiest rank waits for {waiting / step:.0%} of the step, while the pipeline fills and drains"
-        return f"{told}: more microbatches, or memory for more of them in flight, would shorten that"
+    if idle_seconds >= max(recompute_seconds / len(busy), uneven):
+        cause = f"the busiest rank waits for {idle_seconds / step:.0%} of the step, while the pipeline fills and drains"
+        return f"{cause}: more microbatches, or memory for more of them in flight, would shorten that"
     if recompute_seconds / len(busy) >= uneven:
         share = recompute_seconds / work
         return f"recomputation makes the work {share:.0%} more: more memory or smaller microbatches would save it"

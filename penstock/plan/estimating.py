@@ -49,12 +49,12 @@ def estimate(
     """
     if not speed > 0:
         raise PenstockError(f"speed={speed}: give the operations a second that a rank reaches, more than 0")
-    whole = CuttableModel(model, None, example_args, example_kwargs)
-    example = unwrap_tree((*whole.example, target))
+    cuttable = CuttableModel(model, None, example_args, example_kwargs)
+    example = unwrap_tree((*cuttable.example, target))
     with attributes_restored(model):
-        units = record_layer_inputs(whole, example, loss_fn, rows=1)
+        units = record_layer_inputs(cuttable, example, loss_fn, rows=1)
         return ModelProfile.from_layers(
-            costs_in_layer_order(whole, units, [_estimate_unit(unit, speed) for unit in units], example)
+            costs_in_layer_order(cuttable, units, [_estimate_unit(unit, speed) for unit in units], example)
         )
 
 
@@ -65,21 +65,21 @@ def _estimate_unit(unit: RecordedUnit, speed: float) -> LayerCost:
 
 def _count_unit(unit: RecordedUnit, speed: float) -> LayerCost:
     module = TensorsToTensors(unit)
-    parameters, given = list(unit.module.parameters()), list(map(_to_meta, module.argument_tensors()))
-    held = set(map(storage_key, parameters))
-    kept: dict[int, int] = {}
+    parameters, arguments = list(unit.module.parameters()), list(map(_to_meta, module.argument_tensors()))
+    parameter_keys = set(map(storage_key, parameters))
+    saved_bytes: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if (key := storage_key(tensor)) not in held:
-            kept[key] = tensor.untyped_storage().nbytes()
+        if (key := storage_key(tensor)) not in parameter_keys:
+            saved_bytes[key] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor), FlopCounterMode(display=False) as forward:
-        output = module(given)
-    inputs = _backward_operations(output, [tensor for tensor in given if tensor.requires_grad])
-    both = _backward_operations(output, [tensor for tensor in [*given, *parameters] if tensor.requires_grad])
-    times = [get_total_flop / speed for get_total_flop in (forward.get_total_flops(), inputs, both - inputs)]
-    size = sum(kept.values())
+        output = module(arguments)
+    inputs = _backward_operations(output, [tensor for tensor in arguments if tensor.requires_grad])
+    backward_operations = _backward_operations(output, [tensor for tensor in [*arguments, *parameters] if tensor.requires_grad])
+    times = [get_total_flop / speed for get_total_flop in (forward.get_total_flops(), inputs, backward_operations - inputs)]
+    size = sum(saved_bytes.values())
     ends = sum(parameter.nbytes for parameter in parameters), sum(tensor.nbytes for tensor in output)
     return LayerCost._make((unit.name, *times, size, size, *ends, 0.0, 0.0))
 
@@ -106,15 +106,15 @@ def estimate_transformers(path: Path, tokens: int, speed: float) -> ModelProfile
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except Exception as error:  # ModuleNotFoundError, or whatever a broken installation raises
-        told = f"transformers:CONFIG.json needs transformers, which cannot be imported here ({first_line(error)})"
-        raise PenstockError(f"{told}: pip install 'penstock[transformers]'") from error
+        problem = f"transformers:CONFIG.json needs transformers, which cannot be imported here ({first_line(error)})"
+        raise PenstockError(f"{problem}: pip install 'penstock[transformers]'") from error
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except Exception as error:  # of the config's, or of a broken installation, which imports each model when it is asked for
-        told = f"no causal language model can be made of {path} ({first_line(error)})"
-        raise PenstockError(f"{told}: give another config.json, or pip install 'penstock[transformers]'") from error
+        problem = f"no causal language model can be made of {path} ({first_line(error)})"
+        raise PenstockError(f"{problem}: give another config.json, or pip install 'penstock[transformers]'") from error
     if tokens < 1:
         raise PenstockError(f"rows of {tokens} tokens are none: give 1 or more")
     rows = torch.zeros(1, tokens, dtype=torch.long)

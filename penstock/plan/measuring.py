@@ -64,16 +64,16 @@ def measure(
 
         layers = measure(model, (tokens,), loss_fn=loss_fn, target=target)  # with (8, 1024) tokens: for 8 rows, and for 2
     """
-    whole = CuttableModel(model, None, example_args, example_kwargs)
-    example = *whole.example, target
+    cuttable = CuttableModel(model, None, example_args, example_kwargs)
+    example = *cuttable.example, target
     [rows] = microbatch.nonempty_split_sizes(example, "the example", 1)
     samples = []
     with attributes_restored(model):
         for count in sorted({max(1, rows // SMALL_SAMPLE_DIVISOR), rows}):
             sizes = [count, rows - count] if count < rows else [rows]
             part = microbatch.split(example, sizes)[0]
-            units = record_layer_inputs(whole, part, loss_fn, count)
-            layers = costs_in_layer_order(whole, units, _measure_units(units, device, rounds, seconds), part)
+            units = record_layer_inputs(cuttable, part, loss_fn, count)
+            layers = costs_in_layer_order(cuttable, units, _measure_units(units, device, rounds, seconds), part)
             samples.append(ProfileSample(count, tuple(layers)))
     return ModelProfile(tuple(samples))
 
@@ -100,25 +100,25 @@ class _Loss(nn.Module):
 
 
 def record_layer_inputs(
-    whole: CuttableModel, example: tuple[Any, ...], loss_fn: Callable[[Any, Any], Tensor] | None, rows: int
+    cuttable: CuttableModel, example: tuple[Any, ...], loss_fn: Callable[[Any, Any], Tensor] | None, rows: int
 ) -> list[RecordedUnit]:
     """Every layer, the loss last, with what it is called with on an example of so many `rows`."""
-    if not whole.unit_order:
+    if not cuttable.unit_order:
         raise MismatchError(
-            f"{type(whole.model).__name__} has no layers to plan with: give an nn.Sequential or a model of several"
+            f"{type(cuttable.model).__name__} has no layers to plan with: give an nn.Sequential or a model of several"
         )
-    model = _WithLoss(whole.model, loss_fn)
-    model.training = whole.model.training
-    first = {
-        whole.model.get_submodule(name): name for name in reversed(whole.unit_order)
+    model = _WithLoss(cuttable.model, loss_fn)
+    model.training = cuttable.model.training
+    name_of_module = {
+        cuttable.model.get_submodule(name): name for name in reversed(cuttable.unit_order)
     }  # a layer may stand in several places
     try:
-        return record_unit_inputs(model, {**{name: module for module, name in first.items()}, "": model.loss}, example)
+        return record_unit_inputs(model, {**{name: module for module, name in name_of_module.items()}, "": model.loss}, example)
     except PenstockError:
         raise
     except Exception as error:
-        told = f"the forward of {type(whole.model).__name__}, or the loss, fails on {rows} rows of the example"
-        raise MismatchError(f"{told}, of which all and a quarter are measured: {first_line(error)}") from error
+        problem = f"the forward of {type(cuttable.model).__name__}, or the loss, fails on {rows} rows of the example"
+        raise MismatchError(f"{problem}, of which all and a quarter are measured: {first_line(error)}") from error
 
 
 def _measure_units(units: Sequence[RecordedUnit], device: torch.device | None, rounds: int, seconds: float) -> list[LayerCost]:
@@ -127,33 +127,35 @@ def _measure_units(units: Sequence[RecordedUnit], device: torch.device | None, r
     while len(times[0]) < rounds or (perf_counter() < until and len(times[0]) < MAX_ROUNDS):
         for unit, duration in zip(units, times, strict=True):
             duration.append(_run_as_stage(unit, device, _measure_seconds))
-    found = []
+    layer_costs = []
     for unit, duration in zip(units, times, strict=True):
         forward, backward, *in_two = (median(column) for column in zip(*duration, strict=True))
         weights = min(in_two[-1], backward)
         longer = max(0.0, sum(in_two) - forward - backward)
         size = _run_as_stage(unit, device, _measure_bytes)
-        found.append(LayerCost(unit.name, forward, backward - weights, weights, *size, split=longer))
-    return found
+        layer_costs.append(LayerCost(unit.name, forward, backward - weights, weights, *size, split=longer))
+    return layer_costs
 
 
 def costs_in_layer_order(
-    whole: CuttableModel, units: Sequence[RecordedUnit], unit_costs: Sequence[LayerCost], example: tuple[Any, ...]
+    cuttable: CuttableModel, units: Sequence[RecordedUnit], unit_costs: Sequence[LayerCost], example: tuple[Any, ...]
 ) -> list[LayerCost]:
     """Return the costs of the model's layers in order, the last with the loss. A unit may stand in several places."""
     of_unit = {unit.module: layer for unit, layer in zip(units, unit_costs, strict=True)}
-    *layers, last, loss = [of_unit[module] for module in [*map(whole.model.get_submodule, whole.unit_order), units[-1].module]]
-    sums = [one + other for one, other in zip(last[1:], loss[1:], strict=True)]
-    both = LayerCost._make((last.name, *sums))._replace(output=last.output)
-    layers += [both._replace(activation=last.activation, ends=loss.activation + loss.ends)]
-    for border, size in _border_bytes(whole, example).items():
+    *layers, last_layer, loss = [
+        of_unit[module] for module in [*map(cuttable.model.get_submodule, cuttable.unit_order), units[-1].module]
+    ]
+    sums = [layer_value + loss_value for layer_value, loss_value in zip(last_layer[1:], loss[1:], strict=True)]
+    last_with_loss = LayerCost._make((last_layer.name, *sums))._replace(output=last_layer.output)
+    layers += [last_with_loss._replace(activation=last_layer.activation, ends=loss.activation + loss.ends)]
+    for border, size in _border_bytes(cuttable, example).items():
         layers[border] = layers[border]._replace(output=size)
     return layers
 
 
-def _border_bytes(whole: CuttableModel, example: tuple[Any, ...]) -> dict[int, float]:
+def _border_bytes(cuttable: CuttableModel, example: tuple[Any, ...]) -> dict[int, float]:
     """Bytes over the border behind each layer, with what flies past it to a later one; none where layers are a chain."""
-    stages, carried = whole.cut(whole.unit_order[1:]), defaultdict[int, float](float)
+    stages, carried = cuttable.cut(cuttable.unit_order[1:]), defaultdict[int, float](float)
     if not all(isinstance(stage, GraphStage) for stage in stages):
         return carried
 
@@ -165,12 +167,12 @@ def _border_bytes(whole: CuttableModel, example: tuple[Any, ...]) -> dict[int, f
 
     for number, stage in enumerate(stages):
         stage.register_forward_hook(partial(count, number))
-    meta = has_meta_tensors(whole.model)
+    meta = has_meta_tensors(cuttable.model)
     args, kwargs, _ = trees.map_tensors(lambda tensor: tensor.to("meta") if meta else tensor, example)
     with (
         tensors_replaced(nn.ModuleList(stages), lambda tensor: tensor.to("meta") if meta else tensor),
         pretend_exporting() if meta else nullcontext(),
-        preserve_generator_state(module_device(whole.model)),
+        preserve_generator_state(module_device(cuttable.model)),
         torch.no_grad(),
     ):
         run(stages, *args, **kwargs)
@@ -191,8 +193,8 @@ class TensorsToTensors(nn.Module):
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The unit's output for arguments with these tensors."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        next_tensor = iter(tensors)
+        leaves = [next(next_tensor) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.tree)
         return trees.tensors(self.unit(*args, **kwargs))
 
@@ -227,11 +229,12 @@ def _new_message(inputs: Sequence[Tensor]) -> list[list[Tensor]]:
 def _measure_seconds(stage: Stage, inputs: list[Tensor]) -> ActionSeconds:
     """Of one run with the backward as one and one with it in two, each after one to warm up."""
     device = inputs[0].device if inputs else CPU
-    synchronise, others = torch.get_device_module(device).synchronize, torch.zeros(CACHE_EVICTION_FLOATS, device=device)
+    synchronise = torch.get_device_module(device).synchronize
+    eviction_buffer = torch.zeros(CACHE_EVICTION_FLOATS, device=device)
 
     def took(run: Callable[..., T], *args: Any, **kwargs: Any) -> tuple[float, T]:
         """Seconds of a call that finds the caches as other layers leave them, and its result."""
-        others.add_(1)
+        eviction_buffer.add_(1)
         synchronise()
         begin = perf_counter()
         result = run(*args, **kwargs)

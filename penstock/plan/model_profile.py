@@ -76,11 +76,14 @@ class ModelProfile:
 
     @classmethod
     def mean_of(cls, profiles: "Sequence[ModelProfile]") -> "ModelProfile":
-        """Of the same layers measured on several ranks at once: a machine's cores are not all as fast, now one, now another."""
+        """Return the mean of profiles that several ranks measured at once, because the cores of a machine differ in speed."""
         return cls(
             tuple(
-                ProfileSample(same[0].rows, tuple(map(_mean_layer_cost, zip(*(sample.layers for sample in same), strict=True))))
-                for same in zip(*(profile.samples for profile in profiles), strict=True)
+                ProfileSample(
+                    rank_samples[0].rows,
+                    tuple(map(_mean_layer_cost, zip(*[sample.layers for sample in rank_samples], strict=True))),
+                )
+                for rank_samples in zip(*(profile.samples for profile in profiles), strict=True)
             )
         )
 
@@ -91,22 +94,25 @@ class ModelProfile:
 
     @property
     def max_rows(self) -> float:
-        """The most rows of a microbatch that they tell of: twice those of the largest sample; any, if all is proportional."""
+        """The largest microbatch, in rows, that the samples can predict: twice the largest sample; infinite for one sample."""
         return 2 * self.samples[-1].rows if len(self.samples) > 1 else math.inf
 
     def costs_at(self, rows: float) -> tuple[LayerCost, ...]:
-        """The layers at microbatches of so many rows: on the line through the two samples that are nearest.
+        """Return the cost of each layer at microbatches of `rows` rows, on the line through the two nearest samples.
 
-        Fewer rows than the smallest sample has take no less than their share of it. From one sample alone everything but the
+        Below the smallest sample, a cost is at least the share of that sample's. From one sample alone everything but the
         parameters is proportional.
         """
-        known = [sample.rows for sample in self.samples]
-        if len(known) == 1:
-            return tuple(_interpolate(layer, layer, 0.0, rows / known[0]) for layer in self.samples[0].layers)
-        high = next((place for place in range(1, len(known)) if known[place] >= rows), len(known) - 1)
-        share = (rows - known[high - 1]) / (known[high] - known[high - 1])
+        sampled_rows = [sample.rows for sample in self.samples]
+        if len(sampled_rows) == 1:
+            return tuple(_interpolate(layer, layer, 0.0, rows / sampled_rows[0]) for layer in self.samples[0].layers)
+        high = next((place for place in range(1, len(sampled_rows)) if sampled_rows[place] >= rows), len(sampled_rows) - 1)
+        share = (rows - sampled_rows[high - 1]) / (sampled_rows[high] - sampled_rows[high - 1])
         pairs = zip(self.samples[high - 1].layers, self.samples[high].layers, strict=True)
-        return tuple(_interpolate(few, many, share, least=rows / known[0] if rows < known[0] else 0.0) for few, many in pairs)
+        return tuple(
+            _interpolate(low_cost, high_cost, share, min_factor=rows / sampled_rows[0] if rows < sampled_rows[0] else 0.0)
+            for low_cost, high_cost in pairs
+        )
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write them to the JSON file at `path`."""
@@ -138,17 +144,23 @@ def _layer_cost_from_json(data: dict[str, Any]) -> LayerCost:
     return LayerCost(str(data["name"]), *(float(data.get(field, 0)) for field in LayerCost._fields[1:]))
 
 
-def _interpolate(few: LayerCost, many: LayerCost, share: float, scale: float = 1.0, least: float = 0.0) -> LayerCost:
-    """`few`, and `share` of the way to `many`, where more rows take no less: at least `least` of `few`, and `scale` times that.
+def _interpolate(
+    low_cost: LayerCost, high_cost: LayerCost, share: float, scale: float = 1.0, min_factor: float = 0.0
+) -> LayerCost:
+    """Interpolate by `share` between the costs of two row counts; multiply by `scale`. More rows take no less.
+
+    No value falls below `min_factor` of `low_cost`.
 
     Parameters stay as they are.
     """
-    values = [max(least * a, a + share * max(0.0, b - a)) * scale for a, b in zip(few[1:], many[1:], strict=True)]
-    return LayerCost(few.name, *values)._replace(parameters=few.parameters)
+    values = [
+        max(min_factor * a, a + share * max(0.0, b - a)) * scale for a, b in zip(low_cost[1:], high_cost[1:], strict=True)
+    ]
+    return LayerCost(low_cost.name, *values)._replace(parameters=low_cost.parameters)
 
 
-def _mean_layer_cost(same: Sequence[LayerCost]) -> LayerCost:
-    name, *columns = zip(*same, strict=True)
+def _mean_layer_cost(layer_costs: Sequence[LayerCost]) -> LayerCost:
+    name, *columns = zip(*layer_costs, strict=True)
     return LayerCost(name[0], *map(fmean, columns))
 
 

@@ -57,9 +57,9 @@ class Candidate(NamedTuple):
 
     def with_best_partition_of(self, candidates: Sequence["Candidate"]) -> "Candidate":
         """Return this candidate with the partition of another table of as many stages, if that is better."""
-        own = self.best.starts
-        partitions = {candidate.best.starts for candidate in candidates if len(candidate.best.starts) == len(own)}
-        evaluated = [self.best, *map(self.search.evaluate, partitions - {own})]
+        own_starts = self.best.starts
+        partitions = {candidate.best.starts for candidate in candidates if len(candidate.best.starts) == len(own_starts)}
+        evaluated = [self.best, *map(self.search.evaluate, partitions - {own_starts})]
         return self._replace(best=min(evaluated, key=lambda partition: (partition.excess_bytes, partition.seconds)))
 
 

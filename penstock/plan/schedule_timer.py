@@ -53,8 +53,8 @@ class ScheduleTimer:
     ) -> float:
         """The makespan where every action takes up to `jitter` more or less."""
         ends = [0.0]
-        for code, before, needed, border in self.operations:
-            start = max(ends[before], ends[needed] + message_delays[border])
+        for code, previous, needed, border in self.operations:
+            start = max(ends[previous], ends[needed] + message_delays[border])
             ends.append(start + costs[code] * random.uniform(1 - jitter, 1 + jitter))
         return max(ends)
 
@@ -65,19 +65,19 @@ class ScheduleTimer:
         """
         ends = [0.0]
         add = ends.append
-        for code, before, needed, border in self.operations:
-            free, there = ends[before], ends[needed] + message_delays[border]
-            add((free if free > there else there) + costs[code])
+        for code, previous, needed, border in self.operations:
+            free, arrival = ends[previous], ends[needed] + message_delays[border]
+            add((free if free > arrival else arrival) + costs[code])
         return max(ends) if cores >= len(self.stages_of_rank) else self._makespan_on_shared_cores(ends[1:], costs, cores)
 
     def _makespan_on_shared_cores(self, ends: Sequence[float], costs: Sequence[float], cores: float) -> float:
         changes = [(end, -1) for end in ends]
         changes += [(end - costs[code], 1) for (code, *_), end in zip(self.operations, ends, strict=True)]
-        total = before = 0.0
+        total = previous_time = 0.0
         working = 0
         for when, change in sorted(changes):
-            total += (when - before) * max(1.0, working / cores)
-            before, working = when, working + change
+            total += (when - previous_time) * max(1.0, working / cores)
+            previous_time, working = when, working + change
         return total
 
 
@@ -91,7 +91,7 @@ def _operations_in_order(schedule: Schedule) -> list[tuple[int, int, int, int]]:
         simulate(schedule).events, key=lambda event: event.start
     )  # every action takes 1: none starts before what it needs
     number: dict[Action, int] = {}
-    last = [0] * schedule.ranks
+    last_operation = [0] * schedule.ranks
     lines = []
     for event in order:
         kind, stage, microbatch, _ = event.action
@@ -100,8 +100,8 @@ def _operations_in_order(schedule: Schedule) -> list[tuple[int, int, int, int]]:
             needed, border = number[Action(Kind.F, stage - 1, microbatch)], stage - 1
         elif kind in (Kind.B, Kind.I) and stage < stages - 1:
             needed, border = number[Action(Kind.B, stage + 1, microbatch)], stage
-        lines.append((KINDS.index(kind) * stages + stage, last[event.rank], needed, border))
-        number[event.action] = last[event.rank] = len(lines)
+        lines.append((KINDS.index(kind) * stages + stage, last_operation[event.rank], needed, border))
+        number[event.action] = last_operation[event.rank] = len(lines)
         if kind is Kind.I:
             number[Action(Kind.B, stage, microbatch)] = len(lines)  # who waits for B waits for I as well
     return lines
@@ -109,16 +109,16 @@ def _operations_in_order(schedule: Schedule) -> list[tuple[int, int, int, int]]:
 
 def _peak_counts(row: Sequence[Action], home: Sequence[int]) -> list[tuple[int, ...]]:
     place = {stage: 2 * index for index, stage in enumerate(home)}
-    now = [0] * (2 * len(home))
-    seen = set()
+    in_flight = [0] * (2 * len(home))
+    count_tuples = set()
     for (kind, stage, *_), following in zip(row, [*row[1:], None], strict=True):
         at = place[stage]
-        now[at] += 1 if kind is Kind.F else -1 if kind in (Kind.B, Kind.I) else 0
-        now[at + 1] += 1 if kind is Kind.I else -1 if kind is Kind.W else 0
+        in_flight[at] += 1 if kind is Kind.F else -1 if kind in (Kind.B, Kind.I) else 0
+        in_flight[at + 1] += 1 if kind is Kind.I else -1 if kind is Kind.W else 0
         if kind is Kind.I or (kind is Kind.F and (following is None or following.kind is not Kind.F)):
-            seen.add(tuple(now))  # after B or W less is held than before
+            count_tuples.add(tuple(in_flight))  # after B or W less is held than before
     fullest: list[tuple[int, ...]] = []
-    for one in sorted(seen, reverse=True):  # none is above one that comes before it
-        if not any(all(map(ge, other, one)) for other in fullest):
-            fullest.append(one)
+    for counts in sorted(count_tuples, reverse=True):  # none is above one that comes before it
+        if not any(all(map(ge, fuller, counts)) for fuller in fullest):
+            fullest.append(counts)
     return fullest

@@ -119,18 +119,18 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
     """
     family = _find_family(name)
     if unknown := sorted(set(options) - set(family.options)):
-        known = f"it has {', '.join(family.options)}" if family.options else "it has none"
-        raise ScheduleError(f"{name} has no option {', '.join(unknown)}: {known}")
-    given = {what: value for what, value in {"stages_per_rank": stages_per_rank, **options}.items() if value is not None}
-    for what, value in {"ranks": ranks, "microbatches": microbatches, **given}.items():
+        option_text = f"it has {', '.join(family.options)}" if family.options else "it has none"
+        raise ScheduleError(f"{name} has no option {', '.join(unknown)}: {option_text}")
+    optional = {option: value for option, value in {"stages_per_rank": stages_per_rank, **options}.items() if value is not None}
+    for count_name, value in {"ranks": ranks, "microbatches": microbatches, **optional}.items():
         if not is_whole_number(value, 1):
-            raise ScheduleError(f"{name} cannot be built with {what}={value!r}: use a whole number of 1 or more")
+            raise ScheduleError(f"{name} cannot be built with {count_name}={value!r}: use a whole number of 1 or more")
     ranks, microbatches = int(ranks), int(microbatches)
     if ranks * microbatches > MAX_CELLS:
         raise ScheduleError(
             f"{name} of {ranks} ranks and {microbatches} microbatches is too large: {MAX_CELLS:,} in all at most"
         )
-    options = {what: value and int(value) for what, value in options.items()}
+    options = {option: value and int(value) for option, value in options.items()}
     if stages_per_rank is not None:
         _check_stages_per_rank(name, family, stages_per_rank := int(stages_per_rank))
     of = partial(_build_table, name, family, ranks, stages_per_rank=stages_per_rank, options=options)

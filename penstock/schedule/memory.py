@@ -63,10 +63,10 @@ def format_per_rank(amounts: Sequence[float], format_amount: Callable[[float], s
     """Return one amount for each rank as text: `4/3/2/1`, or their range if there are many ranks."""
     if len(amounts) <= MAX_LISTED_RANKS:
         return "/".join(map(format_amount, amounts))
-    least, most = min(amounts), max(amounts)
-    if least == most:
-        return f"{format_amount(most)} on every rank"
-    return f"{format_amount(least)} to {format_amount(most)} on {len(amounts)} ranks"
+    min_amount, max_amount = min(amounts), max(amounts)
+    if min_amount == max_amount:
+        return f"{format_amount(max_amount)} on every rank"
+    return f"{format_amount(min_amount)} to {format_amount(max_amount)} on {len(amounts)} ranks"
 
 
 def format_bytes(size: float) -> str:

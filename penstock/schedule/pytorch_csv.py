@@ -54,9 +54,11 @@ def script_from_compute_comms_rows(name: str, rows: Sequence[Iterable[str]]) -> 
     check_table(schedule)
     transfers = TransferTable(schedule)
     script = Script(schedule, tuple(tuple(_row(rank, row, schedule, transfers)) for rank, row in enumerate(parsed)))
-    sent = {cell for rank, row in enumerate(script.rows) for cell in row if isinstance(cell, Transfer) and cell.source == rank}
+    sent_transfers = {
+        cell for rank, row in enumerate(script.rows) for cell in row if isinstance(cell, Transfer) and cell.source == rank
+    }
     for transfer in chain.from_iterable(transfers.channels.values()):
-        if transfer not in sent:
+        if transfer not in sent_transfers:
             raise ScheduleError(f"rank {transfer.source} never sends the {transfer}, which rank {transfer.destination} needs")
     return script
 
@@ -70,7 +72,7 @@ def _cells(text: str) -> Iterator[Cell | _Post]:
 
 
 def _row(rank: int, cells: Sequence[Cell | _Post], schedule: Schedule, transfers: TransferTable) -> Iterator[Instruction]:
-    done: set[Action] = set()
+    done_actions: set[Action] = set()
     posted: set[Transfer] = set()
     for number, cell in enumerate(cells):
         if isinstance(cell, _Post):
@@ -82,7 +84,7 @@ def _row(rank: int, cells: Sequence[Cell | _Post], schedule: Schedule, transfers
                 continue
             if transfer in posted:
                 raise ScheduleError(f"rank {rank} has {cell.text} twice")
-            if cell.sends and transfer.action not in done:
+            if cell.sends and transfer.action not in done_actions:
                 raise ScheduleError(f"rank {rank} has {cell.text} before {transfer.action}, which makes what is sent")
             posted.add(transfer)
             yield transfer
@@ -93,7 +95,7 @@ def _row(rank: int, cells: Sequence[Cell | _Post], schedule: Schedule, transfers
                     if arriving not in posted:
                         raise ScheduleError(f"rank {rank} has {action}, but before it no receive of the {arriving}")
                     needs.append(arriving)
-            done.update(actions_of(cell))
+            done_actions.update(actions_of(cell))
             yield Compute(cell, tuple(needs))
 
 

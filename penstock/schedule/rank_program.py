@@ -64,16 +64,16 @@ class RankPrograms:
 
     def _lower_and_prove(self, training: bool, microbatches: int, forward_only_microbatches: frozenset[int]) -> RankProgram:
         program = self._program_of(microbatches)
-        whole = program.schedule
+        schedule = program.schedule
 
-        def wanted(action: Action) -> bool:
+        def is_included(action: Action) -> bool:
             forward = action.kind is Kind.F
             return action.microbatch < microbatches and (
                 forward or (training and action.microbatch not in forward_only_microbatches)
             )
 
-        if not training or microbatches < whole.microbatches or forward_only_microbatches:
-            program = lower(whole.filter_actions(wanted), skips=program.skips)
+        if not training or microbatches < schedule.microbatches or forward_only_microbatches:
+            program = lower(schedule.filter_actions(is_included), skips=program.skips)
             prove(program)
         steps = program.lines[self.rank]
         row = [step.action for step in steps]

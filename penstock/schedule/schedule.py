@@ -54,8 +54,8 @@ def parse_csv_cells(name: str, text: str) -> list[list[str]]:
             rows.append(row)
             count += max(1, len(row))
             if count > MAX_TABLE_CELLS or len(rows) > MAX_TABLE_ROWS:
-                told = f"{name} has more than {MAX_TABLE_CELLS:,} cells or {MAX_TABLE_ROWS:,} rows"
-                raise ScheduleError(f"{told}, the most that a table may have: it has a row for each rank")
+                problem = f"{name} has more than {MAX_TABLE_CELLS:,} cells or {MAX_TABLE_ROWS:,} rows"
+                raise ScheduleError(f"{problem}, the most that a table may have: it has a row for each rank")
         return rows
     except csv.Error as error:  # a cell of 131,072 characters, for instance
         raise ScheduleError(f"{name} is damaged, or no CSV table: {error}") from error
@@ -64,7 +64,7 @@ def parse_csv_cells(name: str, text: str) -> list[list[str]]:
 def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placement = None) -> Schedule:
     """A schedule from its rows; the numbers of stages, microbatches and slices are read off the actions.
 
-    `rows`: of each rank its cells: an action, a pair of actions that may overlap, or the text of either.
+    `rows`: the cells of each rank: an action, a pair of actions that may overlap, or the text of either.
     `placement`: `loop`, `V`, or the rank of every stage; without it a stage lives where the first of its actions stands.
 
     Raises ScheduleError for a text that is no action, and for a stage that stands nowhere.
@@ -73,7 +73,9 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
         (0, 1)
     """
     try:
-        cells = [[cell for each in row for cell in (parse_cell(each) if isinstance(each, str) else (each,))] for row in rows]
+        cells = [
+            [cell for value in row for cell in (parse_cell(value) if isinstance(value, str) else (value,))] for row in rows
+        ]
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error}") from error
     table = tuple(tuple(action for cell in row for action in actions_of(cell)) for row in cells)
@@ -81,10 +83,10 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
     stages = 1 + max((action.stage for row in table for action in row), default=-1)
     microbatches = 1 + max((action.microbatch for row in table for action in row), default=-1)
     slices = 1 + max((action.slice for row in table for action in row), default=0)
-    for what, count in (("stage", stages), ("microbatch", microbatches), ("slice", slices)):
+    for name_of_index, count in (("stage", stages), ("microbatch", microbatches), ("slice", slices)):
         if count > MAX_TABLE_CELLS:
             raise ScheduleError(
-                f"{name} has {what} {count - 1:,}, and so more cells than a table may have, {MAX_TABLE_CELLS:,}"
+                f"{name} has {name_of_index} {count - 1:,}, and so more cells than a table may have, {MAX_TABLE_CELLS:,}"
             )
     if placement is None:
         placement = _placement_from_rows(name, table, stages)
@@ -100,8 +102,8 @@ def _placement_from_rows(name: str, table: Sequence[Sequence[Action]], stages: i
     homes = {action.stage: rank for rank in reversed(range(len(table))) for action in table[rank]}
     for stage in range(stages):
         if stage not in homes:
-            last = f"{name} has actions of stage {stages - 1}"
-            raise ScheduleError(f"{last}, but none of stage {stage}: give every stage its actions")
+            problem = f"{name} has actions of stage {stages - 1}"
+            raise ScheduleError(f"{problem}, but none of stage {stage}: give every stage its actions")
     return [homes[stage] for stage in range(stages)]
 
 

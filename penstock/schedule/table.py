@@ -54,8 +54,8 @@ class Action(NamedTuple):
         """The action written as stage, kind, microbatch: `2F3`, or `2F3.1`. Raises ScheduleError for anything else."""
         if cell := re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", text.strip()):
             return cls(Kind(cell[2]), int(cell[1]), int(cell[3]), int(cell[4] or 0))
-        shown = repr(text) if len(text) < 60 else f"{text[:57]!r}.."
-        raise ScheduleError(f"cannot read {shown} as an action: expected stage, kind (F, B, I or W), microbatch, as in 2F3")
+        quoted = repr(text) if len(text) < 60 else f"{text[:57]!r}.."
+        raise ScheduleError(f"cannot read {quoted} as an action: expected stage, kind (F, B, I or W), microbatch, as in 2F3")
 
 
 OverlappedPair = tuple[Action, Action]  # two actions that may run at the same time
@@ -75,11 +75,11 @@ def cell_text(cell: Cell) -> str:
 
 def receiving_stages(num_stages: int, skips: Collection[Skip] = ()) -> dict[Kind, list[list[int]]]:
     """Kind -> stage -> the stages that take what such an action makes, in order: outputs go onward, gradients back."""
-    onward, back, nowhere = ([list[int]() for _ in range(num_stages)] for _ in range(3))
+    forward, backward, nowhere = ([list[int]() for _ in range(num_stages)] for _ in range(3))
     for start, end in sorted({*pairwise(range(num_stages)), *skips}):
-        onward[start].append(end)
-        back[end].append(start)
-    return {Kind.F: onward, Kind.B: back, Kind.I: back, Kind.W: nowhere}
+        forward[start].append(end)
+        backward[end].append(start)
+    return {Kind.F: forward, Kind.B: backward, Kind.I: backward, Kind.W: nowhere}
 
 
 def dependencies(
@@ -165,18 +165,18 @@ class Table:
     def has_weights_in_backward_order(self, stage: int) -> bool:
         """Whether the microbatches' W on `stage` come in the order of their I, and so do those that have a B instead."""
         row = [action for action in self.actions[self.placement[stage]] if action.stage == stage]
-        inputs, weights = ([each[2:] for each in row if each.kind in (Kind.B, half)] for half in (Kind.I, Kind.W))
+        inputs, weights = ([act[2:] for act in row if act.kind in (Kind.B, half)] for half in (Kind.I, Kind.W))
         return inputs == weights
 
-    def filter_actions(self, wanted: Callable[[Action], bool]) -> Self:
-        """The same table with only the `wanted` actions, e.g. the forwards alone for an evaluation.
+    def filter_actions(self, is_included: Callable[[Action], bool]) -> Self:
+        """The same table with only the `is_included` actions, e.g. the forwards alone for an evaluation.
 
         Leaving out actions together with all that depends on them never creates a deadlock, so what was proved stays proved.
         """
         return replace(
             self,
-            actions=tuple(tuple(filter(wanted, row)) for row in self.actions),
-            overlaps=frozenset(pair for pair in self.overlaps if all(map(wanted, pair))),
+            actions=tuple(tuple(filter(is_included, row)) for row in self.actions),
+            overlaps=frozenset(pair for pair in self.overlaps if all(map(is_included, pair))),
         )
 
     def cells(self, rank: int) -> Iterator[Cell]:

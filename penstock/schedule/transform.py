@@ -63,17 +63,17 @@ def with_overlapped_pairs(table: Schedule, time: Callable[[Schedule], float], tr
             if pair and tries > 0:
                 tries -= 1
                 row[at : at + 2] = [pair]
-                tried = from_rows(table.name, rows, table.placement)
-                if (shorter := time(tried)) <= best:
-                    table, best = tried, shorter
+                candidate = from_rows(table.name, rows, table.placement)
+                if (shorter := time(candidate)) <= best:
+                    table, best = candidate, shorter
                 else:
                     row[at : at + 1] = pair
     return table
 
 
-def _as_pair(one: Cell, other: Cell) -> OverlappedPair | None:
+def _as_pair(first: Cell, second: Cell) -> OverlappedPair | None:
     """The two if they are a forward and a backward of different microbatches."""
-    if not (isinstance(one, Action) and isinstance(other, Action)) or one[2:] == other[2:]:
+    if not (isinstance(first, Action) and isinstance(second, Action)) or first[2:] == second[2:]:
         return None
-    kinds = {one.kind, other.kind}
-    return (one, other) if Kind.F in kinds and kinds & {Kind.B, Kind.I} else None
+    kinds = {first.kind, second.kind}
+    return (first, second) if Kind.F in kinds and kinds & {Kind.B, Kind.I} else None

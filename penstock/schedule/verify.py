@@ -91,9 +91,9 @@ def verify(
         verify(build("1f1b", 2, 2), sends="blocking")  # raises: rank 0 waits for rank 1 to receive ..; rank 1 waits for ..
     """
     check_is_table(schedule)
-    for name, value, known in (("sends", sends, SEND_MODES), ("channels", channels, CHANNEL_MODES)):
-        if value not in known:
-            raise ScheduleError(f"{name}={value!r}: use {' or '.join(map(repr, known))}")
+    for name, value, choices in (("sends", sends, SEND_MODES), ("channels", channels, CHANNEL_MODES)):
+        if value not in choices:
+            raise ScheduleError(f"{name}={value!r}: use {' or '.join(map(repr, choices))}")
     check_table(schedule)
     peaks = peaks_in_flight(map(schedule.cells, range(schedule.ranks)), schedule.slices)
     _check_memory(schedule, peaks, max_in_flight)
@@ -101,7 +101,7 @@ def verify(
     program = lower(schedule, RECEIVES_AHEAD if (sends, channels) == ("async", "directed") else 0, skips)
     prove(program, blocking=sends == "blocking", shared=channels == "shared")
     size = schedule.ranks, schedule.num_stages, schedule.microbatches
-    actions, transfers = (sum(map(len, each)) for each in (schedule.actions, program.channels.values()))
+    actions, transfers = (sum(map(len, rows)) for rows in (schedule.actions, program.channels.values()))
     return Proof(schedule.name, *size, actions, transfers, peaks, sends, channels, program)
 
 
@@ -111,9 +111,9 @@ def _check_memory(schedule: Table, peaks: Sequence[float], bound: float | Sequen
     bounds = [bound] * schedule.ranks if isinstance(bound, int | float) else list(bound)
     if len(bounds) != schedule.ranks:
         raise ScheduleError(f"max_in_flight has {len(bounds)} numbers for {schedule.ranks} ranks")
-    for rank, (peak, most) in enumerate(zip(peaks, bounds, strict=True)):
-        if peak > most:
-            raise ScheduleError(f"rank {rank} holds {peak:g} activations in flight, max_in_flight allows {most:g}")
+    for rank, (peak, allowance) in enumerate(zip(peaks, bounds, strict=True)):
+        if peak > allowance:
+            raise ScheduleError(f"rank {rank} holds {peak:g} activations in flight, max_in_flight allows {allowance:g}")
 
 
 @garbage_collection_paused()
@@ -133,33 +133,33 @@ def prove(program: Program | Script, blocking: bool = False, shared: bool = Fals
 
 
 def _check_local_order(table: Table) -> None:
-    """What an action needs from its own rank comes before it, and is not done at the same time."""
+    """Check that an action's inputs from its own rank come before it, and not in the same pair."""
     for rank, row in enumerate(table.actions):
-        stages, before = set(table.stages_of(rank)), set[Action]()
+        stages, done = set(table.stages_of(rank)), set[Action]()
         for cell in table.cells(rank):
-            here = actions_of(cell)
-            for action in here:
+            members = actions_of(cell)
+            for action in members:
                 for options in dependencies(action, table.num_stages, slices=table.slices):
-                    if before.isdisjoint(options) and options[0].stage in stages:
-                        maker = next((each for each in options if each in row), options[0])
-                        told = f"{action} before {maker}, which it needs"
-                        if maker in here:
-                            told = f"{cell_text(cell)} as a pair, but {action} needs {maker}"
-                        raise ScheduleError(f"{table.name} deadlocks: rank {rank} has {told}")
-            before.update(here)
+                    if done.isdisjoint(options) and options[0].stage in stages:
+                        maker = next((option for option in options if option in row), options[0])
+                        problem = f"{action} before {maker}, which it needs"
+                        if maker in members:
+                            problem = f"{cell_text(cell)} as a pair, but {action} needs {maker}"
+                        raise ScheduleError(f"{table.name} deadlocks: rank {rank} has {problem}")
+            done.update(members)
 
 
 def _with_waits_after_sends(row: Iterator[Instruction], rank: int) -> Iterator[Instruction]:
     """`row` of `rank` with a wait after every send."""
-    waiting: list[Instruction] = []
+    reversed_row: list[Instruction] = []
     following: Cell | None = None
     for instruction in reversed(list(row)):
         if isinstance(instruction, Compute):
             following = instruction.cell
         elif instruction.source == rank:
-            waiting.append(Compute(following, (instruction,)))
-        waiting.append(instruction)
-    return reversed(waiting)
+            reversed_row.append(Compute(following, (instruction,)))
+        reversed_row.append(instruction)
+    return reversed(reversed_row)
 
 
 class _ProofExecution:
@@ -196,8 +196,8 @@ class _ProofExecution:
         if own_queue and peer_queue and own_queue[0].source == peer_queue[0].source:
             sends, receives = (own_queue, peer_queue) if own_queue[0].source == rank else (peer_queue, own_queue)
             _, source, destination, _ = own_queue[0]
-            told = f"rank {source} sends the {sends[0]} where rank {destination} receives the {receives[0]}"
-            raise ScheduleError(f"{self.name} mixes up what it sends: {told}")
+            problem = f"rank {source} sends the {sends[0]} where rank {destination} receives the {receives[0]}"
+            raise ScheduleError(f"{self.name} mixes up what it sends: {problem}")
 
     def _queues_of(self, rank: int, transfer: Transfer) -> tuple[deque[Transfer], deque[Transfer], int]:
         """The channel of `transfer`: the queue at the end of `rank`, the one at the other end, and whose that is."""
@@ -209,32 +209,32 @@ class _ProofExecution:
         return ends[rank], ends[peer], peer
 
     def deadlock_cycle(self) -> list[str]:
-        """The circle that the ranks which are not done run into, told rank by rank; empty if all are done."""
+        """Return the circle of waits that unfinished ranks run into, a sentence for each rank; empty if all are done."""
         if not self.blocked:
             return []
-        told: dict[int, str] = {}
+        wait_of_rank: dict[int, str] = {}
         rank = min(self.blocked)
-        while rank not in told:
+        while rank not in wait_of_rank:
             own_queue, peer_queue, peer = self._queues_of(rank, self._missing_transfer(rank))
-            told[rank] = self._describe_wait(rank, peer, own_queue[0])
+            wait_of_rank[rank] = self._describe_wait(rank, peer, own_queue[0])
             if peer_queue:  # another transfer is in front there: each keeps the other from getting there
-                return [told[rank], self._describe_wait(peer, rank, peer_queue[0])]
+                return [wait_of_rank[rank], self._describe_wait(peer, rank, peer_queue[0])]
             rank = peer
-        return list(told.values())[list(told).index(rank) :]
+        return list(wait_of_rank.values())[list(wait_of_rank).index(rank) :]
 
     def _missing_transfer(self, rank: int) -> Transfer:
         """The first transfer that `rank` waits for."""
         return next(transfer for transfer in self.blocked[rank].needs if transfer not in self.completed)
 
     def _describe_wait(self, rank: int, peer: int, front: Transfer) -> str:
-        """What `rank` waits for, and, if both directions share a channel, what it has in front where it meets `peer`."""
+        """Say what `rank` waits for, and, if both directions share a channel, what is first in its queue with `peer`."""
         post = f"the {'send' if front.source == rank else 'receive'} of the {front} in front of its queue with rank {peer}"
         awaited, cell = self._missing_transfer(rank), self.blocked[rank].cell
-        before = f"before {'the end' if cell is None else cell_text(cell)}"
+        following = f"before {'the end' if cell is None else cell_text(cell)}"
         if awaited.source == rank:
-            waits = f"waits for rank {awaited.destination} to receive the {awaited}, {before}"
+            waits = f"waits for rank {awaited.destination} to receive the {awaited}, {following}"
         else:
-            waits = f"waits for the {awaited} from rank {awaited.source}, {before}"
+            waits = f"waits for the {awaited} from rank {awaited.source}, {following}"
         if not self.shared:
             return f"rank {rank} {waits}"
         return f"rank {rank} {waits}, with {post}" if peer in awaited[1:3] else f"rank {rank} has {post}, and {waits}"
@@ -248,7 +248,7 @@ def check_table(table: Table) -> None:
 
 
 def _placement_errors(table: Table) -> Iterator[str]:
-    """Where not every action names a stage and a microbatch that exist, on the rank where the stage lives."""
+    """Yield an error for each action whose stage, microbatch or slice does not exist, or is not on the rank of its stage."""
     placement, ranks, stages, microbatches = table.placement, table.ranks, table.num_stages, table.microbatches
     if not ranks or not stages or microbatches < 1:
         yield f"{table.name} is empty: {ranks} ranks, {stages} stages, {microbatches} microbatches"
@@ -269,33 +269,35 @@ def _placement_errors(table: Table) -> Iterator[str]:
 
 
 def _completeness_errors(table: Table) -> Iterator[str]:
-    """Where not every (stage, microbatch, slice) has its F once, and its B once or its I and W once."""
-    found = [{kind: set[int]() for kind in Kind} for _ in table.placement]  # stage, kind -> microbatch x K + slice
+    """Yield an error unless every (stage, microbatch, slice) has its F once, and its B once or its I and W once."""
+    parts = [{kind: set[int]() for kind in Kind} for _ in table.placement]  # stage, kind -> microbatch x K + slice
     slices = table.slices
     for row in table.actions:
         for kind, stage, microbatch, slice_ in row:
-            found[stage][kind].add(microbatch * slices + slice_)
-    if sum(len(microbatches) for each in found for microbatches in each.values()) < sum(map(len, table.actions)):
+            parts[stage][kind].add(microbatch * slices + slice_)
+
+    if sum(len(of_kind) for of_stage in parts for of_kind in of_stage.values()) < sum(map(len, table.actions)):
         action, times = Counter(chain.from_iterable(table.actions)).most_common(1)[0]
         yield f"rank {table.placement[action.stage]} has {action} {times} times; each action stands once"
-    lacking = (action for stage, each in enumerate(found) for action in _missing_actions(stage, each, table))
+
+    lacking = (action for stage, of_stage in enumerate(parts) for action in _missing_actions(stage, of_stage, table))
     if missing := [f"rank {table.placement[action.stage]} lacks {action}" for action in islice(lacking, 5)]:
         yield f"{table.name} is not complete: {', '.join(missing[:4])}{' and more' if missing[4:] else ''}"
 
 
-def _missing_actions(stage: int, found: dict[Kind, set[int]], table: Table) -> Iterator[Action]:
-    """The actions that `stage` lacks. Raises ScheduleError for a backward that is there both whole and in halves."""
-    forwards, full, inputs, weights = (found[kind] for kind in Kind)
+def _missing_actions(stage: int, parts: dict[Kind, set[int]], table: Table) -> Iterator[Action]:
+    """Yield the actions that `stage` lacks. Raise ScheduleError for a backward that is there both in full and in halves."""
+    forwards, full, inputs, weights = (parts[kind] for kind in Kind)
     for part in sorted(full & (inputs | weights)):
         kinds = Kind.B, Kind.I if part in inputs else Kind.W
-        whole, half = (Action(kind, stage, *divmod(part, table.slices)) for kind in kinds)
-        raise ScheduleError(f"rank {table.placement[stage]} has {whole} and {half}: a full B is I and W at once")
+        full_backward, half = (Action(kind, stage, *divmod(part, table.slices)) for kind in kinds)
+        raise ScheduleError(f"rank {table.placement[stage]} has {full_backward} and {half}: a full B is I and W at once")
     if inputs == weights and len(forwards) == len(full) + len(inputs) == table.microbatches * table.slices:
         return
     for part in range(table.microbatches * table.slices):
         halves = part in inputs or part in weights
         for kind in (Kind.F, Kind.I, Kind.W) if halves else (Kind.F, Kind.B):
-            if part not in found[kind]:
+            if part not in parts[kind]:
                 yield Action(kind, stage, *divmod(part, table.slices))
 
 

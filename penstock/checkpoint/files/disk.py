@@ -27,10 +27,10 @@ def is_in_memory(path: Path) -> bool:
     """Whether what is at `path` is gone when the machine is; only Linux tells, elsewhere all is on a disk."""
     if sys.platform != "linux":
         return False
-    found = (ctypes.c_ulong * 64)()  # its first word is the kind of file system
-    if _LIBC.statfs(os.fsencode(path), found):
+    statfs_buffer = (ctypes.c_ulong * 64)()  # its first word is the kind of file system
+    if _LIBC.statfs(os.fsencode(path), statfs_buffer):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
-    return found[0] in MEMORY_FILE_SYSTEM_TYPES
+    return statfs_buffer[0] in MEMORY_FILE_SYSTEM_TYPES
 
 
 def fsync(path: Path) -> None:
@@ -107,7 +107,7 @@ def open_regular_file(path: Path, follow: bool = False) -> Iterator[io.BufferedR
         yield file
 
 
-def _check_is_regular_file(found: os.stat_result, path: Path) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        kind = _FILE_KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+def _check_is_regular_file(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _FILE_KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))

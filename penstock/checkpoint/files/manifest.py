@@ -47,8 +47,8 @@ def step_of_folder(folder: Path) -> int | None:
 
 def checkpoints_newest_first(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, whole or not; one that was set aside to be replaced comes after its replacement."""
-    found = [(step, path.name[0] != ".", path) for path in folder.iterdir() if (step := step_of_folder(path)) is not None]
-    return [path for _, _, path in sorted(found, reverse=True)]
+    checkpoints = [(step, path.name[0] != ".", path) for path in folder.iterdir() if (step := step_of_folder(path)) is not None]
+    return [path for _, _, path in sorted(checkpoints, reverse=True)]
 
 
 # -- one checkpoint -----------------------------------------------------------------------------------------------------
@@ -120,11 +120,11 @@ def verify_files(folder: Path, files: dict[str, Any], rank: int = 0, num_ranks: 
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in files:
             raise DamagedFileError(f"{path} does not belong to the checkpoint: its {MANIFEST_FILE} does not name it")
-    for name, expected in list(files.items())[rank::num_ranks]:
-        (checksum,) = expected.keys() - {"bytes"}
-        found = file_entry(folder / name, checksum)
-        if found != expected:
-            counts = f"{found['bytes']} bytes are not the {expected['bytes']}"
+    for name, manifest_entry in list(files.items())[rank::num_ranks]:
+        (checksum,) = manifest_entry.keys() - {"bytes"}
+        actual_entry = file_entry(folder / name, checksum)
+        if actual_entry != manifest_entry:
+            counts = f"{actual_entry['bytes']} bytes are not the {manifest_entry['bytes']}"
             raise DamagedFileError(
                 f"{folder / name} is damaged: by their {CHECKSUM_TITLES[checksum]} its {counts} that were written"
             )
@@ -159,8 +159,8 @@ def delete_path(path: Path) -> None:
 def delete_leftovers(folder: Path) -> None:
     """Delete what broken saves have left in `folder`."""
     set_aside = [old for old in folder.glob(".step-*.old") if (folder / old.name[1:-4]).exists()]
-    for left in [*folder.glob(".step-*.part"), *set_aside]:
-        delete_path(left)
+    for leftover in [*folder.glob(".step-*.part"), *set_aside]:
+        delete_path(leftover)
 
 
 def move_into_place(part: Path, final: Path) -> None:
@@ -177,18 +177,18 @@ def move_into_place(part: Path, final: Path) -> None:
 
 def prune(folder: Path, step: int, keep: int) -> None:
     """Of the checkpoints up to `step`, delete those older than the last `keep` whole ones."""
-    kept = 0
-    for old in checkpoints_newest_first(folder):
-        if int(step_of_folder(old) or 0) > step:
+    num_kept = 0
+    for checkpoint in checkpoints_newest_first(folder):
+        if int(step_of_folder(checkpoint) or 0) > step:
             continue
-        if kept < keep:
-            kept += _is_intact(old)
+        if num_kept < keep:
+            num_kept += _is_intact(checkpoint)
         else:
-            away = folder / f".{old.name.strip('.')}.part"  # no longer a checkpoint, from one moment to the next
-            delete_path(away)
-            os.rename(old, away)
-            delete_path(away)
-            _verified_folders.discard(old.resolve())
+            hidden_path = folder / f".{checkpoint.name.strip('.')}.part"  # no longer a checkpoint, from one moment to the next
+            delete_path(hidden_path)
+            os.rename(checkpoint, hidden_path)
+            delete_path(hidden_path)
+            _verified_folders.discard(checkpoint.resolve())
 
 
 @contextmanager

@@ -68,23 +68,23 @@ def validate_manifest(content: Any) -> list[str]:
     return list(_tensor_names(content, _MANIFEST, "it"))
 
 
-def _tensor_names(value: Any, expected: Any, location: str) -> Iterator[str]:
-    if isinstance(expected, PackedStateRule):
-        if expected.kinds and not (isinstance(value, dict) and len(value) == 1 and next(iter(value)) in expected.kinds):
-            raise ValueError(f"{location} is no {' or '.join(expected.kinds)}")
+def _tensor_names(value: Any, rule: Any, location: str) -> Iterator[str]:
+    if isinstance(rule, PackedStateRule):
+        if rule.kinds and not (isinstance(value, dict) and len(value) == 1 and next(iter(value)) in rule.kinds):
+            raise ValueError(f"{location} is no {' or '.join(rule.kinds)}")
         yield from packing.tensor_names_in(value, location)
         return
-    kind = expected if isinstance(expected, ValueRule) else _LIST if isinstance(expected, list) else _OBJECT
+    kind = rule if isinstance(rule, ValueRule) else _LIST if isinstance(rule, list) else _OBJECT
     if not kind.accepts(value):
         raise ValueError(f"{location} is {repr(value)[:60]}, not {kind.description}")
-    if isinstance(expected, list):
+    if isinstance(rule, list):
         for number, item in enumerate(value):
-            yield from _tensor_names(item, expected[0], f"{location}.{number}")
-    for name, item in expected.items() if isinstance(expected, dict) else ():
+            yield from _tensor_names(item, rule[0], f"{location}.{number}")
+    for name, item in rule.items() if isinstance(rule, dict) else ():
         if isinstance(name, ValueRule):
-            for key, one in value.items():
+            for key, item_value in value.items():
                 yield from _tensor_names(key, name, f"a name in {location}")
-                yield from _tensor_names(one, item, f"{location}.{key}")
+                yield from _tensor_names(item_value, item, f"{location}.{key}")
         elif name not in value:
             if name not in _MISSING_IN_OLD_CHECKPOINTS:
                 raise ValueError(f"{location} has no {name!r}")

@@ -134,7 +134,7 @@ class TensorFiles(Mapping[str, Tensor]):
         self.locations = {name: stored for file in files for name, stored in _read_locations(file, file in paths)}
         self.shapes = {name: stored.shape for name, stored in self.locations.items()}
         self.nbytes = sum(stored.nbytes for stored in self.locations.values())
-        self._last: tuple[Path | None, Any] = None, None  # the file that was read last, and its memory
+        self._last_mapping: tuple[Path | None, Any] = None, None  # the file that was read last, and its memory
 
     def __getitem__(self, name: str) -> Tensor:
         return self.mapped_tensor(name).clone()
@@ -153,9 +153,9 @@ class TensorFiles(Mapping[str, Tensor]):
         path, begin, dtype, shape = self.locations[name]
         if not shape.numel():
             return torch.empty(shape, dtype=dtype, device="cpu")
-        if path != self._last[0]:  # one file at a time: each holds a descriptor
-            self._last = path, _memory_map(path, path in self.paths)
-        data = self._last[1]
+        if path != self._last_mapping[0]:  # one file at a time: each holds a descriptor
+            self._last_mapping = path, _memory_map(path, path in self.paths)
+        data = self._last_mapping[1]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it cannot be written to
             return torch.frombuffer(data, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
@@ -177,11 +177,11 @@ def _read_locations(path: Path, follow: bool) -> Iterator[tuple[str, TensorLocat
         header.pop("__metadata__", None)
         filled = 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            (first, end), numbers = entry["data_offsets"], entry["shape"]
-            if first != filled or not all(type(number) is int and 0 <= number < 2**63 for number in (first, end, *numbers)):
+            (start, end), numbers = entry["data_offsets"], entry["shape"]
+            if start != filled or not all(type(number) is int and 0 <= number < 2**63 for number in (start, end, *numbers)):
                 raise ValueError(f"{name} has no place in it")
-            stored = TensorLocation(path, begin + first, _DTYPE_OF_NAME[entry["dtype"]], torch.Size(numbers))
-            if end != first + stored.nbytes:
+            stored = TensorLocation(path, begin + start, _DTYPE_OF_NAME[entry["dtype"]], torch.Size(numbers))
+            if end != start + stored.nbytes:
                 raise ValueError(f"{name} has another size")
             filled = end
             yield name, stored

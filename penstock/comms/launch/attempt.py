@@ -69,10 +69,10 @@ def count_same_failures(attempts: Sequence[Attempt]) -> int:
 
     An error that was raised twice is the program's own. A crash may come from outside: it must come three times, and at a step.
     """
-    last = attempts[-1]
-    needed = 3 if last.died else 2
+    last_attempt = attempts[-1]
+    needed = 3 if last_attempt.died else 2
     failures = {(attempt.mistake, attempt.steps_done) for attempt in attempts[-needed:]}
-    can_be_compared = last.mistake and (last.steps_done is not None or not last.died)
+    can_be_compared = last_attempt.mistake and (last_attempt.steps_done is not None or not last_attempt.died)
     return needed if can_be_compared and len(failures) == 1 and len(attempts) >= needed else 0
 
 
@@ -83,7 +83,7 @@ def exit_error(rank: int, exitcode: int | None) -> PenstockError:
         return PenstockError(f'{problem}: put what launches under `if __name__ == "__main__":`')
     if exitcode is not None and exitcode < 0:
         number = -exitcode
-        names = {known.value: known.name for known in signal.Signals}
+        names = {known_signal.value: known_signal.name for known_signal in signal.Signals}
         name = names.get(number, f"signal {number}")  # a real-time signal has no name
         return RankDiedError(f"rank {rank} was killed by {name}", crashed=number not in SIGNALS_FROM_OUTSIDE)
     return RankDiedError(f"rank {rank} ended with exit code {exitcode} before it was done", crashed=True)
@@ -100,30 +100,31 @@ def diagnose_attempt(ranks: int, results: Mapping[int, RankResult]) -> Attempt:
     """
     steps = max((result.steps_done for result in results.values() if result.steps_done is not None), default=None)
     failed = {rank: result for rank, result in results.items() if not result.succeeded}
-    first = next((rank for rank, result in failed.items() if not result.lost_others), None)
+    first_rank = next((rank for rank, result in failed.items() if not result.lost_others), None)
     if not failed:
         attempt = Attempt(ranks)
-    elif first is None:
+    elif first_rank is None:
         attempt = _attempt_with_lost_ranks(ranks, failed, results.keys())
-    elif isinstance(failed[first].value, RankDiedError):
-        attempt = _attempt_with_dead_ranks(ranks, failed, first)
+    elif isinstance(failed[first_rank].value, RankDiedError):
+        attempt = _attempt_with_dead_ranks(ranks, failed, first_rank)
     else:
-        attempt = _attempt_with_error(ranks, failed, first)
+        attempt = _attempt_with_error(ranks, failed, first_rank)
     return attempt._replace(steps_done=steps)
 
 
-def _attempt_with_error(ranks: int, failed: Mapping[int, RankResult], first: int) -> Attempt:
-    """Rank `first` raised an error: its own, or that of a rank it names, which may have ended before."""
-    origins = failed[first].ranks
-    origin = next((rank for rank in origins if rank in failed and _raised_own_error(failed[rank])), first)
+def _attempt_with_error(ranks: int, failed: Mapping[int, RankResult], first_rank: int) -> Attempt:
+    """Rank `first_rank` raised an error: its own, or that of a rank it names, which may have ended before."""
+    origins = failed[first_rank].ranks
+    origin = next((rank for rank in origins if rank in failed and _raised_own_error(failed[rank])), first_rank)
     error = failed[origin].value
 
     kind_and_text = type(error), str(error)
-    same = [
+    ranks_with_same_error = [
         rank for rank, result in failed.items() if (type(result.value), str(result.value)) == kind_and_text and not result.ranks
     ]
-    failed_ranks = origins or (same if len(same) == 1 else ())  # if several raised the same, no rank in particular failed
-    traceback = failed[same[0] if same else first].traceback
+    # If several raised the same, no rank in particular failed.
+    failed_ranks = origins or (ranks_with_same_error if len(ranks_with_same_error) == 1 else ())
+    traceback = failed[ranks_with_same_error[0] if ranks_with_same_error else first_rank].traceback
     return Attempt(ranks, error, tuple(failed_ranks), traceback=traceback, mistake=_error_without_numbers(error))
 
 
@@ -131,11 +132,11 @@ def _raised_own_error(result: RankResult) -> bool:
     return not result.lost_others and not result.ranks and not isinstance(result.value, RankDiedError)
 
 
-def _attempt_with_dead_ranks(ranks: int, failed: Mapping[int, RankResult], first: int) -> Attempt:
-    """Rank `first` died. Others that were killed failed too; one that crashed may have done so because a rank was gone."""
-    error = failed[first].value
+def _attempt_with_dead_ranks(ranks: int, failed: Mapping[int, RankResult], first_rank: int) -> Attempt:
+    """Rank `first_rank` died. Others that were killed failed too; one that crashed may have done so because a rank was gone."""
+    error = failed[first_rank].value
     deaths = {rank: result.value for rank, result in failed.items() if isinstance(result.value, RankDiedError)}
-    failed_ranks = (first, *[rank for rank, death in deaths.items() if rank != first and not death.crashed])
+    failed_ranks = (first_rank, *[rank for rank, death in deaths.items() if rank != first_rank and not death.crashed])
     causes = "; ".join(str(failed[rank].value) for rank in failed_ranks)
 
     text, traceback = causes, ""
@@ -155,8 +156,8 @@ def _attempt_with_lost_ranks(ranks: int, failed: Mapping[int, RankResult], heard
     silent = tuple(dict.fromkeys(rank for rank in blamed if rank not in heard_from))
     witnesses = [result for result in failed.values() if isinstance(result.value, LostRankError)]
     if not witnesses:
-        first, result = next(iter(failed.items()))
-        return Attempt(ranks, LostRankError(f"rank {first} has lost the other ranks"), silent, traceback=result.traceback)
+        first_rank, result = next(iter(failed.items()))
+        return Attempt(ranks, LostRankError(f"rank {first_rank} has lost the other ranks"), silent, traceback=result.traceback)
     witness = next((result for result in witnesses if set(result.ranks) & set(silent)), witnesses[0])
     return Attempt(ranks, witness.value, silent, traceback=witness.traceback)
 

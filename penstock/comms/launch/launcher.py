@@ -79,7 +79,7 @@ def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0
         print_notice(f"attempt {len(attempts)} of {restarts + 1} has ended: {attempt.describe_error()}; {begin} again")
 
 
-def _check_arguments(function: Any, ranks: Any, restarts: Any, least: Any) -> None:
+def _check_arguments(function: Any, ranks: Any, restarts: Any, min_ranks: Any) -> None:
     if not isinstance(ranks, int) or ranks < 1:
         raise PenstockError(f"cannot launch {ranks!r} ranks: use a whole number of 1 or more")
     if multiprocessing.current_process().daemon:
@@ -88,8 +88,8 @@ def _check_arguments(function: Any, ranks: Any, restarts: Any, least: Any) -> No
         raise PenstockError(f"cannot launch {function!r}: give a function, launch(train, 2), which each rank calls itself")
     if type(restarts) is not int or restarts < 0:
         raise PenstockError(f"cannot restart {restarts!r} times: use a whole number, 0 or more")
-    if least is not None and (type(least) is not int or not 1 <= least <= ranks):
-        raise PenstockError(f"cannot restart with {least!r} ranks at least: use 1 to {ranks}, or None for all of them")
+    if min_ranks is not None and (type(min_ranks) is not int or not 1 <= min_ranks <= ranks):
+        raise PenstockError(f"cannot restart with {min_ranks!r} ranks at least: use 1 to {ranks}, or None for all of them")
 
 
 @convert_os_errors("ranks cannot be started")
@@ -112,15 +112,15 @@ def _run_attempt(call: bytes, ranks: int, number: int, may_restart: bool) -> tup
 
 def _raise_last_error(attempts: Sequence[Attempt]) -> NoReturn:
     """Raise the error of the last of the `attempts`; print why there is no other attempt, if restarts are left."""
-    last = attempts[-1]
-    assert last.error is not None
+    last_attempt = attempts[-1]
+    assert last_attempt.error is not None
     if times := count_same_failures(attempts):
-        moment = "before the first step" if last.steps_done is None else f"after {last.steps_done} steps"
+        moment = "before the first step" if last_attempt.steps_done is None else f"after {last_attempt.steps_done} steps"
         note = f"the same error ended {times} attempts {moment}: not tried again"
-        last.error.add_note(note)
+        last_attempt.error.add_note(note)
         print_notice(note)
-    last.error.attempts = tuple(attempts)  # type: ignore[attr-defined]
-    raise last.error from (RankTraceback(last.traceback) if last.traceback else None)
+    last_attempt.error.attempts = tuple(attempts)  # type: ignore[attr-defined]
+    raise last_attempt.error from (RankTraceback(last_attempt.traceback) if last_attempt.traceback else None)
 
 
 def _exit_if_imported_by_rank() -> None:

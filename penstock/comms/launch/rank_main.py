@@ -109,8 +109,8 @@ def _exit_with_launcher() -> None:
 
 def _num_threads() -> int:
     """Return the caller's OMP_NUM_THREADS, or 1: torch has read the variable of the fork server."""
-    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(first) if first.isdecimal() and int(first) else 1
+    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(text) if text.isdecimal() and int(text) else 1
 
 
 def _pickle_value(value: Any, rank: int, by_value: bool) -> bytes:

@@ -237,10 +237,10 @@ class ReceiveChannel:
             self.specs[transfer] = message_spec.unpack_spec(self.transport.receive_description())
         posted = self._post_leaves(self.specs[transfer])
 
-        for number, (waiting, _) in enumerate(self.posted):
-            if waiting not in self.specs:
+        for number, (message_key, _) in enumerate(self.posted):
+            if message_key not in self.specs:
                 break
-            self.posted[number] = waiting, self._post_leaves(self.specs[waiting])
+            self.posted[number] = message_key, self._post_leaves(self.specs[message_key])
         return posted
 
     def _convert_error(self, transfer: Transfer, error: Exception) -> PenstockError:

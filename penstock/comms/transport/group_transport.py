@@ -88,7 +88,7 @@ class PendingSends:
 
     def __init__(self, failure: SendFailure) -> None:
         self.failure = failure
-        self._kept: list[tuple[Any, Tensor]] = []
+        self._pending: list[tuple[Any, Tensor]] = []
         self._copy_budget = MAX_COPIED_BYTES_PER_STEP
         self._thread: SendThread | None = None
 
@@ -96,22 +96,22 @@ class PendingSends:
         """Send `tensor` in the layout of `spec` through `group`, without waiting. `message`: its name, for errors."""
         data = view_as_bytes(message_spec.flat_memory(tensor, spec))
         if group.name() == "nccl":
-            self._kept = [(work, kept) for work, kept in self._kept if not work.is_completed()]
-            self._kept.append((group.send([data], DESTINATION_RANK, 0), data))
+            self._pending = [(work, memory) for work, memory in self._pending if not work.is_completed()]
+            self._pending.append((group.send([data], DESTINATION_RANK, 0), data))
         elif spec.bytes <= min(MAX_COPIED_MESSAGE_BYTES, self._copy_budget):
             data = data.clone()
             self._copy_budget -= spec.bytes
-            self._kept.append((group.send([data], DESTINATION_RANK, 0), data))
+            self._pending.append((group.send([data], DESTINATION_RANK, 0), data))
         else:
             self._thread = self._thread or SendThread("penstock-sent")
             self._thread.submit(_wait_for_send, group.send([data], DESTINATION_RANK, 0), data, group, message, self.failure)
 
     def finish_step(self) -> None:
         """Wait for the step's messages, which have all been received, and delete them."""
-        for work, _ in self._kept:
+        for work, _ in self._pending:
             with suppress(RuntimeError):  # a peer that has received everything may have ended
                 work.wait()
-        self._kept.clear()
+        self._pending.clear()
         self._copy_budget = MAX_COPIED_BYTES_PER_STEP
 
 

@@ -41,17 +41,17 @@ class SendFailure:
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
-        self._first: ResourceError | None = None
+        self._first_error: ResourceError | None = None
 
     def record_and_publish(self, message: object, error: Exception) -> None:
         """Note, and publish to the other ranks, that `message` could not be sent because of `error`."""
-        if self._first is None:
+        if self._first_error is None:
             rank = self._groups.topology.rank
-            self._first = ResourceError(f"rank {rank} could not send the {message}: {explain_error(error)}")
-            self._first.__cause__ = error
-            publish_report(self._groups, own_error_report(rank, self._first))
+            self._first_error = ResourceError(f"rank {rank} could not send the {message}: {explain_error(error)}")
+            self._first_error.__cause__ = error
+            publish_report(self._groups, own_error_report(rank, self._first_error))
 
     def raise_if_failed(self) -> None:
         """Raise ResourceError if a send has failed."""
-        if self._first is not None:
-            raise self._first
+        if self._first_error is not None:
+            raise self._first_error

@@ -31,8 +31,8 @@ def v_half(ranks: int, microbatches: int) -> Rows:
     Bubble at F = I = W, in actions: 5 for P = 4, 17 for P = 8 (1F1B: 18 and 42 of the same unit).
     """
     late = 0 if ranks % 2 else 3
-    first = [(2 * r, 3 * ranks - 2 - r, 3 * ranks + late + 2 * r - 1, 6 * ranks + late - 2 - r) for r in range(ranks)]
-    return _rows_from_pattern(first, microbatches)
+    first_slots = [(2 * r, 3 * ranks - 2 - r, 3 * ranks + late + 2 * r - 1, 6 * ranks + late - 2 - r) for r in range(ranks)]
+    return _rows_from_pattern(first_slots, microbatches)
 
 
 def v_min(ranks: int, microbatches: int) -> Rows:
@@ -43,21 +43,21 @@ def v_min(ranks: int, microbatches: int) -> Rows:
     P = 4. Bubble at F = I = W, in actions: 11 for P = 4, 27 for P = 8; where they differ it grows with M.
     """
     late = 0 if ranks % 3 else 2
-    first = [(r, 2 * ranks - 1 - r, 2 * ranks + late + r, 4 * ranks + late - 1 - r) for r in range(ranks)]
-    return _rows_from_pattern(first, microbatches)
+    first_slots = [(r, 2 * ranks - 1 - r, 2 * ranks + late + r, 4 * ranks + late - 1 - r) for r in range(ranks)]
+    return _rows_from_pattern(first_slots, microbatches)
 
 
-def _rows_from_pattern(first: Sequence[tuple[int, int, int, int]], microbatches: int) -> Rows:
-    slots = [_periodic_slots(rank, len(first), offsets, microbatches) for rank, offsets in enumerate(first)]
+def _rows_from_pattern(first_slots: Sequence[tuple[int, int, int, int]], microbatches: int) -> Rows:
+    slots = [_periodic_slots(rank, len(first_slots), offsets, microbatches) for rank, offsets in enumerate(first_slots)]
     bound = int(max(peaks_in_flight([_actions_by_slot(row) for row in slots])))
     steady = range(
-        first[0][3], SLOTS_PER_MICROBATCH * (microbatches - 1)
+        first_slots[0][3], SLOTS_PER_MICROBATCH * (microbatches - 1)
     )  # from the first microbatch's return to the last one's entry
     _tighten_ends(slots, steady, bound)
     tightened = from_rows("tightened", list(map(_actions_by_slot, slots)))
-    problem = SearchProblem(Costs(), tightened.placement, microbatches, [bound] * len(first))
+    problem = SearchProblem(Costs(), tightened.placement, microbatches, [bound] * len(first_slots))
     simulation = IncrementalSimulation(
-        problem, problem.without_weights(problem.rows_from_table(tightened)), slack=[0.0] * len(first)
+        problem, problem.without_weights(problem.rows_from_table(tightened)), slack=[0.0] * len(first_slots)
     )
     return problem.schedule_from_rows(simulation.rows_with_weights()).actions
 
@@ -85,28 +85,31 @@ def _tighten_ends(slots: list[Slots], steady: range, bound: int) -> None:
     at = {action: slot for row in slots for slot, action in row.items()}
     home = {action: rank for rank, row in enumerate(slots) for action in row.values()}
     stages = 2 * len(slots)
-    held = [0.0] * len(slots)  # in flight on every rank before the slot looked at
+    in_flight = [0.0] * len(slots)  # activations on every rank before the current slot
     for action in sorted(at, key=lambda action: (at[action], home[action])):
         slot, rank = at[action], home[action]
         if slot not in steady:
-            before = action._replace(microbatch=action.microbatch - 1)  # what a stage keeps from one to the next comes in order
-            needs = [at[needed] for options in [*dependencies(action, stages), (before,)] for needed in options if needed in at]
-            target = _earliest_slot(slots[rank], action, max(needs, default=-1) + 1, slot, held[rank], bound)
+            # Microbatches stay in order on a stage, because a buffer may carry something from one to the next.
+            previous = action._replace(microbatch=action.microbatch - 1)
+            needs = [
+                at[needed] for options in [*dependencies(action, stages), (previous,)] for needed in options if needed in at
+            ]
+            target = _earliest_slot(slots[rank], action, max(needs, default=-1) + 1, slot, in_flight[rank], bound)
             slots[rank][target] = slots[rank].pop(slot)
             at[action] = target
-        held[rank] += UNIT_SIZE.memory_change(action.kind)
+        in_flight[rank] += UNIT_SIZE.memory_change(action.kind)
 
 
-def _earliest_slot(row: Slots, action: Action, begin: int, slot: int, held: float, bound: int) -> int:
-    """The first free slot from `begin` on to which `action` can move from `slot`, `held` activations in flight before it."""
+def _earliest_slot(row: Slots, action: Action, begin: int, slot: int, in_flight: float, bound: int) -> int:
+    """Return the first free slot from `begin` on to which `action` can move. `in_flight`: activations before `slot`."""
     if action.kind is not Kind.F:
         return next((target for target in range(begin, slot) if target not in row), slot)
     best = slot
     for target in range(slot - 1, begin - 1, -1):  # backwards: the forward is in flight from its new slot on
-        if held >= bound:
+        if in_flight >= bound:
             break
         if target in row:
-            held -= UNIT_SIZE.memory_change(row[target].kind)
+            in_flight -= UNIT_SIZE.memory_change(row[target].kind)
         else:
             best = target
     return best

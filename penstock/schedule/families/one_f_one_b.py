@@ -21,7 +21,7 @@ def naive(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         rank 0 | F0 .. .. B0 F1 .. .. B1
         rank 1 | .. F0 B0 .. .. F1 B1 ..
     """
-    return _alternate_forwards_and_backwards(_microbatch_order(rank, ranks, microbatches), first=0)
+    return _alternate_forwards_and_backwards(_microbatch_order(rank, ranks, microbatches), warmup_forwards=0)
 
 
 def gpipe(rank: int, ranks: int, microbatches: int, *, slices: int = 1) -> Iterator[Action]:
@@ -36,7 +36,7 @@ def gpipe(rank: int, ranks: int, microbatches: int, *, slices: int = 1) -> Itera
         rank 1 | .. F0 F1 F2 B0 B1 B2 ..
     """
     passes = _microbatch_order(rank, ranks, microbatches, slices=slices)
-    return _alternate_forwards_and_backwards(passes, first=len(passes.forwards))
+    return _alternate_forwards_and_backwards(passes, warmup_forwards=len(passes.forwards))
 
 
 def one_f_one_b(rank: int, ranks: int, microbatches: int, *, slices: int = 1) -> Iterator[Action]:
@@ -52,7 +52,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int, *, slices: int = 1) ->
         rank 1 | .. F0 B0 F1 B1 F2 B2 ..
     """
     passes = _microbatch_order(rank, ranks, microbatches, slices=slices)
-    return _alternate_forwards_and_backwards(passes, first=ranks - 1 - rank + slices - 1)
+    return _alternate_forwards_and_backwards(passes, warmup_forwards=ranks - 1 - rank + slices - 1)
 
 
 def looped_bfs(rank: int, ranks: int, microbatches: int, *, stages_per_rank: int = 2) -> Iterator[Action]:
@@ -65,7 +65,7 @@ def looped_bfs(rank: int, ranks: int, microbatches: int, *, stages_per_rank: int
         rank 1 | .. 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 ..
     """
     passes = _microbatch_order(rank, ranks, microbatches, stages_per_rank, group_size=microbatches)
-    return _alternate_forwards_and_backwards(passes, first=len(passes.forwards))
+    return _alternate_forwards_and_backwards(passes, warmup_forwards=len(passes.forwards))
 
 
 def interleaved_1f1b(
@@ -84,11 +84,11 @@ def interleaved_1f1b(
         rank 1 | .. 1F0 1F1 3F0 3B0 3F1 3B1 1B0 .. 1B1
     """
     passes = _microbatch_order(rank, ranks, microbatches, stages_per_rank, group_size, slices)
-    first = (stages_per_rank - 1) * passes.group_size
+    warmup_forwards = (stages_per_rank - 1) * passes.group_size
     if slices > 1:  # on the last rank: no backward before the forward of its microbatch's last slice
         at = {place: index for index, place in enumerate(passes.forwards)}
-        first = max(at[stage, m, slices - 1] - index for index, (stage, m, _) in enumerate(passes.backwards))
-    return _alternate_forwards_and_backwards(passes, first=2 * (ranks - 1 - rank) + first)
+        warmup_forwards = max(at[stage, m, slices - 1] - index for index, (stage, m, _) in enumerate(passes.backwards))
+    return _alternate_forwards_and_backwards(passes, warmup_forwards=2 * (ranks - 1 - rank) + warmup_forwards)
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int, *, slices: int = 1) -> Iterator[Action]:
@@ -102,7 +102,7 @@ def zb_h1(rank: int, ranks: int, microbatches: int, *, slices: int = 1) -> Itera
         rank 1 | .. F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
     passes = _microbatch_order(rank, ranks, microbatches, slices=slices)
-    return _alternate_forwards_and_backwards(passes, first=ranks - 1 - rank + slices - 1, weights_behind=rank)
+    return _alternate_forwards_and_backwards(passes, warmup_forwards=ranks - 1 - rank + slices - 1, weights_behind=rank)
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -117,7 +117,7 @@ def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         rank 1 | .. F0 I0 F1 I1 F2 I2 W0 W1 W2
     """
     return _alternate_forwards_and_backwards(
-        _microbatch_order(rank, ranks, microbatches), first=2 * (ranks - 1 - rank), weights_behind=2 * rank
+        _microbatch_order(rank, ranks, microbatches), warmup_forwards=2 * (ranks - 1 - rank), weights_behind=2 * rank
     )
 
 
@@ -135,7 +135,7 @@ def interleaved_zb(
     """
     passes = _microbatch_order(rank, ranks, microbatches, stages_per_rank, group_size)
     return _alternate_forwards_and_backwards(
-        passes, first=(stages_per_rank - 1) * passes.group_size + ranks - 1 - rank, weights_behind=rank
+        passes, warmup_forwards=(stages_per_rank - 1) * passes.group_size + ranks - 1 - rank, weights_behind=rank
     )
 
 
@@ -174,18 +174,18 @@ def _in_groups(order: list[tuple[int, int]], stages: range, size: int) -> list[P
 
 
 def _alternate_forwards_and_backwards(
-    passes: _MicrobatchOrder, first: int, weights_behind: int | None = None
+    passes: _MicrobatchOrder, warmup_forwards: int, weights_behind: int | None = None
 ) -> Iterator[Action]:
-    """`first` forwards, as far as there are so many; then in turn the next forward, while there is one, and the next backward.
+    """Yield up to `warmup_forwards` forwards, then in turn the next forward, while there is one, and the next backward.
 
-    With `weights_behind` a backward is I, and then the W of so many backwards ago; the W left come last.
+    With `weights_behind` = n, a backward is I followed by the W of n backwards ago; the W left come last.
     """
     _, forwards, backwards = passes
-    for place in forwards[:first]:
+    for place in forwards[:warmup_forwards]:
         yield Action(Kind.F, *place)
     for index, place in enumerate(backwards):
-        if first + index < len(forwards):
-            yield Action(Kind.F, *forwards[first + index])
+        if warmup_forwards + index < len(forwards):
+            yield Action(Kind.F, *forwards[warmup_forwards + index])
         yield Action(Kind.B if weights_behind is None else Kind.I, *place)
         if weights_behind is not None and index >= weights_behind:
             yield Action(Kind.W, *backwards[index - weights_behind])

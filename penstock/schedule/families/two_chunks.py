@@ -20,17 +20,17 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
     microbatches in flight.
     """
     row = _TwoChunks((rank, 2 * ranks - 1 - rank), microbatches)
-    wanted = max(microbatches, 2 * ranks - 1)
+    num_forwards = max(microbatches, 2 * ranks - 1)
     yield from row.next_actions(*["F0"] * (2 * (ranks - rank) - 1))
     yield from row.next_actions(*["F1", "F0"] * rank)
     yield from row.next_actions(*["F1", "I1", "W1"] * (ranks - rank))
-    while row.done["F1"] < row.done["F0"] or row.done["F0"] < wanted:
-        if row.done["F0"] < wanted:
+    while row.num_done["F1"] < row.num_done["F0"] or row.num_done["F0"] < num_forwards:
+        if row.num_done["F0"] < num_forwards:
             yield from row.next_actions("F0")
         yield from row.next_actions("I0", "W0", "F1", "I1", "W1")
     yield from row.next_actions(*["I0", "I1"] * rank)
     yield from row.next_actions(*["I0", "W0"] * (ranks - rank))
-    yield from row.next_actions(*["W1"] * len(row.put_off), *["W0"] * len(row.put_off))
+    yield from row.next_actions(*["W1"] * len(row.deferred_weights), *["W0"] * len(row.deferred_weights))
 
 
 def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
@@ -47,17 +47,17 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
     Any P, any M. Bubble (P-1)(F&B + B - 3W) per chunk for M >= 2P and F = I >= W, F&B the time of an overlapped pair.
     (2P+1)/2 microbatches in flight.
     """
-    row, wanted = _TwoChunks((rank, 2 * ranks - 1 - rank), microbatches), max(microbatches, 2 * ranks)
-    after, half, odd = ranks - rank - 1, (rank + 1) // 2, (rank + 1) % 2
-    yield from row.next_actions(*["F0"] * (2 * after))
+    row, num_microbatches = _TwoChunks((rank, 2 * ranks - 1 - rank), microbatches), max(microbatches, 2 * ranks)
+    ranks_behind, half, odd = ranks - rank - 1, (rank + 1) // 2, (rank + 1) % 2
+    yield from row.next_actions(*["F0"] * (2 * ranks_behind))
     yield from row.next_actions(*["F0", "F1"] * (rank + 1))
-    yield from row.next_actions(*["I1", "W", "F1"] * after)
-    for index in range(wanted - 2 * ranks + rank + 1):
-        first = ["F0", "B1"] if index == 0 and after == 0 else ["F0+B1"]
-        yield from row.next_actions(*first, "F1+B0")
-    yield from row.next_actions(*["B1", "F1+B0"] * after)
+    yield from row.next_actions(*["I1", "W", "F1"] * ranks_behind)
+    for index in range(num_microbatches - 2 * ranks + rank + 1):
+        first_actions = ["F0", "B1"] if index == 0 and ranks_behind == 0 else ["F0+B1"]
+        yield from row.next_actions(*first_actions, "F1+B0")
+    yield from row.next_actions(*["B1", "F1+B0"] * ranks_behind)
     yield from row.next_actions(*["B1", "B0"] * half, *["B1", "I0"] * odd, *["I1", "I0"] * half)
-    yield from row.next_actions(*["W", "I0"] * after)
+    yield from row.next_actions(*["W", "I0"] * ranks_behind)
     yield from row.next_actions(*["W"] * (rank + 1))
 
 
@@ -66,8 +66,8 @@ class _TwoChunks:
 
     def __init__(self, stages: tuple[int, int], microbatches: int) -> None:
         self.stages, self.microbatches = stages, microbatches
-        self.done: dict[str, int] = defaultdict(int)  # F0, F1, B0 and B1, which I0 and I1 count as
-        self.put_off: list[Action] = []  # each W whose I is done, the oldest first
+        self.num_done: dict[str, int] = defaultdict(int)  # F0, F1, B0 and B1, which I0 and I1 count as
+        self.deferred_weights: list[Action] = []  # each W whose I is done, the oldest first
 
     def next_actions(self, *cells: str) -> Iterator[Cell]:
         """`F0` is the next forward of chunk 0, `W` the oldest weight gradient of all, if any, `F0+B1` a pair."""
@@ -81,13 +81,13 @@ class _TwoChunks:
     def _next(self, name: str) -> Action | None:
         kind, chunk = Kind(name[0]), name[1:]
         if kind is Kind.W:
-            found = (action for action in self.put_off if not chunk or action.stage == self.stages[int(chunk)])
-            if action := next(found, None):
-                self.put_off.remove(action)
+            deferred = (action for action in self.deferred_weights if not chunk or action.stage == self.stages[int(chunk)])
+            if action := next(deferred, None):
+                self.deferred_weights.remove(action)
             return action
-        counted = "F" + chunk if kind is Kind.F else "B" + chunk
-        action = Action(kind, self.stages[int(chunk)], self.done[counted])
-        self.done[counted] += 1
+        counter = "F" + chunk if kind is Kind.F else "B" + chunk
+        action = Action(kind, self.stages[int(chunk)], self.num_done[counter])
+        self.num_done[counter] += 1
         if kind is Kind.I:
-            self.put_off.append(action._replace(kind=Kind.W))
+            self.deferred_weights.append(action._replace(kind=Kind.W))
         return action

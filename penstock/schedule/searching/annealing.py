@@ -33,8 +33,8 @@ def anneal(
     """
     begin = reported = simulation.work
     best, tries = simulation.snapshot(), 0
-    while (used := simulation.work - begin) < steps:
-        temperature = start_temperature * (end_temperature / start_temperature) ** (used / steps)
+    while (work_done := simulation.work - begin) < steps:
+        temperature = start_temperature * (end_temperature / start_temperature) ** (work_done / steps)
         if (
             _try_random_move(simulation, rng, simulation.makespan - temperature * math.log(1.0 - rng.random()))
             and simulation.makespan < best.makespan
@@ -57,12 +57,12 @@ def _try_random_move(simulation: IncrementalSimulation, rng: random.Random, max_
         rank = int(rng.random() * simulation.problem.ranks)
         slack = simulation.slack[rank] + (rng.random() - 0.5) * simulation.problem.typical_time
         return simulation.try_slack(rank, max(0.0, slack), max_makespan)
-    changed = (
+    changes = (
         _random_move_on_stages(simulation, rng)
         if kind > 1.0 - MULTI_STAGE_MOVE_SHARE
         else _random_move_on_one_rank(simulation, rng)
     )
-    if not changed or simulation.try_changes(changed, max_makespan) > max_makespan:
+    if not changes or simulation.try_changes(changes, max_makespan) > max_makespan:
         return False
     simulation.accept_changes()
     return True
@@ -95,22 +95,22 @@ def shift_actions(problem: SearchProblem, row: list[int], index: int, places: in
     of_code = range(code * count, (code + 1) * count)
     for action in range(row[index], min(row[index] + actions, of_code.stop))[::-step]:
         chain = range(action % count, first_weight if action < first_weight else 0, count)
-        here = at = new.index(action, index)
-        furthest = max(0, min(here + places, len(new) - 1))
+        start = at = new.index(action, index)
+        furthest = max(0, min(start + places, len(new) - 1))
         while at != furthest:
-            other = new[at + step]
-            if other in of_code or other in chain or abs(other - action) == apart:
+            neighbour = new[at + step]
+            if neighbour in of_code or neighbour in chain or abs(neighbour - action) == apart:
                 break
             at += step
-        if at != here:
-            new.insert(at, new.pop(here))
-            first, last = min(first, here, at), max(last, here, at)
+        if at != start:
+            new.insert(at, new.pop(start))
+            first, last = min(first, start, at), max(last, start, at)
     return RowChange(new, first, last)
 
 
 def _random_move_on_stages(simulation: IncrementalSimulation, rng: random.Random) -> dict[int, RowChange]:
     """Return a stretch of a microbatch's way through the stages, and of some or all that follow, shifted by the same time."""
-    problem, changed = simulation.problem, dict[int, RowChange]()
+    problem, changes = simulation.problem, dict[int, RowChange]()
     way = problem.codes_in_dependency_order()[: 2 * problem.num_stages]
     if rng.random() >= FORWARD_TO_BACKWARD_SHARE:
         way = way[: problem.num_stages] if rng.random() < 0.5 else way[problem.num_stages :]
@@ -123,11 +123,11 @@ def _random_move_on_stages(simulation: IncrementalSimulation, rng: random.Random
         rank, action = problem.placement[code % problem.num_stages], code * problem.microbatches + microbatch
         trace, index = simulation.trace[rank], simulation.rows[rank].index(action)
         places = bisect_right(trace, (trace[index + 1][0] + shift, INFINITE)) - 2 - index
-        row, first, last = changed.get(rank, RowChange(simulation.rows[rank], len(problem.cost), 0))
+        row, first, last = changes.get(rank, RowChange(simulation.rows[rank], len(problem.cost), 0))
         new = shift_actions(problem, row, row.index(action), places, actions)
         if new.first < len(row):
-            changed[rank] = RowChange(new.row, min(first, new.first), max(last, new.last))
-    return changed
+            changes[rank] = RowChange(new.row, min(first, new.first), max(last, new.last))
+    return changes
 
 
 def _random_action_count(problem: SearchProblem, rng: random.Random) -> int:

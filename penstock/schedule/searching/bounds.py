@@ -53,45 +53,45 @@ def _relaxed_problem(problem: SearchProblem) -> SearchProblem:
 def _earliest_starts(problem: SearchProblem) -> list[float]:
     """When every action can start at best, if only its chain and the microbatches before it are counted."""
     heads = [0.0] * len(problem.cost)
-    count, there = problem.microbatches, list(problem.initial_slot_times)
+    count, arrival_times = problem.microbatches, list(problem.initial_slot_times)
     for code in problem.codes_in_dependency_order():
         free = 0.0
         for action in range(code * count, (code + 1) * count):
             weight = action >= problem.first_weight
-            own = action - problem.first_back  # W after its I
+            inputs_action = action - problem.first_back  # W after its I
             when = (
-                heads[own] + problem.cost[own]
+                heads[inputs_action] + problem.cost[inputs_action]
                 if weight
-                else max([there[action], *(there[s] for s in problem.also_needs[action])])
+                else max([arrival_times[action], *(arrival_times[s] for s in problem.also_needs[action])])
             )
             heads[action] = max(free, when)
             free = heads[action] + problem.cost[action]
             for send in problem.sends[action]:
-                there[send.slot] = free + send.transmission + send.latency
+                arrival_times[send.slot] = free + send.transmission + send.latency
     return heads
 
 
 def _work_bound(problem: SearchProblem, rank: int, heads: list[float], tails: list[float]) -> float:
     """How long the step takes at least if only `rank` had to wait, and could stop an action for a more urgent one (Jackson)."""
     count = problem.microbatches
-    mine = [action for action in range(len(heads)) if problem.placement[action // count % problem.num_stages] == rank]
-    mine.sort(key=heads.__getitem__)
-    left = [problem.cost[action] for action in mine]
-    now, end, index, urgent = 0.0, 0.0, 0, list[tuple[float, int]]()
-    while urgent or index < len(mine):
+    actions = [action for action in range(len(heads)) if problem.placement[action // count % problem.num_stages] == rank]
+    actions.sort(key=heads.__getitem__)
+    remaining = [problem.cost[action] for action in actions]
+    time, end, index, urgent = 0.0, 0.0, 0, list[tuple[float, int]]()
+    while urgent or index < len(actions):
         if not urgent:
-            now = max(now, heads[mine[index]])
-        while index < len(mine) and heads[mine[index]] <= now:
-            heapq.heappush(urgent, (-tails[mine[index]], index))
+            time = max(time, heads[actions[index]])
+        while index < len(actions) and heads[actions[index]] <= time:
+            heapq.heappush(urgent, (-tails[actions[index]], index))
             index += 1
-        tail, first = urgent[0]
-        done, next_head = now + left[first], heads[mine[index]] if index < len(mine) else INFINITE
-        if done <= next_head:
+        tail, most_urgent = urgent[0]
+        finish, next_head = time + remaining[most_urgent], heads[actions[index]] if index < len(actions) else INFINITE
+        if finish <= next_head:
             heapq.heappop(urgent)
-            now, end = done, max(end, done - tail)
+            time, end = finish, max(end, finish - tail)
         else:
-            left[first] -= next_head - now
-            now = next_head
+            remaining[most_urgent] -= next_head - time
+            time = next_head
     return end
 
 
@@ -100,8 +100,8 @@ def _memory_bound(problem: SearchProblem, rank: int, heads: list[float]) -> floa
     count, stages, area = problem.microbatches, problem.num_stages, 0.0
     for stage in problem.stages_of[rank]:
         weight = 2 * stages + stage
-        there = heads[(stages + stage) * count] + problem.times[stages + stage] - heads[stage * count]
-        area += count * problem.sizes[stage].act * there
+        min_held_time = heads[(stages + stage) * count] + problem.times[stages + stage] - heads[stage * count]
+        area += count * problem.sizes[stage].act * min_held_time
         if weight < len(problem.times):
             area += count * problem.sizes[stage].keep * problem.times[weight]
     limit = problem.limits[rank] / (1 + TOLERANCE)  # as it was given, lest a table that meets it is not seen to

@@ -48,70 +48,71 @@ def _solver() -> Any:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        told = "effort='optimal' asks OR-Tools, which is not installed: pip install 'penstock[optimal]'"
-        raise ScheduleError(told) from error
+        problem = "effort='optimal' asks OR-Tools, which is not installed: pip install 'penstock[optimal]'"
+        raise ScheduleError(problem) from error
     return cp_model
 
 
-def improve(problem: SearchProblem, found: Schedule, least: float, seed: int) -> OptimalResult:
-    """The shortest table for `problem`, `found` or a shorter one; no table is shorter than `least`.
+def improve(problem: SearchProblem, initial: Schedule, lower_bound: float, seed: int) -> OptimalResult:
+    """The shortest table for `problem`, `initial` or a shorter one; no table is shorter than `lower_bound`.
 
     `problem`: with its backwards in halves; whole ones are tried wherever they may be worth it.
     """
-    model = _CpSatModel(problem, found, least)
+    model = _CpSatModel(problem, initial, lower_bound)
     solver = _solver().CpSolver()
     solver.parameters.max_deterministic_time = MAX_DETERMINISTIC_SECONDS
     solver.parameters.random_seed = seed
     solver.parameters.num_workers = 8
     solver.parameters.interleave_search = True  # the same result on any number of cores
     if solver.status_name(solver.solve(model.model)) not in ("OPTIMAL", "FEASIBLE"):
-        return OptimalResult(found, least)
-    return OptimalResult(model.schedule(solver), max(least, solver.best_objective_bound * model.unit))
+        return OptimalResult(initial, lower_bound)
+    return OptimalResult(model.schedule(solver), max(lower_bound, solver.best_objective_bound * model.unit))
 
 
 class _CpSatModel:
     """The pipeline in variables and constraints; `unit` is the time that 1 stands for."""
 
-    def __init__(self, problem: SearchProblem, found: Schedule, least: float) -> None:
+    def __init__(self, problem: SearchProblem, initial: Schedule, lower_bound: float) -> None:
         self.problem, self.cp_model = problem, _solver()
         self.model = self.cp_model.CpModel()
         times, stages = problem.times, problem.num_stages
         full = problem.costs.action_costs(stages)[Kind.B]
-        self.may_be_whole = [  # whether a whole backward may be worth it: it takes less time or less memory than its halves
-            whole < times[stages + stage] + times[2 * stages + stage] or size.keep > size.act
-            for stage, (whole, size) in enumerate(zip(full, problem.sizes, strict=True))
+        # By stage: whether a full backward may be worth it, because it takes less time or less memory than its halves.
+        self.may_be_full_backward = [
+            full_time < times[stages + stage] + times[2 * stages + stage] or size.keep > size.act
+            for stage, (full_time, size) in enumerate(zip(full, problem.sizes, strict=True))
         ]
-        longest = simulate(found, problem.costs).makespan
+        initial_makespan = simulate(initial, problem.costs).makespan
         ways = sorted({time for sends in problem.sends for send in sends for time in send[2:]})
         every = [*times, *full, *ways]
-        numbers, self.unit = _units(every, 2 * longest)
+        numbers, self.unit = _units(every, 2 * initial_makespan)
         self.time = dict(zip(every, numbers, strict=True))
-        self.full = [self.time[each] for each in full]
-        self.whole: dict[int, Any] = {}  # the number of an I -> whether it is a B
-        self.horizon = math.floor(longest / self.unit * (1 + RELATIVE_TOLERANCE))
+        self.full = [self.time[stage_time] for stage_time in full]
+        self.is_full_backward: dict[int, Any] = {}  # the number of an I -> whether it is a B
+        self.horizon = math.floor(initial_makespan / self.unit * (1 + RELATIVE_TOLERANCE))
         self.runs = list[_Interval]()
         for action in range(len(problem.cost)):
             self.runs.append(self._add_action(action))
-        self.end = self.model.new_int_var(math.ceil(least / self.unit * (1 - TOLERANCE)), self.horizon, "end")
+        self.end = self.model.new_int_var(math.ceil(lower_bound / self.unit * (1 - TOLERANCE)), self.horizon, "end")
         self.model.minimize(self.end)
         self._add_precedences()
         self._add_rank_capacities()
         self._add_memory_limits()
-        self._add_hint(found)
+        self._add_hint(initial)
 
     def _add_action(self, action: int) -> _Interval:
         """The variables of an action, its length among them where it is a backward that may be whole."""
         problem, stage = self.problem, action // self.problem.microbatches % self.problem.num_stages
         start, length = self.model.new_int_var(0, self.horizon, ""), self.time[problem.cost[action]]
-        if action < problem.first_back or not self.may_be_whole[stage]:
+        if action < problem.first_back or not self.may_be_full_backward[stage]:
             return _Interval(start, length, start + length)
         end = self.model.new_int_var(0, self.horizon, "")
         if action < problem.first_weight:
-            whole = self.whole[action] = self.model.new_bool_var("")
-            return _Interval(start, length + (self.full[stage] - length) * whole, end)
-        whole = self.whole[action - problem.first_back]
-        self.model.add(start == self.runs[action - problem.first_back].end).only_enforce_if(whole)
-        return _Interval(start, length - length * whole, end)
+            is_full = self.is_full_backward[action] = self.model.new_bool_var("")
+            return _Interval(start, length + (self.full[stage] - length) * is_full, end)
+        is_full = self.is_full_backward[action - problem.first_back]
+        self.model.add(start == self.runs[action - problem.first_back].end).only_enforce_if(is_full)
+        return _Interval(start, length - length * is_full, end)
 
     def _add_precedences(self) -> None:
         """Every action after those that it needs, and the microbatches of a code one after the other."""
@@ -120,7 +121,7 @@ class _CpSatModel:
         for action, run in enumerate(self.runs):
             self.model.add(run.end <= self.end)
             if (action + 1) % count and not (
-                action >= problem.first_weight and self.may_be_whole[action // count % problem.num_stages]
+                action >= problem.first_weight and self.may_be_full_backward[action // count % problem.num_stages]
             ):
                 self.model.add(self.runs[action + 1].start >= run.end)
             if problem.first_back <= action < problem.first_weight:
@@ -134,22 +135,22 @@ class _CpSatModel:
                     transmissions[channel].append(self.model.new_fixed_size_interval_var(begins, way, ""))
                     leaves = begins + way
                 self.model.add(self.runs[problem.taker[slot]].start >= leaves + self.time[latency])
-        for each in transmissions.values():
-            self.model.add_no_overlap(each)
+        for intervals in transmissions.values():
+            self.model.add_no_overlap(intervals)
 
     def _add_rank_capacities(self) -> None:
         """On a rank one action after the other; none begins sooner or ends later than the chain through it allows."""
         problem = self.problem
-        mine: list[list[Any]] = [[] for _ in range(problem.ranks)]
+        intervals_of_rank: list[list[Any]] = [[] for _ in range(problem.ranks)]
         heads, tails = bounds.heads_and_tails(problem)
         for action, run in enumerate(self.runs):
             stage = action // problem.microbatches % problem.num_stages
-            mine[problem.placement[stage]].append(self.model.new_interval_var(run.start, run.length, run.end, ""))
-            if not self.may_be_whole[stage]:
+            intervals_of_rank[problem.placement[stage]].append(self.model.new_interval_var(run.start, run.length, run.end, ""))
+            if not self.may_be_full_backward[stage]:
                 self.model.add(run.start >= math.floor(heads[action] / self.unit * (1 - TOLERANCE)))
                 self.model.add(run.end + math.floor(tails[action] / self.unit * (1 - TOLERANCE)) <= self.end)
-        for each in mine:
-            self.model.add_no_overlap(each)
+        for intervals in intervals_of_rank:
+            self.model.add_no_overlap(intervals)
 
     def _add_memory_limits(self) -> None:
         """What a rank holds: all of a microbatch from its F to the end of its I, then what W needs."""
@@ -158,10 +159,10 @@ class _CpSatModel:
             sizes = [problem.sizes[stage] for stage in problem.stages_of[rank]]
             if count * sum(max(size) for size in sizes) <= limit:
                 continue
-            held, unit = _units([each for size in sizes for each in size], limit)
+            units, unit = _units([amount for size in sizes for amount in size], limit)
             intervals, amounts = list[Any](), list[int]()
             for at, stage in enumerate(problem.stages_of[rank]):
-                act, keep = held[2 * at : 2 * at + 2]
+                act, keep = units[2 * at : 2 * at + 2]
                 for m in range(count):
                     forward, inputs, weights = (self.runs[(k * problem.num_stages + stage) * count + m] for k in range(3))
                     spans = [(forward, weights, act)] if act == keep else [(forward, inputs, act), (inputs, weights, keep)]
@@ -172,18 +173,18 @@ class _CpSatModel:
                         amounts.append(amount)
             self.model.add_cumulative(intervals, amounts, math.floor(limit / unit))
 
-    def _add_hint(self, found: Schedule) -> None:
-        """Begin with `found`: when the n-th action of each code starts there, and whether it is a whole backward."""
+    def _add_hint(self, initial: Schedule) -> None:
+        """Begin with `initial`: when the n-th action of each code starts there, and whether it is a whole backward."""
         problem, starts = self.problem, defaultdict[int, list[tuple[float, bool]]](list)
-        for event in simulate(found, problem.costs).events:
+        for event in simulate(initial, problem.costs).events:
             kind, stage, *_ = event.action
             place = {Kind.F: 0, Kind.W: 2}.get(kind, 1)
             starts[place * problem.num_stages + stage].append((event.start, kind is Kind.B))
-        for code, each in starts.items():
-            for action, (start, whole) in enumerate(sorted(each), code * problem.microbatches):
+        for code, starts_of_code in starts.items():
+            for action, (start, is_full) in enumerate(sorted(starts_of_code), code * problem.microbatches):
                 self.model.add_hint(self.runs[action].start, math.floor(start / self.unit * (1 + RELATIVE_TOLERANCE)))
-                if action in self.whole:
-                    self.model.add_hint(self.whole[action], whole)
+                if action in self.is_full_backward:
+                    self.model.add_hint(self.is_full_backward[action], is_full)
 
     def schedule(self, solver: Any) -> Schedule:
         """The actions of every rank in the order in which they start."""
@@ -193,22 +194,22 @@ class _CpSatModel:
             kind, stage = problem.kinds[code // problem.num_stages], code % problem.num_stages
             for m in range(count):
                 action = code * count + m
-                back = action - problem.first_back if kind is Kind.W else action
-                whole = back in self.whole and solver.value(self.whole[back])
-                if not (whole and kind is Kind.W):
+                backward = action - problem.first_back if kind is Kind.W else action
+                is_full = backward in self.is_full_backward and solver.value(self.is_full_backward[backward])
+                if not (is_full and kind is Kind.W):
                     run = self.runs[action]
-                    what = Action(Kind.B if whole else kind, stage, m)
-                    placed[problem.placement[stage]].append((solver.value(run.start), solver.value(run.end), what))
-        rows = [[what for _, _, what in sorted(row, key=lambda each: each[:2])] for row in placed]
+                    placed_action = Action(Kind.B if is_full else kind, stage, m)
+                    placed[problem.placement[stage]].append((solver.value(run.start), solver.value(run.end), placed_action))
+        rows = [[action for _, _, action in sorted(row, key=lambda timed_action: timed_action[:2])] for row in placed]
         return from_rows("searched", rows, problem.placement)
 
 
 def _units(values: Sequence[float], largest: float) -> tuple[list[int], float]:
     """`values` as numbers of a unit, rounded down, and the unit; `largest` is the largest number that there will be."""
     decimals = [Fraction(value).limit_denominator(1000) for value in values]
-    scale = float(math.lcm(*(each.denominator for each in decimals)))
+    scale = float(math.lcm(*(decimal.denominator for decimal in decimals)))
     if scale * largest > MAX_SOLVER_NUMBER or any(
-        abs(each - value) > RELATIVE_TOLERANCE * value for each, value in zip(decimals, values, strict=True)
+        abs(decimal - value) > RELATIVE_TOLERANCE * value for decimal, value in zip(decimals, values, strict=True)
     ):
         scale = 2.0 ** (math.frexp(MAX_SOLVER_NUMBER)[1] - math.frexp(largest)[1])
     numbers = [math.floor(value * scale * (1 + RELATIVE_TOLERANCE)) for value in values]

@@ -45,7 +45,7 @@ class _Attempt(NamedTuple):
     rows: Rows
     deferred_weights: Rows
     slot_times: SlotTimes
-    changed: Mapping[int, RowChange]  # empty: all rows are new
+    changes: Mapping[int, RowChange]  # empty: all rows are new
     begin: list[int]
     traces: list[Trace]
     ends: list[float]
@@ -71,27 +71,27 @@ class IncrementalSimulation:
         """Where it stands, to come back to."""
         return Snapshot(self.makespan, self.rows[:], self.slack and self.slack[:])
 
-    def try_changes(self, changed: Mapping[int, RowChange], max_makespan: float) -> float:
+    def try_changes(self, changes: Mapping[int, RowChange], max_makespan: float) -> float:
         """The makespan with other rows for some ranks; infinite if that is seen to be above `max_makespan`, or cannot run."""
         net = self.problem.memory_change_with_weights if self.slack else self.problem.change
-        for rank, (row, _, _) in changed.items():
+        for rank, (row, _, _) in changes.items():
             self.work += WORK_PER_ROW
             if max(accumulate(map(net.__getitem__, row))) > self.problem.limits[rank]:
                 return INFINITE
         traces: list[Trace] = [[] for _ in self.rows]
-        end = self._simulate(changed, max_makespan, traces)
+        end = self._simulate(changes, max_makespan, traces)
         self.work += WORK_PER_TRY + int(TRY_WORK_PER_ACTION * len(self.problem.cost)) + sum(map(len, traces))
         return end
 
     def accept_changes(self) -> None:
         """Go on from what was attempted last."""
         self.work += int(ACCEPT_WORK_PER_ACTION * len(self.problem.cost))
-        self.rows, self.deferred_weights, self.slot_times, changed, begin, traces, self.ends = self.last_attempt
+        self.rows, self.deferred_weights, self.slot_times, changes, begin, traces, self.ends = self.last_attempt
         self.makespan, self.chain = max(self.ends), list[tuple[int, int]]()
-        for trace, here, new in zip(self.trace, begin, traces, strict=True):
-            trace[here:] = new
+        for trace, num_unchanged, new in zip(self.trace, begin, traces, strict=True):
+            trace[num_unchanged:] = new
         if self.problem.has_positive_times:
-            ends = [self.trace[rank][value.last + 1][0] for rank, value in changed.items()]
+            ends = [self.trace[rank][value.last + 1][0] for rank, value in changes.items()]
             self.tails = self._updated_tails(max(ends, default=INFINITE))
 
     def _updated_tails(self, until: float) -> list[float]:
@@ -100,19 +100,19 @@ class IncrementalSimulation:
         Nothing has changed behind what ends after `until`.
         """
         problem, chain, behind = self.problem, self.problem.tails, self.tails[:]
-        cost, slot, latency, nothing = problem.cost, problem.slot, problem.latency, len(problem.cost)
+        cost, slot, latency, no_action = problem.cost, problem.slot, problem.latency, len(problem.cost)
         ends = list[tuple[float, int, int]]()
         for row, trace in zip(self.rows, self.trace, strict=True):
-            here = bisect_right(trace, (until, INFINITE))
-            times = [value[0] for value in trace[1:here]]
-            ends += zip(times, row, [*row[1:here], nothing], strict=False)
-        for _, action, after in sorted(ends, reverse=True):
-            longest, taker = chain[action], slot[action]
-            if after != nothing and cost[after] + behind[after] > longest:
-                longest = cost[after] + behind[after]
-            if taker != nothing and latency[action] + cost[taker] + behind[taker] > longest:
-                longest = latency[action] + cost[taker] + behind[taker]
-            behind[action] = longest
+            start = bisect_right(trace, (until, INFINITE))
+            times = [value[0] for value in trace[1:start]]
+            ends += zip(times, row, [*row[1:start], no_action], strict=False)
+        for _, action, next_action in sorted(ends, reverse=True):
+            tail, taker = chain[action], slot[action]
+            if next_action != no_action and cost[next_action] + behind[next_action] > tail:
+                tail = cost[next_action] + behind[next_action]
+            if taker != no_action and latency[action] + cost[taker] + behind[taker] > tail:
+                tail = latency[action] + cost[taker] + behind[taker]
+            behind[action] = tail
         return behind
 
     def critical_actions(self) -> list[tuple[int, int]]:
@@ -131,9 +131,9 @@ class IncrementalSimulation:
         while index >= 0:
             yield rank, index
             action = self.rows[rank][index]
-            free, _, _, before, _ = self.trace[rank][index]
-            time, _, _, done, _ = self.trace[rank][index + 1]
-            for weight in self.deferred_weights[rank][before:done]:
+            free, _, _, weights_before, _ = self.trace[rank][index]
+            time, _, _, weights_done, _ = self.trace[rank][index + 1]
+            for weight in self.deferred_weights[rank][weights_before:weights_done]:
                 free += cost[weight]
             index -= 1
             if time - cost[action] > free * (1 + TOLERANCE):  # the rank was idle before it
@@ -144,9 +144,9 @@ class IncrementalSimulation:
     def try_slack(self, rank: int, slack: float, max_makespan: float) -> bool:
         """Whether the step takes at most `max_makespan` with another `slack` of `rank`; then it has that."""
         assert self.slack
-        before, self.slack[rank] = self.slack[rank], slack
+        previous_slack, self.slack[rank] = self.slack[rank], slack
         if self.try_changes({rank: RowChange(self.rows[rank], 0, 0)}, max_makespan) > max_makespan:
-            self.slack[rank] = before
+            self.slack[rank] = previous_slack
             return False
         self.accept_changes()
         return True
@@ -155,20 +155,20 @@ class IncrementalSimulation:
         """The rows with every W in its place."""
         rows: Rows = []
         for row, deferred_weights, trace in zip(self.rows, self.deferred_weights, self.trace, strict=True):
-            full, last = list[int](), 0
-            for action, (_, _, _, done, _) in zip(row, trace[1:], strict=True):
-                full += [*deferred_weights[last:done], action]
-                last = done
-            rows.append(full + deferred_weights[last:])
+            full, weights_placed = list[int](), 0
+            for action, (_, _, _, weights_done, _) in zip(row, trace[1:], strict=True):
+                full += [*deferred_weights[weights_placed:weights_done], action]
+                weights_placed = weights_done
+            rows.append(full + deferred_weights[weights_placed:])
         return rows
 
     def _deferred_weights(self, row: list[int]) -> list[int]:
         """The W that `row` leaves out, in order."""
         problem = self.problem
-        apart, leaves = problem.first_back, self.slack and not problem.whole
+        apart, leaves = problem.first_back, self.slack and not problem.full_backwards
         return [action + apart for action in row if action >= apart] if leaves else []
 
-    def _simulate(self, changed: Mapping[int, RowChange], max_makespan: float, traces: list[Trace]) -> float:
+    def _simulate(self, changes: Mapping[int, RowChange], max_makespan: float, traces: list[Trace]) -> float:
         """Run all ranks from where something changes. Return the makespan, infinite if above `max_makespan` or deadlocked.
 
         Every rank runs as far as it can. `slot_times[slot]` says when a message has arrived. Where it has not, the rank that
@@ -183,44 +183,44 @@ class IncrementalSimulation:
         problem = self.problem
         limits, plain, cost, change = problem.limits, problem.is_simple_chain, problem.cost, problem.change
         slots, latency, also_needs = problem.slot, problem.latency, problem.also_needs
-        splits = problem.first_back if self.slack and not problem.whole else len(cost)
-        begin, slot_times = self._rewind_to_changes(changed, traces)
-        rows, deferred_weights, tails = self._rows_with_changes(changed)
+        splits = problem.first_back if self.slack and not problem.full_backwards else len(cost)
+        begin, slot_times = self._rewind_to_changes(changes, traces)
+        rows, deferred_weights, tails = self._rows_with_changes(changes)
         channels: dict[tuple[int, int], float] = {}
         slacks, ends = self.slack or [0.0] * problem.ranks, [0.0] * problem.ranks
-        ready, unfinished = sorted(range(problem.ranks), key=changed.__contains__), set(range(problem.ranks))
+        ready, unfinished = sorted(range(problem.ranks), key=changes.__contains__), set(range(problem.ranks))
         while unfinished:
             if not ready:
                 return INFINITE
             r = ready.pop()
             trace, weights, limit, slack = traces[r], deferred_weights[r], limits[r], slacks[r]
-            time, held, least, done, made = trace[-1]
-            put = trace.append
+            time, memory, min_end, weights_done, weights_deferred = trace[-1]
+            append_state = trace.append
             for action in rows[r][begin[r] + len(trace) - 1 :]:
-                last = action if plain or not also_needs[action] else self._latest_slot(action, slot_times)
-                when = slot_times[last]
+                last_slot = action if plain or not also_needs[action] else self._latest_slot(action, slot_times)
+                when = slot_times[last_slot]
 
                 if when < 0.0:  # not sent yet: wait, until the sender wakes this rank
-                    slot_times[last] = -2.0 - r
+                    slot_times[last_slot] = -2.0 - r
                     break
 
                 # Before the action, run deferred W that fit into the idle time, or that must free memory.
-                held_then = held + change[action]
-                while done < made:
-                    weight = weights[done]
-                    if time + cost[weight] > when + slack and held_then <= limit:
+                memory_then = memory + change[action]
+                while weights_done < weights_deferred:
+                    weight = weights[weights_done]
+                    if time + cost[weight] > when + slack and memory_then <= limit:
                         break
                     time += cost[weight]
-                    held_then += change[weight]
-                    done += 1
-                if held_then > limit:
+                    memory_then += change[weight]
+                    weights_done += 1
+                if memory_then > limit:
                     break
 
                 # Start the action; give up if idle time or what follows it makes the step too long.
-                held = held_then
+                memory = memory_then
                 if when > time:
-                    least += when - time
-                    if least > max_makespan:
+                    min_end += when - time
+                    if min_end > max_makespan:
                         return INFINITE
                     time = when
                 time += cost[action]
@@ -229,8 +229,8 @@ class IncrementalSimulation:
 
                 # Record the action, send its message and wake the rank that waits for it.
                 if action >= splits:
-                    made += 1
-                put((time, held, least, done, made))
+                    weights_deferred += 1
+                append_state((time, memory, min_end, weights_done, weights_deferred))
                 if plain:
                     # A chain: one message for each action.
                     slot = slots[action]
@@ -242,34 +242,34 @@ class IncrementalSimulation:
                     ready += self._send_messages(action, time, slot_times, channels)
             else:
                 unfinished.discard(r)
-                for weight in weights[done:]:
+                for weight in weights[weights_done:]:
                     time += cost[weight]
-                ends[r] = time  # which is `least`
-        self.last_attempt = _Attempt(rows, deferred_weights, slot_times, changed, begin, traces, ends)
+                ends[r] = time  # which is `min_end`
+        self.last_attempt = _Attempt(rows, deferred_weights, slot_times, changes, begin, traces, ends)
         return max(ends)
 
-    def _rewind_to_changes(self, changed: Mapping[int, RowChange], traces: list[Trace]) -> tuple[list[int], SlotTimes]:
+    def _rewind_to_changes(self, changes: Mapping[int, RowChange], traces: list[Trace]) -> tuple[list[int], SlotTimes]:
         """Where each rank runs again, and what is there before; `traces` begin with that."""
         problem = self.problem
         since = (
-            min([self.trace[rank][first][0] for rank, (_, first, _) in changed.items()] or [0.0])
+            min([self.trace[rank][first][0] for rank, (_, first, _) in changes.items()] or [0.0])
             if problem.has_positive_times
             else 0.0
         )
         begin, slot_times = list[int](), self.slot_times[:] if problem.is_simple_chain else problem.initial_slot_times[:]
         for rank, trace in enumerate(self.trace):
-            here = bisect_left(trace, (since,), 1) - 1  # of a row that changes, not behind where it does
-            begin.append(here)
-            traces[rank].append(trace[here])
+            start = bisect_left(trace, (since,), 1) - 1  # of a row that changes, not behind where it does
+            begin.append(start)
+            traces[rank].append(trace[start])
             if problem.is_simple_chain:
-                for action in self.rows[rank][here:]:
+                for action in self.rows[rank][start:]:
                     slot_times[problem.slot[action]] = -1.0
         return begin, slot_times
 
-    def _rows_with_changes(self, changed: Mapping[int, RowChange]) -> tuple[Rows, Rows, list[float]]:
+    def _rows_with_changes(self, changes: Mapping[int, RowChange]) -> tuple[Rows, Rows, list[float]]:
         """Rows, the W they leave out, and how long it takes at least behind an action, with other rows for some ranks."""
         rows, deferred_weights, tails = self.rows[:], self.deferred_weights[:], self.tails[:]
-        for rank, (row, first, last) in changed.items():
+        for rank, (row, first, last) in changes.items():
             for action in row[first : last + 1]:
                 tails[action] = self.problem.tails[action]
             rows[rank], deferred_weights[rank] = row, self._deferred_weights(row)

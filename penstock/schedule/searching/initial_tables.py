@@ -32,9 +32,9 @@ def grouped_rows(problem: SearchProblem, size: int) -> Rows:
     for stages in problem.stages_of:
         codes = list[int]()
         for first in range(0, problem.microbatches, size):
-            together = min(size, problem.microbatches - first)
+            group_size = min(size, problem.microbatches - first)
             for code in (*stages, *(problem.num_stages + stage for stage in reversed(stages))):
-                codes += [code] * together
+                codes += [code] * group_size
         rows.append(number_actions_in_order(codes, problem.microbatches))
     return rows
 
@@ -48,13 +48,13 @@ class GreedyDispatch:
 
     def __init__(self, problem: SearchProblem, depth: Sequence[float]) -> None:
         self.problem, self.depth = problem, depth
-        self.free, self.held = [0.0] * problem.ranks, [0.0] * problem.ranks
-        self.slot_times, self.done = list(problem.initial_slot_times), [0] * (2 * problem.num_stages)
+        self.free, self.memory = [0.0] * problem.ranks, [0.0] * problem.ranks
+        self.slot_times, self.num_done = list(problem.initial_slot_times), [0] * (2 * problem.num_stages)
         self.deferred_weights = [deque[int]() for _ in range(problem.ranks)]  # the W that can run
         goes = receiving_stages(problem.num_stages, list(problem.costs.skips))
-        self.affected_ranks = [  # the ranks for which something may be there once a stage has run
-            {problem.placement[stage] for stage in (own, *goes[Kind.F][own], *goes[Kind.B][own])}
-            for own in range(problem.num_stages)
+        self.affected_ranks = [  # by stage: the ranks that may have an input once it has run
+            {problem.placement[affected] for affected in (stage, *goes[Kind.F][stage], *goes[Kind.B][stage])}
+            for stage in range(problem.num_stages)
         ]
 
     def rows_without_weights(self) -> Rows:
@@ -63,28 +63,28 @@ class GreedyDispatch:
         rows: Rows = [[] for _ in range(problem.ranks)]
         firsts = [min(self._startable_actions(rank), default=_NO_ACTION) for rank in range(problem.ranks)]
         for _ in range(2 * problem.num_stages * problem.microbatches):
-            first = min(firsts)
-            if first is _NO_ACTION:
+            earliest = min(firsts)
+            if earliest is _NO_ACTION:
                 return []
-            _, _, action, rank = first
+            _, _, action, rank = earliest
             self._run_action(rank, action)
             rows[rank].append(action)
-            for other in self.affected_ranks[action // problem.microbatches % problem.num_stages]:
-                firsts[other] = min(self._startable_actions(other), default=_NO_ACTION)
+            for affected_rank in self.affected_ranks[action // problem.microbatches % problem.num_stages]:
+                firsts[affected_rank] = min(self._startable_actions(affected_rank), default=_NO_ACTION)
         return rows
 
     def _startable_actions(self, rank: int) -> Iterator[tuple[float, int, int, int]]:
         """The next F and I of `rank` that can begin: when, the smaller the more urgent, number, rank."""
         problem = self.problem
         for stage in problem.stages_of[rank]:
-            in_flight = self.done[stage] - self.done[problem.num_stages + stage]
+            in_flight = self.num_done[stage] - self.num_done[problem.num_stages + stage]
             for code in (stage, problem.num_stages + stage):
-                if self.done[code] < problem.microbatches and (code > stage or in_flight < self.depth[stage]):
-                    action = code * problem.microbatches + self.done[code]
-                    ready, weights = self._ready_time(action), self._weights_to_free_memory(rank, action)
-                    if ready >= 0 and weights is not None:
+                if self.num_done[code] < problem.microbatches and (code > stage or in_flight < self.depth[stage]):
+                    action = code * problem.microbatches + self.num_done[code]
+                    ready_time, weights = self._ready_time(action), self._weights_to_free_memory(rank, action)
+                    if ready_time >= 0 and weights is not None:
                         free = self.free[rank] + sum(problem.cost[weight] for weight in weights)
-                        yield max(ready, free), -stage - (problem.num_stages if code > stage else 0), action, rank
+                        yield max(ready_time, free), -stage - (problem.num_stages if code > stage else 0), action, rank
 
     def _ready_time(self, action: int) -> float:
         """When what `action` needs is there; negative if that is not known yet."""
@@ -93,32 +93,32 @@ class GreedyDispatch:
 
     def _weights_to_free_memory(self, rank: int, action: int) -> list[int] | None:
         """The W that have to run before `action` for its memory; None if they are not enough."""
-        problem, weights, held = self.problem, list[int](), self.held[rank]
+        problem, weights, memory = self.problem, list[int](), self.memory[rank]
         reserved = problem.later_stages_memory[action // problem.microbatches] if action < problem.first_back else 0.0
         if problem.change[action] <= 0.0:
             return weights
         for weight in (*self.deferred_weights[rank], None):
-            if held + problem.change[action] + reserved <= problem.limits[rank]:
+            if memory + problem.change[action] + reserved <= problem.limits[rank]:
                 return weights
             if weight is not None:
                 weights.append(weight)
-                held += problem.change[weight]
+                memory += problem.change[weight]
         return None
 
     def _run_action(self, rank: int, action: int) -> None:
         """Run `action`, and before it the W that it needs gone, and those that end before it can begin."""
-        problem, waiting, ready = self.problem, self.deferred_weights[rank], self._ready_time(action)
+        problem, weights, ready_time = self.problem, self.deferred_weights[rank], self._ready_time(action)
         needed = len(self._weights_to_free_memory(rank, action) or ())
-        while waiting and (needed > 0 or self.free[rank] + problem.cost[waiting[0]] <= ready):
-            weight = waiting.popleft()
+        while weights and (needed > 0 or self.free[rank] + problem.cost[weights[0]] <= ready_time):
+            weight = weights.popleft()
             self.free[rank] += problem.cost[weight]
-            self.held[rank] += problem.change[weight]
+            self.memory[rank] += problem.change[weight]
             needed -= 1
-        self.free[rank] = max(self.free[rank], ready) + problem.cost[action]
-        self.held[rank] += problem.change[action]
-        self.done[action // problem.microbatches] += 1
-        if action >= problem.first_back and not problem.whole:
-            waiting.append(action + problem.first_back)
+        self.free[rank] = max(self.free[rank], ready_time) + problem.cost[action]
+        self.memory[rank] += problem.change[action]
+        self.num_done[action // problem.microbatches] += 1
+        if action >= problem.first_back and not problem.full_backwards:
+            weights.append(action + problem.first_back)
         for slot, _, transmission, latency in problem.sends[action]:
             self.slot_times[slot] = self.free[rank] + transmission + latency
 

@@ -30,50 +30,50 @@ class _MemorySpan(NamedTuple):
 
 def find_modulo_schedules(problem: SearchProblem, rng: random.Random, tries: int) -> Iterator[StartOffsets]:
     """Yield the start offsets of the shortest periods found in `tries`, the shortest first."""
-    least = max(problem.work) / problem.microbatches
-    period = FIRST_PERIOD_FACTOR * least
-    waits, needed, found = [0.0] * len(problem.times), INFINITE, list[StartOffsets]()
+    min_period = max(problem.work) / problem.microbatches
+    period = FIRST_PERIOD_FACTOR * min_period
+    waits, needed, schedules = [0.0] * len(problem.times), INFINITE, list[StartOffsets]()
     for _ in range(tries if period else 0):
-        tried = waits[:]
+        new_waits = waits[:]
         code = int(rng.random() * 2 * problem.num_stages)
-        tried[code] = 0.0 if rng.random() < 0.5 else rng.random() * rng.random() * period
-        starts = _start_times(problem, period, tried)
+        new_waits[code] = 0.0 if rng.random() < 0.5 else rng.random() * rng.random() * period
+        starts = _start_times(problem, period, new_waits)
         memory, fits = _memory_measure(problem, period, starts)
         if memory <= needed - TEMPERATURE * math.log(1.0 - rng.random()):
-            waits, needed = tried, memory
+            waits, needed = new_waits, memory
         if fits:
-            found.append([start / period for start in starts])
+            schedules.append([start / period for start in starts])
             period, needed = period * NEXT_PERIOD_FACTOR, INFINITE
-            if period < least:
+            if period < min_period:
                 break
-    yield from reversed(found[-MAX_SCHEDULES:])
+    yield from reversed(schedules[-MAX_SCHEDULES:])
 
 
 def _start_times(problem: SearchProblem, period: float, waits: list[float]) -> list[float]:
     """When every code begins for microbatch 0: after its wait, where its rank is free in every period. Empty: it is not."""
-    count, there, starts = problem.microbatches, problem.initial_slot_times[:], [0.0] * len(problem.times)
-    taken: list[list[tuple[float, float]]] = [[] for _ in range(problem.ranks)]
+    count, arrival_times, starts = problem.microbatches, problem.initial_slot_times[:], [0.0] * len(problem.times)
+    busy_times: list[list[tuple[float, float]]] = [[] for _ in range(problem.ranks)]
     for code in problem.codes_in_dependency_order():
         action, length = code * count, problem.times[code]
-        ready = max([there[action], *(there[slot] for slot in problem.also_needs[action])])
+        ready_time = max([arrival_times[action], *(arrival_times[slot] for slot in problem.also_needs[action])])
         if action >= problem.first_weight:
             inputs = code - problem.num_stages
-            ready = starts[inputs] + problem.times[inputs]
-        busy = taken[problem.placement[code % problem.num_stages]]
-        start = _first_free_time(busy, ready + waits[code], length, period)
+            ready_time = starts[inputs] + problem.times[inputs]
+        busy = busy_times[problem.placement[code % problem.num_stages]]
+        start = _first_free_time(busy, ready_time + waits[code], length, period)
         if start == INFINITE:
             return []
         starts[code] = start
         if length > TOLERANCE * period:
             busy.append((start, length))
         for slot, _, transmission, latency in problem.sends[action]:
-            there[slot] = start + length + transmission + latency
+            arrival_times[slot] = start + length + transmission + latency
     return starts
 
 
-def _first_free_time(busy: list[tuple[float, float]], ready: float, length: float, period: float) -> float:
-    """The first time from `ready` on when none of `busy` runs for `length`, in any period; infinite if there is none."""
-    start, moved, nearly = ready, True, TOLERANCE * period
+def _first_free_time(busy: list[tuple[float, float]], ready_time: float, length: float, period: float) -> float:
+    """The first time from `ready_time` on when none of `busy` runs for `length`, in any period; infinite if there is none."""
+    start, moved, nearly = ready_time, True, TOLERANCE * period
     while moved:
         moved = False
         for begin, lasts in busy:
@@ -82,7 +82,7 @@ def _first_free_time(busy: list[tuple[float, float]], ready: float, length: floa
                 start, moved = start + lasts - since, True
             elif until < length - nearly:
                 start, moved = start + until + lasts, True
-        if start > ready + period:
+        if start > ready_time + period:
             return INFINITE
     return start
 
@@ -106,10 +106,10 @@ def _memory_spans(problem: SearchProblem, rank: int, starts: list[float]) -> Ite
     stages = problem.num_stages
     for stage in problem.stages_of[rank]:
         begin, (act, keep) = starts[stage], problem.sizes[stage]
-        back = starts[stages + stage] + problem.times[stages + stage]
-        yield _MemorySpan(begin, back - begin, act)
-        if not problem.whole:
-            yield _MemorySpan(back, starts[2 * stages + stage] + problem.times[2 * stages + stage] - back, keep)
+        inputs_end = starts[stages + stage] + problem.times[stages + stage]
+        yield _MemorySpan(begin, inputs_end - begin, act)
+        if not problem.full_backwards:
+            yield _MemorySpan(inputs_end, starts[2 * stages + stage] + problem.times[2 * stages + stage] - inputs_end, keep)
 
 
 def _memory_at(spans: Iterable[_MemorySpan], time: float, period: float) -> float:

@@ -37,14 +37,15 @@ class SearchProblem:
     """
 
     def __init__(
-        self, costs: Costs, placement: Sequence[int], microbatches: int, limits: Sequence[float], whole: bool = False
+        self, costs: Costs, placement: Sequence[int], microbatches: int, limits: Sequence[float], full_backwards: bool = False
     ) -> None:
-        """`limits`: of every rank, on its memory. `whole`: backwards are not split: I stands for B, and there is no W."""
-        self.costs, self.placement, self.microbatches, self.whole = costs, tuple(placement), microbatches, whole
+        """`limits`: every rank's memory. `full_backwards`: backwards are not split: I stands for B, and there is no W."""
+        self.costs, self.placement, self.microbatches = costs, tuple(placement), microbatches
+        self.full_backwards = full_backwards
         self.limits = [limit * (1 + TOLERANCE) for limit in limits]
         self.num_stages, self.ranks = len(placement), len(limits)
         self.stages_of = [[stage for stage, home in enumerate(placement) if home == rank] for rank in range(self.ranks)]
-        self.kinds = (Kind.F, Kind.B) if whole else (Kind.F, Kind.I, Kind.W)
+        self.kinds = (Kind.F, Kind.B) if full_backwards else (Kind.F, Kind.I, Kind.W)
         self.first_back, self.first_weight = self.num_stages * microbatches, 2 * self.num_stages * microbatches
         times, self.sizes = costs.action_costs(self.num_stages), costs.activation_sizes(self.num_stages)
         self.times = [times[kind][stage] for kind in self.kinds for stage in range(self.num_stages)]  # by codes
@@ -66,28 +67,28 @@ class SearchProblem:
         return [value for value in of_codes for _ in range(self.microbatches)]
 
     def _connect_actions(self) -> None:
-        """Who sends what where. A chain has one taker for each action: `slot` and `latency` say it; `sends` says it for any."""
+        """Set which action sends to which: `slot` and `latency` in a chain, where each has one taker; else `sends`."""
         count, stages = len(self.cost), self.num_stages
         self.sends: list[list[Send]] = [[] for _ in range(count)]
         self.also_needs: list[list[int]] = [[] for _ in range(count)]
         self.source = dict[int, int]()  # slot -> the action that fills it
         self.taker = dict[int, int]()  # slot -> the action that needs it
-        slots, taken = count + 1, set[int]()
+        slots, filled_slots = count + 1, set[int]()
         for source, taker, send in self._messages():
             for m in range(self.microbatches):
                 action, slot = taker * self.microbatches + m, taker * self.microbatches + m
-                if slot in taken:
+                if slot in filled_slots:
                     slot, slots = slots, slots + 1
                     self.also_needs[action].append(slot)
-                taken.add(slot)
+                filled_slots.add(slot)
                 self.taker[slot] = action
                 self.sends[source * self.microbatches + m].append(send._replace(slot=slot))
                 self.source[slot] = source * self.microbatches + m
-        nothing = Send(count, None, 0.0, 0.0)
-        first = [(each or [nothing])[0] for each in self.sends]
-        self.slot, self.latency = [send.slot for send in first], [send.latency for send in first]
-        self.initial_slot_times = [-1.0 if slot in taken else 0.0 for slot in range(count)] + [-1.0] * (slots - count)
-        self.is_simple_chain = slots == count + 1 and all(send.transmission == 0 for each in self.sends for send in each)
+        no_send = Send(count, None, 0.0, 0.0)
+        first_sends = [(sends or [no_send])[0] for sends in self.sends]
+        self.slot, self.latency = [send.slot for send in first_sends], [send.latency for send in first_sends]
+        self.initial_slot_times = [-1.0 if slot in filled_slots else 0.0 for slot in range(count)] + [-1.0] * (slots - count)
+        self.is_simple_chain = slots == count + 1 and all(send.transmission == 0 for sends in self.sends for send in sends)
         self.has_positive_times = self.is_simple_chain and min(self.times[: 2 * stages]) > 0
 
     def _messages(self) -> Iterator[tuple[int, int, Send]]:
@@ -101,9 +102,9 @@ class SearchProblem:
             for stage in range(stages):
                 for taker in goes[kind][stage]:
                     border = borders[min(stage, taker), max(stage, taker)]
-                    there = home[stage], home[taker]
-                    own = there[0] == there[1]
-                    yield base + stage, base + taker, Send(0, None, 0.0, 0.0) if own else Send(0, there, *border)
+                    link = home[stage], home[taker]
+                    is_local = link[0] == link[1]
+                    yield base + stage, base + taker, Send(0, None, 0.0, 0.0) if is_local else Send(0, link, *border)
         yield stages - 1, 2 * stages - 1, Send(0, None, 0.0, 0.0)
 
     def codes_in_dependency_order(self) -> list[int]:
@@ -137,7 +138,7 @@ class SearchProblem:
         """Return the rows of `table` as action numbers, with whole or split backwards as this problem has them."""
         kinds = (
             {Kind.F: (0,), Kind.B: (1,), Kind.I: (1,), Kind.W: ()}
-            if self.whole
+            if self.full_backwards
             else {Kind.F: (0,), Kind.I: (1,), Kind.W: (2,), Kind.B: (1, 2)}
         )
         return [
@@ -159,9 +160,9 @@ class SearchProblem:
 
 def number_actions_in_order(codes: Iterable[int], microbatches: int) -> list[int]:
     """The numbers of actions of these codes: the n-th of a code is for microbatch n."""
-    done: dict[int, int] = defaultdict(int)
+    num_done: dict[int, int] = defaultdict(int)
     row = []
     for code in codes:
-        row.append(code * microbatches + done[code])
-        done[code] += 1
+        row.append(code * microbatches + num_done[code])
+        num_done[code] += 1
     return row

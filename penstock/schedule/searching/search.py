@@ -86,7 +86,8 @@ def search(
     if effort == "optimal":
         cp_sat.check_solvable(costs)
     problems = [
-        SearchProblem(costs, placement, microbatches, limits, whole) for whole in _backward_forms(costs, len(placement))
+        SearchProblem(costs, placement, microbatches, limits, full_backwards)
+        for full_backwards in _backward_forms(costs, len(placement))
     ]
     best = _BestTable(problems[0], start, EFFORTS[effort], progress)
     rng = random.Random(seed)
@@ -116,15 +117,15 @@ def _check_start(start: Schedule | None, placement: tuple[int, ...], microbatche
                 f"{start.name} is no start: it has {start.slices} slices of a microbatch, the search makes whole ones"
             )
         if (start.placement, start.microbatches) != (placement, microbatches):
-            here = f"{start.microbatches} microbatches on {start.placement}"
-            raise ScheduleError(f"{start.name} is no start: it has {here}, not {microbatches} on {placement}")
+            start_text = f"{start.microbatches} microbatches on {start.placement}"
+            raise ScheduleError(f"{start.name} is no start: it has {start_text}, not {microbatches} on {placement}")
 
 
 class _BestTable:
     """The best that was found so far, how much of the search's work is done, and who wants to know."""
 
     def __init__(self, problem: SearchProblem, start: Schedule | None, work: int, progress: Progress | None) -> None:
-        self.problem, self.work, self.progress, self.done = problem, work, progress, 0.0
+        self.problem, self.work, self.progress, self.steps_done = problem, work, progress, 0.0
         self.bound = lower_bound(problem)
         self.published = list(initial_tables.published_schedules(problem.placement, problem.microbatches))
         self.tables = [*self.published, *([start] if start else ())]
@@ -149,23 +150,23 @@ class _BestTable:
 
     def check(self, steps: float = 0) -> None:
         """`steps` more are done. Raises _SearchFinished if there is no better, or whoever watches wants no more."""
-        self.done += steps
+        self.steps_done += steps
         if self.makespan <= self.bound.time * (1 + TOLERANCE):
             raise _SearchFinished
-        if self.progress and self.progress(min(1.0, self.done / self.work), self.makespan):
+        if self.progress and self.progress(min(1.0, self.steps_done / self.work), self.makespan):
             raise _SearchFinished
 
     def prove_optimal(self, seed: int) -> None:
         """Take what OR-Tools finds, and what it says that no table is shorter than."""
-        table, least = cp_sat.improve(self.problem, self.found().schedule, self.bound.time, seed)
+        table, lower_bound = cp_sat.improve(self.problem, self.found().schedule, self.bound.time, seed)
         self.tables.append(table)
-        if least > self.bound.time:
-            self.bound = LowerBound(least, "OR-Tools ruled out anything shorter")
+        if lower_bound > self.bound.time:
+            self.bound = LowerBound(lower_bound, "OR-Tools ruled out anything shorter")
 
     def found(self) -> Found:
-        """What is told of it; stopped before there was any table, one microbatch after the other."""
+        """Return the best table and its bound; a table without overlap if the search was stopped before it had one."""
         plain = SearchProblem(
-            self.problem.costs, self.problem.placement, self.problem.microbatches, self.problem.limits, whole=True
+            self.problem.costs, self.problem.placement, self.problem.microbatches, self.problem.limits, full_backwards=True
         )
         tables = [*self.tables, plain.schedule_from_rows(initial_tables.grouped_rows(plain, 1), "sequential")]
         if self.searched:
@@ -175,10 +176,10 @@ class _BestTable:
         if self.problem.costs.overlap:
             tries = int(PAIRING_WORK_SHARE * self.work / len(self.problem.cost))
             best = tables[:2] if self.searched else [replace(min(tables, key=self.time), name="searched")]
-            tables += [with_overlapped_pairs(each, self.time, tries) for each in best if not each.overlaps]
+            tables += [with_overlapped_pairs(schedule, self.time, tries) for schedule in best if not schedule.overlaps]
         table = min(tables, key=self.time)
         verify(table, skips=list(self.problem.costs.skips))
-        time, published = self.time(table), [each for each in self.published if self.time(each) < INFINITE]
+        time, published = self.time(table), [schedule for schedule in self.published if self.time(schedule) < INFINITE]
         family = min(published, key=self.time, default=None)
         name, of_family = (family.name, self.time(family)) if family else (None, None)
         return Found(table, time, min(self.bound.time, time), self.bound.reason, name, of_family)
@@ -231,22 +232,23 @@ def _anneal_in_rounds(
     if not starting:
         return
     states = list(starting.values())
-    for many, share, hot in ANNEALING_ROUNDS:
-        states = sorted(states, key=lambda state: state.makespan)[:many]
-        for index in range(many):
+    for num_states, share, hot in ANNEALING_ROUNDS:
+        states = sorted(states, key=lambda state: state.makespan)[:num_states]
+        for index in range(num_states):
             simulation.restore(states[index % len(states)])
             heat = hot[index % len(hot)] * problem.typical_time
-            anneal(simulation, rng, int(work * share / many), heat, heat / 10, report)
+            anneal(simulation, rng, int(work * share / num_states), heat, heat / 10, report)
             states[index % len(states)] = simulation.snapshot()
     simulation.restore(min(states, key=lambda state: state.makespan))
     simulation = IncrementalSimulation(problem, simulation.rows_with_weights())
     anneal(simulation, rng, int(work * FINAL_WORK_SHARE), problem.typical_time / 5, problem.typical_time / 20, report)
 
 
-def as_integer(name: str, value: int, least: float) -> int:
-    """`value`; raises ScheduleError if it is no whole number of `least` or more."""
-    if not is_whole_number(value, least):
-        raise ScheduleError(f"{name}={value!r}: use a whole number" + (f" of {least:g} or more" if least > -INFINITE else ""))
+def as_integer(name: str, value: int, minimum: float) -> int:
+    """`value`; raises ScheduleError if it is no whole number of `minimum` or more."""
+    if not is_whole_number(value, minimum):
+        bound = f" of {minimum:g} or more" if minimum > -INFINITE else ""
+        raise ScheduleError(f"{name}={value!r}: use a whole number{bound}")
     return int(value)
 
 
@@ -261,18 +263,18 @@ def as_placement(placement: Sequence[int]) -> tuple[int, ...]:
 def memory_limits(limit: float | Sequence[float] | None, costs: Costs, placement: tuple[int, ...]) -> list[float]:
     """The limit of every rank; raises ScheduleError if one is too low for one microbatch, and says what that takes."""
     ranks = max(placement) + 1
-    given: Any = INFINITE if limit is None else limit
+    limit_value: Any = INFINITE if limit is None else limit
     try:
-        limits = [float(given)] * ranks if isinstance(given, Real) else [each + 0.0 for each in given]
+        limits = [float(limit_value)] * ranks if isinstance(limit_value, Real) else [value + 0.0 for value in limit_value]
     except TypeError:
         raise ScheduleError(f"limit={limit!r}: give one number, or one for each rank") from None
     if len(limits) != ranks:
         raise ScheduleError(f"limit has {len(limits)} numbers for {ranks} ranks: give one number, or one for each rank")
-    least = [0.0] * ranks
+    min_memory = [0.0] * ranks
     for size, home in zip(costs.activation_sizes(len(placement)), placement, strict=True):
-        least[home] += size.act
-    short = [rank for rank in range(ranks) if not least[rank] <= limits[rank] * (1 + TOLERANCE)]
+        min_memory[home] += size.act
+    short = [rank for rank in range(ranks) if not min_memory[rank] <= limits[rank] * (1 + TOLERANCE)]
     if short:
-        told = ", ".join(f"rank {rank} {least[rank]:g} (limit {limits[rank]:g})" for rank in short)
-        raise ScheduleError(f"no table keeps the limit: the activations of one microbatch take on {told}")
+        rank_texts = ", ".join(f"rank {rank} {min_memory[rank]:g} (limit {limits[rank]:g})" for rank in short)
+        raise ScheduleError(f"no table keeps the limit: the activations of one microbatch take on {rank_texts}")
     return limits

@@ -48,11 +48,11 @@ class Idle(NamedTuple):
 
 def cause_shares(idle: Iterable[Iterable[Idle]], total: float) -> dict[Cause, float]:
     """The share of `total`, the time of all ranks together, that each cause of `idle` time takes."""
-    lost = dict.fromkeys(Cause, 0.0)
+    idle_time = dict.fromkeys(Cause, 0.0)
     for row in idle:
         for start, end, cause in row:
-            lost[cause] += end - start
-    return {cause: time / total if total else 0.0 for cause, time in lost.items()}
+            idle_time[cause] += end - start
+    return {cause: time / total if total else 0.0 for cause, time in idle_time.items()}
 
 
 def idle_times(step: StepEvents) -> tuple[tuple[Idle, ...], ...]:
@@ -61,30 +61,34 @@ def idle_times(step: StepEvents) -> tuple[tuple[Idle, ...], ...]:
 
 
 def _idle_times_of_rank(rank: int, step: StepEvents) -> Iterator[Idle]:
-    cells, free, sent = list(step.cells(rank)), step.start, step.start
+    cells, free, sent_until = list(step.cells(rank)), step.start, step.start
     for cell, cause in zip(cells, _causes_without_communication(cells), strict=True):
         for event in cell:
             if free < event.start:
                 awaited = step.last_remote_need(cell)
-                yield from _split_by_cause(free, sent, awaited.end if awaited else event.start, event.start, cause)
-            free, sent = max(free, event.end), max(sent, event.sent or event.end)
-    yield from _split_by_cause(free, sent, step.end, step.end, Cause.DRAIN if cells else Cause.IMBALANCE)
+                yield from _split_by_cause(free, sent_until, awaited.end if awaited else event.start, event.start, cause)
+            free, sent_until = max(free, event.end), max(sent_until, event.sent or event.end)
+    yield from _split_by_cause(free, sent_until, step.end, step.end, Cause.DRAIN if cells else Cause.IMBALANCE)
 
 
-def _split_by_cause(start: float, sent: float, computed: float, end: float, cause: Cause) -> Iterator[Idle]:
-    """From `start` to `end`: first the rank sends, then what it needs is `computed`, from that time on it travels."""
-    sent = min(max(start, sent), end)
-    computed = min(max(sent, computed), end)
-    for begin, until, why in ((start, sent, Cause.SENDING), (sent, computed, cause), (computed, end, Cause.COMMUNICATION)):
-        if begin < until:
-            yield Idle(begin, until, why)
+def _split_by_cause(start: float, sent_until: float, computed_until: float, end: float, cause: Cause) -> Iterator[Idle]:
+    """Split the idle time from `start` to `end`: the rank sends, then another rank computes its input, which then travels."""
+    sent_until = min(max(start, sent_until), end)
+    computed_until = min(max(sent_until, computed_until), end)
+
+    if start < sent_until:
+        yield Idle(start, sent_until, Cause.SENDING)
+    if sent_until < computed_until:
+        yield Idle(sent_until, computed_until, cause)
+    if computed_until < end:
+        yield Idle(computed_until, end, Cause.COMMUNICATION)
 
 
 def _causes_without_communication(cells: Sequence[Cell]) -> Iterator[Cause]:
     """The cause of an idle time before each of `cells`, the row of one rank, if it is not communication."""
     kinds = [{event.action.kind for event in cell} for cell in cells]
-    first_backward = next((index for index, here in enumerate(kinds) if here != {Kind.F}), 0)
-    last_forward = max((index for index, here in enumerate(kinds) if Kind.F in here), default=0)
+    first_backward = next((index for index, cell_kinds in enumerate(kinds) if cell_kinds != {Kind.F}), 0)
+    last_forward = max((index for index, cell_kinds in enumerate(kinds) if Kind.F in cell_kinds), default=0)
     for index in range(len(cells)):
         if index <= first_backward:
             yield Cause.FILL
@@ -106,10 +110,10 @@ def critical_path(step: StepEvents) -> tuple[Event, ...]:
     return tuple(reversed(path))
 
 
-def _limiting_events(event: Event, step: StepEvents, before: Cell, cell: Cell) -> Iterator[tuple[float, Event]]:
+def _limiting_events(event: Event, step: StepEvents, previous_cell: Cell, cell: Cell) -> Iterator[tuple[float, Event]]:
     """What `event` of `cell` could not start before, each with the time at which it allowed the start."""
-    for last in before[-1:]:
-        yield last.end, last
+    for previous in previous_cell[-1:]:
+        yield previous.end, previous
     for member in cell:
         for needed in step.needed_events(member):
             yield (needed.end, needed) if needed.rank == event.rank else step.arrivals[needed.action, member.action.stage]
@@ -118,4 +122,4 @@ def _limiting_events(event: Event, step: StepEvents, before: Cell, cell: Cell) -
 def _cells_of_actions(step: StepEvents) -> dict[Action, tuple[Cell, Cell]]:
     """For every action, the cell before it on its rank (if any) and its own."""
     rows = [[(), *step.cells(rank)] for rank in range(step.ranks)]
-    return {event.action: (before, cell) for row in rows for before, cell in pairwise(row) for event in cell}
+    return {event.action: (previous, cell) for row in rows for previous, cell in pairwise(row) for event in cell}

@@ -33,9 +33,9 @@ class Channel:
 
     free: float = float("-inf")  # when the last message has left it
 
-    def transmit(self, ready: float, border: MessageCost, factor: float = 1.0) -> float:
-        """When a message over `border` arrives that the rank hands over at the time `ready`; of `factor` times the bytes."""
-        self.free = max(self.free, ready) + border.transmission * factor
+    def transmit(self, ready_time: float, border: MessageCost, factor: float = 1.0) -> float:
+        """Return when a message over `border`, of `factor` times the bytes, arrives if it is handed over at `ready_time`."""
+        self.free = max(self.free, ready_time) + border.transmission * factor
         return self.free + border.latency
 
 

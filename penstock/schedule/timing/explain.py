@@ -43,36 +43,36 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
 
     Raises ScheduleError where a stage ran no forward or no backward.
     """
-    here = measurement or Measurement.from_timelines(timeline)
-    shown = Measurement.from_timelines(timeline, layers=here.layers) if here.num_steps > 1 else here
-    table = here.schedule
-    predicted = here.predict(table)
-    held, now = _microbatches_in_flight(table, predicted), predicted.makespan
-    even = replace(here, seconds={kind: (fmean(times),) * len(times) for kind, times in here.seconds.items()})
-    others = tuple(_catalog_alternatives(here))
-    notable = [other for other in others if other.step_seconds < (1 - NOTABLE_SHARE) * now]
+    costs = measurement or Measurement.from_timelines(timeline)
+    step_costs = Measurement.from_timelines(timeline, layers=costs.layers) if costs.num_steps > 1 else costs
+    table = costs.schedule
+    predicted = costs.predict(table)
+    microbatches_held, predicted_step = _microbatches_in_flight(table, predicted), predicted.makespan
+    even = replace(costs, seconds={kind: (fmean(times),) * len(times) for kind, times in costs.seconds.items()})
+    alternatives = tuple(_catalog_alternatives(costs))
+    notable = [alternative for alternative in alternatives if alternative.step_seconds < (1 - NOTABLE_SHARE) * predicted_step]
     faster = _best_alternative(notable)
-    frugal = _best_alternative([other for other in notable if other.microbatches_held <= held])
+    frugal = _best_alternative([alternative for alternative in notable if alternative.microbatches_held <= microbatches_held])
     return Explanation(
         schedule=table,
         step=timeline.makespan,
-        shares=time_shares(timeline, here),
+        shares=time_shares(timeline, costs),
         causes={cause.value: share for cause, share in timeline.causes.items()},
         between_steps=max(timeline.between_steps, default=0.0),
         averaging=max(timeline.averaging, default=0.0),
-        predicted_step=now,
-        microbatches_held=held,
+        predicted_step=predicted_step,
+        microbatches_held=microbatches_held,
         activation_bytes=_peak_bytes(predicted),
-        straggler=_worst_straggler(here, shown),
+        straggler=_worst_straggler(costs, step_costs),
         even_stages_timeline=even.predict(table),
-        doubled_microbatches=_with_doubled_microbatches(here),
-        alternatives=others,
+        doubled_microbatches=_with_doubled_microbatches(costs),
+        alternatives=alternatives,
         fastest=faster,
         fastest_in_same_memory=None if frugal is faster else frugal,
-        num_steps=here.num_steps,
-        slow_messages=_find_slow_messages(timeline, here),
-        out_of_order=_find_rank_out_of_order(here, now),
-        planned_order_timeline=_in_planned_order(here),
+        num_steps=costs.num_steps,
+        slow_messages=_find_slow_messages(timeline, costs),
+        out_of_order=_find_rank_out_of_order(costs, predicted_step),
+        planned_order_timeline=_in_planned_order(costs),
     )
 
 
@@ -93,16 +93,16 @@ def time_shares(timeline: Timeline, measured: Measurement) -> dict[str, float]:
     Idle time between two actions is the engine's where the second had all it needs when the first ended; else it is what
     `penstock.schedule.timing.causes` says.
     """
-    taken = dict.fromkeys([*(kind.value for kind in Kind), *(cause.value for cause in Cause), ENGINE], 0.0)
+    seconds = dict.fromkeys([*(kind.value for kind in Kind), *(cause.value for cause in Cause), ENGINE], 0.0)
     engine = {(gap.after.rank, gap.after.start) for gap in find_gaps(timeline) if gap.before and not measured.is_wait(gap)}
     for rank, row in enumerate(timeline.idle):
         for start, end, cause in row:
-            taken[ENGINE if (rank, end) in engine and cause is not Cause.SENDING else cause.value] += end - start
+            seconds[ENGINE if (rank, end) in engine and cause is not Cause.SENDING else cause.value] += end - start
         for cell in timeline.cells(rank):
             for event in cell:
-                taken[event.action.kind.value] += (event.end - event.start) / len(cell)
+                seconds[event.action.kind.value] += (event.end - event.start) / len(cell)
     total = timeline.ranks * timeline.makespan
-    return {name: time / total if total else 0.0 for name, time in taken.items()}
+    return {name: time / total if total else 0.0 for name, time in seconds.items()}
 
 
 def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:
@@ -110,52 +110,55 @@ def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:
     return timeline.peak_memory if timeline.memory_unit == "bytes" else ()
 
 
-# ---- who holds it up
+# ---- what holds the step up
 
 
-def _worst_straggler(here: Measurement, shown: Measurement) -> Straggler | None:
-    """Return the rank that takes longest against its share, of those that are slow in all steps and in the one `shown`.
+def _worst_straggler(costs: Measurement, step_costs: Measurement) -> Straggler | None:
+    """Return the rank that takes longest against its share, of those that are slow in all steps and in the one `step_costs`.
 
     Else a rank could be named that has no time to give in the step that the reader sees.
     """
-    in_shown = {straggler.rank for straggler in _stragglers(shown)}
-    slow = [straggler for straggler in _stragglers(here) if straggler.rank in in_shown]
+    slow_in_step = {straggler.rank for straggler in _stragglers(step_costs)}
+    slow = [straggler for straggler in _stragglers(costs) if straggler.rank in slow_in_step]
     return max(slow, key=lambda straggler: straggler.extra_seconds_per_action, default=None)
 
 
 def _stragglers(measurement: Measurement) -> list[Straggler]:
     """Return the ranks that take notably longer than their share, and whose share would make the step notably shorter."""
     table = measurement.schedule
-    now = measurement.predict(table).makespan
-    found = [_compare_with_share(measurement, rank, now) for rank in range(table.ranks) if table.actions[rank]]
-    return [straggler for straggler in found if straggler and straggler.step_seconds_lost > NOTABLE_SHARE * now]
+    predicted_step = measurement.predict(table).makespan
+    stragglers = [_compare_with_share(measurement, rank, predicted_step) for rank in range(table.ranks) if table.actions[rank]]
+    return [straggler for straggler in stragglers if straggler and straggler.step_seconds_lost > NOTABLE_SHARE * predicted_step]
 
 
-def _compare_with_share(here: Measurement, rank: int, now: float) -> Straggler | None:
+def _compare_with_share(costs: Measurement, rank: int, predicted_step: float) -> Straggler | None:
     """How `rank` compares with the others, stage for stage by the layers they have; None if it is not slower."""
-    table, mine, layers = here.schedule, here.schedule.stages_of(rank), here.layers
-    others = [stage for stage in range(table.num_stages) if stage not in mine]
-    if not others or not mine:
+    table, own_stages, layers = costs.schedule, costs.schedule.stages_of(rank), costs.layers
+    other_stages = [stage for stage in range(table.num_stages) if stage not in own_stages]
+    if not other_stages or not own_stages:
         return None
 
     def shared(times: Sequence[float]) -> tuple[float, ...]:
-        usual = median(times[stage] / layers[stage] for stage in others)
-        return tuple(layers[stage] * usual if stage in mine else time for stage, time in enumerate(times))
+        usual = median(times[stage] / layers[stage] for stage in other_stages)
+        return tuple(layers[stage] * usual if stage in own_stages else time for stage, time in enumerate(times))
 
-    fair = replace(here, seconds={kind: shared(times) for kind, times in here.seconds.items()})
+    fair = replace(costs, seconds={kind: shared(times) for kind, times in costs.seconds.items()})
     actions = table.actions[rank]
-    took, planned = (sum(each.seconds[kind][stage] for kind, stage, *_ in actions) for each in (here, fair))
+    took, planned = (sum(measured.seconds[kind][stage] for kind, stage, *_ in actions) for measured in (costs, fair))
     if took - planned <= STRAGGLER_SHARE * planned:
         return None
     times = {
-        kind: (fmean(here.seconds[kind][stage] for stage in mine), fmean(fair.seconds[kind][stage] for stage in mine))
+        kind: (
+            fmean(costs.seconds[kind][stage] for stage in own_stages),
+            fmean(fair.seconds[kind][stage] for stage in own_stages),
+        )
         for kind in dict.fromkeys(action.kind for action in actions)
     }
     shorter = fair.predict(table)
-    return Straggler(rank, (took - planned) / len(actions), times, now - shorter.makespan, shorter)
+    return Straggler(rank, (took - planned) / len(actions), times, predicted_step - shorter.makespan, shorter)
 
 
-def _find_slow_messages(timeline: Timeline, here: Measurement) -> SlowMessages | None:
+def _find_slow_messages(timeline: Timeline, costs: Measurement) -> SlowMessages | None:
     """Return the slowest link between two ranks whose usual speed would make the step notably shorter, else all links."""
     waits = [(gap, gap.needed) for gap in find_gaps(timeline) if gap.waited and gap.needed]
     seconds_by_link = defaultdict[tuple[int, int], list[float]](list)
@@ -165,11 +168,11 @@ def _find_slow_messages(timeline: Timeline, here: Measurement) -> SlowMessages |
     if not links:
         return None
     slowest = max(links, key=lambda link: links[link])
-    others = [seconds for link, seconds in links.items() if link != slowest]
-    is_one_slow = bool(others) and links[slowest] > SLOW_LINK_FACTOR * median(others)
-    usual, slow = (median(others), {slowest}) if is_one_slow else (0.0, set(links))
+    other_links = [seconds for link, seconds in links.items() if link != slowest]
+    is_one_slow = bool(other_links) and links[slowest] > SLOW_LINK_FACTOR * median(other_links)
+    usual, slow = (median(other_links), {slowest}) if is_one_slow else (0.0, set(links))
 
-    if links[slowest] < SLOW_MESSAGE_SHARE * median(here.seconds[Kind.F]):
+    if links[slowest] < SLOW_MESSAGE_SHARE * median(costs.seconds[Kind.F]):
         return None
     saved = {gap.after.action: gap.message_seconds - usual for gap, needed in waits if (needed.rank, gap.after.rank) in slow}
     shorter = replay(timeline, {}, saved)
@@ -179,33 +182,34 @@ def _find_slow_messages(timeline: Timeline, here: Measurement) -> SlowMessages |
     return SlowMessages(slowest if has_one_link else (), links[slowest], usual, timeline.message_bytes, shorter)
 
 
-def _find_rank_out_of_order(here: Measurement, now: float) -> OutOfOrder | None:
+def _find_rank_out_of_order(costs: Measurement, predicted_step: float) -> OutOfOrder | None:
     """Return the first rank whose microbatches, in ascending order on all ranks, would make the step notably shorter."""
-    table = here.schedule
+    table = costs.schedule
     rows = []
     for row in table.actions:
         ascending = {key: iter(sorted(action for action in row if action[:2] == key)) for key in {action[:2] for action in row}}
         rows.append(tuple(next(ascending[action[:2]]) for action in row))
-    changed = [rank for rank, row in enumerate(rows) if row != table.actions[rank]]
-    if not changed:
+    changed_ranks = [rank for rank, row in enumerate(rows) if row != table.actions[rank]]
+    if not changed_ranks:
         return None
     try:
-        timeline = here.predict(from_rows(table.name, rows))
+        timeline = costs.predict(from_rows(table.name, rows))
     except ScheduleError:
         return None
-    return OutOfOrder(changed[0], timeline) if now - timeline.makespan > NOTABLE_SHARE * now else None
+    is_notable = predicted_step - timeline.makespan > NOTABLE_SHARE * predicted_step
+    return OutOfOrder(changed_ranks[0], timeline) if is_notable else None
 
 
 # ---- what would make it shorter
 
 
-def _in_planned_order(here: Measurement) -> Timeline | None:
+def _in_planned_order(measurement: Measurement) -> Timeline | None:
     """Return the step with microbatches of unlike sizes in the order that would be planned for them; None if they are alike."""
-    factors = here.microbatch_factors
+    factors = measurement.microbatch_factors
     if not factors:
         return None
-    order = plan_order(factors, here.schedule, here.costs)
-    return replace(here, microbatch_factors=tuple(factors[index] for index in order)).predict(here.schedule)
+    order = plan_order(factors, measurement.schedule, measurement.costs)
+    return replace(measurement, microbatch_factors=tuple(factors[index] for index in order)).predict(measurement.schedule)
 
 
 def _microbatches_in_flight(table: Schedule, timeline: Timeline) -> float:
@@ -213,38 +217,39 @@ def _microbatches_in_flight(table: Schedule, timeline: Timeline) -> float:
     return max(timeline.peak_in_flight) * table.ranks / table.num_stages
 
 
-def _catalog_alternatives(here: Measurement) -> Iterator[Alternative]:
+def _catalog_alternatives(costs: Measurement) -> Iterator[Alternative]:
     """The other schedules of the catalog at this P and M, of V stages a rank or as many as they are made for."""
-    table = here.schedule
+    table = costs.schedule
     for name in names():
         for stages_per_rank in dict.fromkeys([FAMILIES[name].stages_per_rank, table.num_stages // table.ranks]):
-            other = _build_or_none(name, table.ranks, table.microbatches, stages_per_rank)
-            if other and other.actions != table.actions:
-                yield _predict_alternative(here, other)
+            schedule = _build_or_none(name, table.ranks, table.microbatches, stages_per_rank)
+            if schedule and schedule.actions != table.actions:
+                yield _predict_alternative(costs, schedule)
 
 
-def _best_alternative(others: Sequence[Alternative]) -> Alternative | None:
+def _best_alternative(alternatives: Sequence[Alternative]) -> Alternative | None:
     """The fastest; of those about as fast the one that holds the least."""
-    fastest = min((other.step_seconds for other in others), default=0.0)
-    near = [other for other in others if other.step_seconds <= (1 + NOTABLE_SHARE) * fastest]
-    return min(near, key=lambda other: (other.microbatches_held, other.step_seconds), default=None)
+    fastest = min((alternative.step_seconds for alternative in alternatives), default=0.0)
+    near = [alternative for alternative in alternatives if alternative.step_seconds <= (1 + NOTABLE_SHARE) * fastest]
+    return min(near, key=lambda alternative: (alternative.microbatches_held, alternative.step_seconds), default=None)
 
 
-def _with_doubled_microbatches(here: Measurement) -> Alternative | None:
+def _with_doubled_microbatches(costs: Measurement) -> Alternative | None:
     """The same schedule with twice the microbatches; None for a table that is not the catalog's."""
-    table = here.schedule
+    table = costs.schedule
     stages_per_rank = table.num_stages // table.ranks
-    same, twice = (_build_or_none(table.name, table.ranks, times * table.microbatches, stages_per_rank) for times in (1, 2))
-    return _predict_alternative(here, twice) if same and twice and same.actions == table.actions else None
+    counts = (table.microbatches, 2 * table.microbatches)
+    rebuilt, doubled = (_build_or_none(table.name, table.ranks, count, stages_per_rank) for count in counts)
+    return _predict_alternative(costs, doubled) if rebuilt and doubled and rebuilt.actions == table.actions else None
 
 
-def _predict_alternative(here: Measurement, other: Schedule) -> Alternative:
-    timeline, split = here.predict(other), any(action.kind is Kind.W for row in other.actions for action in row)
+def _predict_alternative(costs: Measurement, schedule: Schedule) -> Alternative:
+    timeline, split = costs.predict(schedule), any(action.kind is Kind.W for row in schedule.actions for action in row)
     return Alternative(
-        other,
+        schedule,
         timeline,
-        _microbatches_in_flight(other, timeline),
-        here.assumes_equal_halves and split,
+        _microbatches_in_flight(schedule, timeline),
+        costs.assumes_equal_halves and split,
         max(_peak_bytes(timeline), default=0.0),
     )
 

@@ -228,9 +228,9 @@ def _where_the_time_went(explanation: Explanation) -> Iterator[str]:
         share = between / (between + explanation.step)
         yield f"between steps {_format_ms(between)}, {share:.1%} of the loop: the optimizer, the next batch, what else it does"
     if sizes := explanation.activation_bytes:
-        most, least = max(sizes), min(sizes)
-        place = "every rank" if most == least else f"rank {sizes.index(most)}, the least {format_bytes(least)}"
-        yield f"memory of activations: up to {format_bytes(most)} on {place}"
+        max_size, min_size = max(sizes), min(sizes)
+        place = "every rank" if max_size == min_size else f"rank {sizes.index(max_size)}, the least {format_bytes(min_size)}"
+        yield f"memory of activations: up to {format_bytes(max_size)} on {place}"
 
 
 def _what_would_help(explanation: Explanation) -> Iterator[str]:
@@ -262,10 +262,10 @@ def _straggler_text(straggler: Straggler | None, predicted_step: float) -> str:
         f"{kind.value} {1e3 * seconds:.1f} instead of {_format_ms(fair_seconds)}"
         for kind, (seconds, fair_seconds) in straggler.action_seconds.items()
     )
-    extra, lost = _format_ms(straggler.extra_seconds_per_action), _format_ms(straggler.step_seconds_lost)
+    extra, lost_text = _format_ms(straggler.extra_seconds_per_action), _format_ms(straggler.step_seconds_lost)
     return (
         f"straggler: rank {straggler.rank} takes {extra} an action longer than its share of the model "
-        f"({times}), which costs the step {lost} ({straggler.step_seconds_lost / predicted_step:.1%})"
+        f"({times}), which costs the step {lost_text} ({straggler.step_seconds_lost / predicted_step:.1%})"
     )
 
 
@@ -281,9 +281,9 @@ def _alternative_text(alternative: Alternative, explanation: Explanation) -> str
 
 def _memory_text(alternative: Alternative, explanation: Explanation) -> str:
     then_bytes, now_bytes = alternative.activation_bytes, max(explanation.activation_bytes, default=0.0)
-    then, now = (f" ({format_bytes(size)})" if size else "" for size in (then_bytes, now_bytes))
-    held = _count(alternative.microbatches_held, "microbatch", "microbatches")
-    return f"a rank holds up to {held}{then}, now {explanation.microbatches_held:g}{now}"
+    bytes_then, bytes_now = (f" ({format_bytes(size)})" if size else "" for size in (then_bytes, now_bytes))
+    held_text = _count(alternative.microbatches_held, "microbatch", "microbatches")
+    return f"a rank holds up to {held_text}{bytes_then}, now {explanation.microbatches_held:g}{bytes_now}"
 
 
 def _compare(seconds: float, predicted_step: float) -> str:

@@ -65,8 +65,8 @@ class Measurement:
             raise ScheduleError("nothing ran in this timeline: measure a step")
         table, gaps = tables[0], [gap for timeline in timelines for gap in find_gaps(timeline)]
         waits = [gap for gap in gaps if gap.waited]
-        whole = _median_by_border(((gap, gap.message_seconds) for gap in waits), table)
-        between = _engine_seconds((gap for gap in gaps if not gap.is_wait(whole.get(gap.border, 0.0))), table.num_stages)
+        messages = _median_by_border(((gap, gap.message_seconds) for gap in waits), table)
+        between = _engine_seconds((gap for gap in gaps if not gap.is_wait(messages.get(gap.border, 0.0))), table.num_stages)
         sends = _median_by_border(((gap, gap.message_seconds - _time_after(between, gap.needed)) for gap in waits), table)
         sizes = next((timeline.activation_sizes for timeline in reversed(timelines) if timeline.memory_unit == "bytes"), ())
         layers = _checked_layers(layers, table.num_stages)
@@ -92,17 +92,17 @@ class Measurement:
         B where nothing is lost. A step takes the timeline's makespan and `around`.
         """
         table = replace(with_full_backwards(schedule), overlaps=frozenset())
-        here = self.recut(table.num_stages, layers)
+        recut = self.recut(table.num_stages, layers)
         factors = islice(cycle(self.microbatch_factors), table.microbatches)
-        timeline = simulate(table, replace(here.costs, microbatch_factors=list(factors)))
+        timeline = simulate(table, replace(recut.costs, microbatch_factors=list(factors)))
         rows = [
-            [event._replace(end=event.end - _time_after(here.engine_seconds, event)) for event in row] for row in timeline.rows
+            [event._replace(end=event.end - _time_after(recut.engine_seconds, event)) for event in row] for row in timeline.rows
         ]
         borders = [
-            MessageCost(latency=send + after)
-            for send, after in zip(here.message_seconds, here.engine_seconds[Kind.F], strict=False)
+            MessageCost(latency=send + engine_time)
+            for send, engine_time in zip(recut.message_seconds, recut.engine_seconds[Kind.F], strict=False)
         ]
-        name, unit = f"{schedule.name}, predicted", "bytes" if here.activation_sizes else ""
+        name, unit = f"{schedule.name}, predicted", "bytes" if recut.activation_sizes else ""
         return replace(
             timeline,
             name=name,
@@ -123,16 +123,16 @@ class Measurement:
         What a stage took for another reason, a slow rank or the loss, moves with its layers too, and so does memory. Where the
         number of stages differs, the engine's time and that of a message are what is usual.
         """
-        same = stages == self.schedule.num_stages
-        layers = self.layers if same and not layers else _checked_layers(layers, stages)
-        if same and layers == self.layers:
+        keeps_stages = stages == self.schedule.num_stages
+        layers = self.layers if keeps_stages and not layers else _checked_layers(layers, stages)
+        if keeps_stages and layers == self.layers:
             return self
         seconds = {kind: _redistribute(times, self.layers, layers) for kind, times in self.seconds.items()}
         parts = [_redistribute(amounts, self.layers, layers) for amounts in zip(*self.activation_sizes, strict=True)]
         moved = replace(
             self, seconds=seconds, layers=layers, activation_sizes=tuple(map(ActivationSize, *parts)) if parts else ()
         )
-        if same:
+        if keeps_stages:
             return moved
         between = {kind: (median(times),) * stages for kind, times in self.engine_seconds.items()}
         crossing = [
@@ -184,8 +184,8 @@ class Gap(NamedTuple):
     @property
     def border(self) -> Skip:
         """The two stages between which the message went that was needed last; the same stage twice if none was."""
-        here, there = self.after.action.stage, (self.needed or self.after).action.stage
-        return min(here, there), max(here, there)
+        stage, source_stage = self.after.action.stage, (self.needed or self.after).action.stage
+        return min(stage, source_stage), max(stage, source_stage)
 
     @property
     def waited(self) -> bool:
@@ -198,19 +198,19 @@ class Gap(NamedTuple):
         return self.after.start - self.needed.end if self.needed else 0.0
 
     def is_wait(self, message: float) -> bool:
-        """Whether the rank was idle before its message came, which takes so many seconds."""
+        """Return whether the rank was idle before its message arrived. `message`: seconds that one takes."""
         if self.needed is None or self.before is None:
             return self.before is None
         return self.needed.end + message > self.before.end
 
 
 def find_gaps(timeline: Timeline) -> Iterator[Gap]:
-    """What lies before every action, or pair of actions, rank by rank."""
+    """Yield the gap before every action or pair of actions, rank by rank."""
     for rank in range(timeline.ranks):
-        before: Event | None = None
+        previous: Event | None = None
         for cell in timeline.cells(rank):
-            yield Gap(before, cell[0], timeline.last_remote_need(cell))
-            before = cell[0]
+            yield Gap(previous, cell[0], timeline.last_remote_need(cell))
+            previous = cell[0]
 
 
 def microbatch_factors(timeline: Timeline) -> tuple[float, ...]:
@@ -244,48 +244,50 @@ def _durations(timeline: Timeline) -> Iterator[tuple[Event, float]]:
 
 def _action_seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
     """What every action costs, on every stage."""
-    seen: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    samples: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for timeline in timelines:
         factors = microbatch_factors(timeline) or (1.0,) * table.microbatches
         for event, duration in _durations(timeline):
-            seen[event.action[:2]].append(duration / factors[event.action.microbatch])
-    taken = {key: fmean(times) if key[0] is Kind.W else median(times) for key, times in seen.items()}
-    split = [stage for stage in range(table.num_stages) if {(Kind.I, stage), (Kind.W, stage)} <= taken.keys()]
-    halves = {stage: (taken[Kind.I, stage], taken[Kind.W, stage]) for stage in split}
+            samples[event.action[:2]].append(duration / factors[event.action.microbatch])
+    seconds = {key: fmean(times) if key[0] is Kind.W else median(times) for key, times in samples.items()}
+    split = [stage for stage in range(table.num_stages) if {(Kind.I, stage), (Kind.W, stage)} <= seconds.keys()]
+    halves = {stage: (seconds[Kind.I, stage], seconds[Kind.W, stage]) for stage in split}
     share = median([inputs / (inputs + weights) if inputs + weights else 0.5 for inputs, weights in halves.values()] or [0.5])
     costs = []
     for stage in range(table.num_stages):
-        if (Kind.F, stage) not in taken or (stage not in halves and (Kind.B, stage) not in taken):
-            raise ScheduleError(f"stage {stage} ran no {'backward' if (Kind.F, stage) in taken else 'forward'}: measure a step")
-        both = sum(halves[stage]) if stage in halves else taken[Kind.B, stage]
-        inputs, weights = halves.get(stage, (share * both, both - share * both))
-        costs.append((taken[Kind.F, stage], taken.get((Kind.B, stage), both), inputs, weights))
+        if (Kind.F, stage) not in seconds or (stage not in halves and (Kind.B, stage) not in seconds):
+            missing = "backward" if (Kind.F, stage) in seconds else "forward"
+            raise ScheduleError(f"stage {stage} ran no {missing}: measure a step")
+        full = sum(halves[stage]) if stage in halves else seconds[Kind.B, stage]
+        inputs, weights = halves.get(stage, (share * full, full - share * full))
+        costs.append((seconds[Kind.F, stage], seconds.get((Kind.B, stage), full), inputs, weights))
     return dict(zip(Kind, zip(*costs, strict=True), strict=True))
 
 
 def _engine_seconds(engines: Iterable[Gap], stages: int) -> Times:
-    """The engine's time after every action, of gaps that are its alone: where none was seen that of its kind, or of all."""
-    seen: Samples = defaultdict(list)
+    """Return the engine's time after every action, from gaps that are not waits; without samples, of its kind, or of all."""
+    samples: Samples = defaultdict(list)
     for gap in engines:
         if gap.before:
             kind, stage, *_ = gap.before.action
             for key in ((kind, stage), kind, None):
-                seen[key].append(max(0.0, gap.after.start - gap.before.end))
-    return {kind: tuple(_first_median(seen, (kind, stage), kind, None) for stage in range(stages)) for kind in Kind}
+                samples[key].append(max(0.0, gap.after.start - gap.before.end))
+    return {kind: tuple(_first_median(samples, (kind, stage), kind, None) for stage in range(stages)) for kind in Kind}
 
 
 def _median_by_border(samples: Iterable[tuple[Gap, float]], table: Schedule) -> dict[Skip, float]:
-    """Over each border between two neighbouring stages, never below 0: where none was seen that of the two ranks, or of all."""
-    seen: Samples = defaultdict(list)
+    """Return the median over each border of two stages, at least 0; without samples, of the two ranks, or of all."""
+    samples_by_key: Samples = defaultdict(list)
     for gap, seconds in samples:
         for key in (gap.border, _ranks_at(gap.border, table), None):
-            seen[key].append(max(0.0, seconds))
-    return {border: _first_median(seen, border, _ranks_at(border, table), None) for border in pairwise(range(table.num_stages))}
+            samples_by_key[key].append(max(0.0, seconds))
+    borders = pairwise(range(table.num_stages))
+    return {border: _first_median(samples_by_key, border, _ranks_at(border, table), None) for border in borders}
 
 
-def _first_median(seen: Samples, *keys: object) -> float:
+def _first_median(samples: Samples, *keys: object) -> float:
     """The median under the first of `keys` that has any samples; 0 if none has."""
-    return next((median(seen[key]) for key in keys if key in seen), 0.0)
+    return next((median(samples[key]) for key in keys if key in samples), 0.0)
 
 
 def _ranks_at(border: Skip, table: Schedule) -> frozenset[int]:

@@ -17,21 +17,20 @@ def replay(
     `saved_before_actions`: seconds by which messages are faster that the rank of the action was idle for.
     """
     saved_before_actions = saved_before_actions or {}
-    before = {event.action: earlier for row in timeline.rows for earlier, event in zip((None, *row), row, strict=False)}
+    previous = {event.action: earlier for row in timeline.rows for earlier, event in zip((None, *row), row, strict=False)}
     moved: dict[Action, Event] = {}
     for event in sorted(timeline.events, key=lambda event: (event.start, event.end)):
-        own = before[event.action]
+        previous_on_rank = previous[event.action]
         needed = [need for need in timeline.needed_events(event) if need.rank != event.rank and need.action in moved]
         starts = [moved[need.action].end for need in needed]
-        last = max(needed, key=lambda need: need.end, default=None)
+        last_need = max(needed, key=lambda need: need.end, default=None)
 
-        if last and (own is None or last.end >= own.end):
-            starts.append(
-                moved[last.action].end + max(0.0, event.start - last.end - saved_before_actions.get(event.action, 0.0))
-            )
-            starts += [moved[own.action].end] if own else []
-        elif own:
-            starts.append(moved[own.action].end + max(0.0, event.start - own.end))
+        if last_need and (previous_on_rank is None or last_need.end >= previous_on_rank.end):
+            saved = saved_before_actions.get(event.action, 0.0)
+            starts.append(moved[last_need.action].end + max(0.0, event.start - last_need.end - saved))
+            starts += [moved[previous_on_rank.action].end] if previous_on_rank else []
+        elif previous_on_rank:
+            starts.append(moved[previous_on_rank.action].end + max(0.0, event.start - previous_on_rank.end))
         start = max(starts, default=event.start)
         seconds = max(0.0, event.end - event.start - saved_in_actions.get(event.action, 0.0))
         moved[event.action] = event._replace(start=start, end=start + seconds, sent=None)

@@ -75,8 +75,8 @@ class Costs:
         forward = _checked_costs("forward", self.forward, stages)
         inputs = _checked_costs("backward_input", self.backward_input, stages)
         weights = _checked_costs("backward_weight", self.backward_weight, stages)
-        both = [i + w for i, w in zip(inputs, weights, strict=True)]
-        full = both if self.backward is None else _checked_costs("backward", self.backward, stages)
+        input_and_weight = [i + w for i, w in zip(inputs, weights, strict=True)]
+        full = input_and_weight if self.backward is None else _checked_costs("backward", self.backward, stages)
         return {Kind.F: forward, Kind.B: full, Kind.I: inputs, Kind.W: weights}
 
     def message_costs(self, stages: int) -> tuple[MessageCost, ...]:
@@ -105,23 +105,23 @@ class Costs:
 
     def activation_sizes(self, stages: int) -> tuple[ActivationSize, ...]:
         """What an activation of every stage takes. Raises ScheduleError as `table` does."""
-        acts = _checked_costs("act", self.act, stages, what="an amount of memory")
-        keeps = acts if self.keep is None else _checked_costs("keep", self.keep, stages, what="an amount of memory")
+        acts = _checked_costs("act", self.act, stages, description="an amount of memory")
+        keeps = acts if self.keep is None else _checked_costs("keep", self.keep, stages, description="an amount of memory")
         return tuple(map(ActivationSize, acts, keeps))
 
 
-def _checked_costs(name: str, cost: Cost, count: int, each: str = "stage", what: str = "a time") -> list[float]:
-    costs = _one_cost_each(name, cost, count, each)
+def _checked_costs(name: str, cost: Cost, count: int, unit: str = "stage", description: str = "a time") -> list[float]:
+    costs = _one_cost_each(name, cost, count, unit)
     for value in costs:
         if not 0 <= value < float("inf"):
-            raise ScheduleError(f"{name} has the cost {value}: a cost is {what}, 0 or more")
+            raise ScheduleError(f"{name} has the cost {value}: a cost is {description}, 0 or more")
     return costs
 
 
-def _one_cost_each(name: str, cost: Cost, count: int, each: str) -> list[float]:
+def _one_cost_each(name: str, cost: Cost, count: int, unit: str) -> list[float]:
     costs = [float(c) for c in cost] if isinstance(cost, Iterable) else [float(cost)] * count
     if len(costs) != count:
-        raise ScheduleError(f"{name} has {len(costs)} costs for {count} {each}s: give one number, or one for each {each}")
+        raise ScheduleError(f"{name} has {len(costs)} costs for {count} {unit}s: give one number, or one for each {unit}")
     return costs
 
 
@@ -210,13 +210,13 @@ class _Simulation:
         self.factors = [factor / schedule.slices for factor in costs.factors(schedule.microbatches)] * schedule.slices
         self.rows: list[list[Event]] = [[] for _ in schedule.actions]
         self.awaited_times: list[ReadyTimes | None] = [None] * schedule.ranks
-        self.ready = list(reversed(range(schedule.ranks)))
+        self.ready_ranks = list(reversed(range(schedule.ranks)))
 
     def run(self) -> None:
         """Run until nothing can run any more."""
         ranks = [self._run(rank) for rank in range(self.schedule.ranks)]
-        while self.ready:
-            rank = self.ready.pop()  # the one just woken: what it needs is in the processor's cache
+        while self.ready_ranks:
+            rank = self.ready_ranks.pop()  # the one just woken: what it needs is in the processor's cache
             self.awaited_times[rank] = next(ranks[rank], None)
 
     def _run(self, rank: int) -> Iterator[ReadyTimes]:
@@ -255,18 +255,18 @@ class _Simulation:
                     route.times[microbatch] = route.channel.transmit(free, route.border, factors[microbatch])
                     if waits_for[route.receiver] is route.times:
                         waits_for[route.receiver] = None
-                        self.ready.append(route.receiver)
+                        self.ready_ranks.append(route.receiver)
 
 
 def _cells_in_slice_order(schedule: Table, rank: int) -> Iterator[Cell]:
     """The cells of `rank` up to one whose slice of a microbatch needs another slice that the rank has not run before it."""
-    done = set[Action]()
+    done_actions = set[Action]()
     for cell in schedule.cells(rank):
         for action in actions_of(cell):
             for options in dependencies(action, schedule.num_stages, slices=schedule.slices):
-                if options[0].stage == action.stage and options[0].slice != action.slice and done.isdisjoint(options):
+                if options[0].stage == action.stage and options[0].slice != action.slice and done_actions.isdisjoint(options):
                     return
-        done.update(actions_of(cell))
+        done_actions.update(actions_of(cell))
         yield cell
 
 
@@ -275,7 +275,7 @@ def _connected_works(schedule: Table, costs: Costs) -> dict[Kind, list[_ActionWo
     home, stages, skips = schedule.placement, schedule.num_stages, costs.skip_connection_costs(schedule.num_stages)
     borders = dict(zip(pairwise(range(stages)), costs.message_costs(stages), strict=True)) | skips
     channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
-    works = {kind: [_ActionWork(cost) for cost in each] for kind, each in costs.action_costs(stages).items()}
+    works = {kind: [_ActionWork(cost) for cost in stage_costs] for kind, stage_costs in costs.action_costs(stages).items()}
     for kind, stage in product((Kind.F, Kind.B, Kind.W), range(stages)):  # so that a step sends in the order of the stages
         for makers in dependencies(Action(kind, stage, 0), stages, skips):
             times: ReadyTimes = [None] * (schedule.microbatches * schedule.slices)
@@ -301,15 +301,15 @@ def averaging_end_time(timeline: Timeline, seconds: Cost, *, overlapped: bool = 
 
     Raise ScheduleError as `Costs.action_costs` does, and for a timeline without backwards.
     """
-    ready: dict[int, tuple[int, float]] = {}  # stage -> its rank, and when its gradients are complete
+    complete_gradients: dict[int, tuple[int, float]] = {}  # stage -> its rank, and when its gradients are complete
     for event in timeline.events:
         if event.action.kind in (Kind.B, Kind.W):
             stage = event.action.stage
-            ready[stage] = event.rank, max(event.end, ready.get(stage, (0, event.end))[1])
-    if not ready:
+            complete_gradients[stage] = event.rank, max(event.end, complete_gradients.get(stage, (0, event.end))[1])
+    if not complete_gradients:
         raise ScheduleError(f"{timeline.name} has no backward: there are no gradients to average")
-    takes = Costs(backward_weight=seconds).action_costs(max(ready) + 1)[Kind.W]
+    takes = Costs(backward_weight=seconds).action_costs(max(complete_gradients) + 1)[Kind.W]
     end = max(event.end for event in timeline.events)
-    leaving = sorted((when if overlapped else end, takes[stage], rank) for stage, (rank, when) in ready.items())
+    leaving = sorted((when if overlapped else end, takes[stage], rank) for stage, (rank, when) in complete_gradients.items())
     links: dict[int, Channel] = defaultdict(Channel)
     return max(end, *(links[0 if shared else rank].transmit(when, MessageCost(lasts)) for when, lasts, rank in leaving))

@@ -69,18 +69,18 @@ class Timeline(StepEvents):
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
         """For every rank, the most its activations took at once, in the unit of `act` and `keep`."""
-        return tuple(max((held for _, held in self.memory_after_actions(rank)), default=0.0) for rank in range(self.ranks))
+        return tuple(max((memory for _, memory in self.memory_after_actions(rank)), default=0.0) for rank in range(self.ranks))
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """The memory curve of `rank`: (time, what its activations take from then on) for every action that changes it.
 
         F adds `act` when it starts; at their ends I frees `act` - `keep`, W frees `keep`, B frees `act`.
         """
-        at, curve, before = {event.action: event for event in self.rows[rank]}, [], 0.0
-        for action, held in self.memory_after_actions(rank):
-            if held != before:
-                curve.append((at[action].end if changes_memory_at_end(action) else at[action].start, held))
-            before = held
+        at, curve, previous = {event.action: event for event in self.rows[rank]}, [], 0.0
+        for action, memory in self.memory_after_actions(rank):
+            if memory != previous:
+                curve.append((at[action].end if changes_memory_at_end(action) else at[action].start, memory))
+            previous = memory
         return curve
 
     def memory_after_actions(self, rank: int) -> Iterator[tuple[Action, float]]:

@@ -30,9 +30,9 @@ class Audit:
             for folder in (self.run_a, self.run_b):
                 if not folder.exists():
                     raise PenstockError(f"{folder} does not exist{nearest_path(folder)}")
-            same, report = compare_runs(self.run_a, self.run_b)
+            are_equal, report = compare_runs(self.run_a, self.run_b)
         except PenstockError as error:
             print(f"penstock: {error}", file=sys.stderr)
             sys.exit(2)
         print(report)
-        sys.exit(0 if same else 1)
+        sys.exit(0 if are_equal else 1)

@@ -100,15 +100,15 @@ def _parse(words: Sequence[str]) -> Any:
 
 def _command_name(words: Sequence[str]) -> str:
     """Return the command that `words` begin with; `bench` alone is `bench steps`. Raises PenstockError if there is none."""
-    first = words[0]
-    for name in (" ".join(words[:2]), first, f"{first} steps"):
+    word = words[0]
+    for name in (" ".join(words[:2]), word, f"{word} steps"):
         if name in COMMANDS:
             return name
-    if first.startswith("-"):
-        raise PenstockError(f"{first} is an option of no command: `penstock --help` lists the commands")
-    near = difflib.get_close_matches(first, COMMANDS, n=1)
+    if word.startswith("-"):
+        raise PenstockError(f"{word} is an option of no command: `penstock --help` lists the commands")
+    near = difflib.get_close_matches(word, COMMANDS, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    raise PenstockError(f"there is no command {first!r}{hint}: choose from {', '.join(COMMANDS)}")
+    raise PenstockError(f"there is no command {word!r}{hint}: choose from {', '.join(COMMANDS)}")
 
 
 @contextmanager

@@ -69,17 +69,17 @@ class Puzzle:
         if number is None:
             return print("All puzzles are passed.")
 
-        chosen = puzzle(number)
+        book_puzzle = puzzle(number)
         if action == "hint":
-            print(fill(folder.hint(chosen), terminal_width()))
+            print(fill(folder.hint(book_puzzle), terminal_width()))
         elif action == "solution":
-            print(folder.solution(chosen))
+            print(folder.solution(book_puzzle))
         elif action == "reset":
-            backup = folder.reset(chosen)
-            print(f"{folder.file(chosen)} is new{f'; yours is {backup}' if backup else ''}")
+            backup = folder.reset(book_puzzle)
+            print(f"{folder.file(book_puzzle)} is new{f'; yours is {backup}' if backup else ''}")
         elif action == "watch":
-            _watch(folder, chosen, self)
-        elif not _check(folder, chosen, self):
+            _watch(folder, book_puzzle, self)
+        elif not _check(folder, book_puzzle, self):
             raise SystemExit(1)
 
 
@@ -96,32 +96,33 @@ def _parse_words(words: tuple[str, ...]) -> tuple[int | None, PuzzleAction]:
 
 
 def _list(folder: Folder, fast: bool) -> None:
-    passed = folder.passed()
+    passed_numbers = folder.passed()
     for number in FAST_TRACK if fast else range(1, len(NAMES) + 1):
-        print(f"{'x' if number in passed else ' '} {number:2}  {puzzle(number).title}")
+        print(f"{'x' if number in passed_numbers else ' '} {number:2}  {puzzle(number).title}")
     following = folder.next(fast)
     print(f"\nnext: penstock puzzle {following}" if following else "\nAll puzzles are passed.")
 
 
-def _check(folder: Folder, chosen: BookPuzzle, options: Puzzle) -> bool:
+def _check(folder: Folder, book_puzzle: BookPuzzle, options: Puzzle) -> bool:
     """Hand the puzzle out if the folder has no file for it, else check the file. Return whether it is passed."""
-    path = folder.file(chosen)
-    if folder.hand_out(chosen):
-        print(f"{chosen.number}. {chosen.story}\n\n{path} is yours to complete. Then: penstock puzzle {chosen.number}")
+    path = folder.file(book_puzzle)
+    if folder.hand_out(book_puzzle):
+        print(f"{book_puzzle.number}. {book_puzzle.story}\n")
+        print(f"{path} is yours to complete. Then: penstock puzzle {book_puzzle.number}")
         return True
 
     try:
-        passed = folder.check(chosen)
+        result = folder.check(book_puzzle)
     except Missed as missed:
-        print(f"{chosen.number}. {chosen.title}: not yet. {missed}")
+        print(f"{book_puzzle.number}. {book_puzzle.title}: not yet. {missed}")
         _draw(missed.picture, options.html)
-        print(f"a hint: penstock puzzle {chosen.number} hint")
+        print(f"a hint: penstock puzzle {book_puzzle.number} hint")
         return False
 
-    print(f"{chosen.number}. {chosen.title}: passed. {passed.text}.")
-    _draw(passed.picture, options.html)
-    following = folder.next(options.fast_track, after=chosen.number)
-    print(f"why: penstock puzzle {chosen.number} solution" + (f"; next: penstock puzzle {following}" if following else ""))
+    print(f"{book_puzzle.number}. {book_puzzle.title}: passed. {result.text}.")
+    _draw(result.picture, options.html)
+    following = folder.next(options.fast_track, after=book_puzzle.number)
+    print(f"why: penstock puzzle {book_puzzle.number} solution" + (f"; next: penstock puzzle {following}" if following else ""))
     return True
 
 
@@ -136,10 +137,10 @@ def _draw(timeline: Timeline | None, html: Path | None) -> None:
         print(f"wrote {path}")
 
 
-def _watch(folder: Folder, chosen: BookPuzzle, options: Puzzle) -> None:
+def _watch(folder: Folder, book_puzzle: BookPuzzle, options: Puzzle) -> None:
     """Check whenever the file has changed, until it is passed or Ctrl-C."""
-    folder.hand_out(chosen)
-    path, checked_version = folder.file(chosen), None
+    folder.hand_out(book_puzzle)
+    path, checked_version = folder.file(book_puzzle), None
     print(f"{path} is watched; Ctrl-C ends it")
     while True:
         try:
@@ -148,6 +149,6 @@ def _watch(folder: Folder, chosen: BookPuzzle, options: Puzzle) -> None:
             version = None
         if version is not None and version != checked_version:
             checked_version = version
-            if _check(folder, chosen, options):
+            if _check(folder, book_puzzle, options):
                 return
         time.sleep(POLL_SECONDS)

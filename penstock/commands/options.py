@@ -22,13 +22,13 @@ def command(**metavars: str) -> Callable[[type[T]], type[T]]:
     """Make a class a command. `metavars`: field -> the word that stands for its value in `--help`, if not its type's."""
 
     def make(cls: type[T]) -> type[T]:
-        made: Any = dataclass(frozen=True)(cls)
-        hints = get_type_hints(made, include_extras=True)
-        made.__annotations__ = {
+        frozen_class: Any = dataclass(frozen=True)(cls)
+        hints = get_type_hints(frozen_class, include_extras=True)
+        frozen_class.__annotations__ = {
             field.name: Annotated[
                 hints[field.name], tyro.conf.arg(metavar=metavars.get(field.name), help_behavior_hint=_describe_default)
             ]
-            for field in fields(made)
+            for field in fields(frozen_class)
         }
         return cls
 

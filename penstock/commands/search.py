@@ -53,17 +53,17 @@ class Search:
         placement = PLACEMENTS[self.placement](len(stages), self.ranks)
         with SearchBar() as bar:
             progress = partial(bar, self.effort)
-            found = search(
+            result = search(
                 costs, placement, self.microbatches, parse_memory_size(self.memory), self.effort, self.seed, progress=progress
             )
         if self.csv is not None:  # before printing: a reader like `head` may end the output early
             with writing(self.csv):
-                found.schedule.to_csv(self.csv)
-        print(summary(simulate(found.schedule, costs)))
-        bound = f"no table within the limit is below {1e3 * found.bound:.4g} ms"
-        print(f"step {1e3 * found.makespan:.4g} ms, {bound}: {found.bound_reason}")
-        if found.family is not None and found.family_makespan is not None:
-            less = 1 - found.makespan / found.family_makespan
-            print(f"the best published table, {found.family}, takes {1e3 * found.family_makespan:.4g} ms: {less:.1%} less")
+                result.schedule.to_csv(self.csv)
+        print(summary(simulate(result.schedule, costs)))
+        bound = f"no table within the limit is below {1e3 * result.bound:.4g} ms"
+        print(f"step {1e3 * result.makespan:.4g} ms, {bound}: {result.bound_reason}")
+        if result.family is not None and result.family_makespan is not None:
+            less = 1 - result.makespan / result.family_makespan
+            print(f"the best published table, {result.family}, takes {1e3 * result.family_makespan:.4g} ms: {less:.1%} less")
         if self.csv is not None:
             print(f"wrote {self.csv}")

@@ -256,13 +256,13 @@ class Compare(Simulated):
     def run(self) -> None:
         """Write the page, then print both pictures and the differences."""
         sources = (self.first, self.second)
-        found = {source: recorded(source, self.stages_per_rank) for source in sources if is_recorded(source)}
-        measured = next((record for record, _ in found.values() if record.explanation), None)
-        records = [found[source][0] if source in found else self._schedule(source, measured) for source in sources]
+        runs = {source: recorded(source, self.stages_per_rank) for source in sources if is_recorded(source)}
+        measured = next((record for record, _ in runs.values() if record.explanation), None)
+        records = [runs[source][0] if source in runs else self._schedule(source, measured) for source in sources]
         report = [differences(records[0], records[1], [_work(source) for source in sources])]
-        if measured and len(found) < len(sources):
+        if measured and len(runs) < len(sources):
             report.append(_own_prediction(measured))
-        report += [note for _, notes in found.values() for note in notes]
+        report += [note for _, notes in runs.values() for note in notes]
 
         files = [*write(records, self.html)]
         for record in records:
@@ -290,8 +290,10 @@ def _measurement(record: Record) -> Measurement:
 def _own_prediction(measured: Record) -> str:
     """Say what is predicted of the step that was measured: other predictions may be as far off."""
     measurement = _measurement(measured)
-    own = measurement.predict(measurement.schedule).makespan
-    return f"{measured.name}, is itself predicted to take {1e3 * own:.4g} ms, {own / measured.usual.makespan - 1:+.1%}"
+    predicted = measurement.predict(measurement.schedule).makespan
+    return (
+        f"{measured.name}, is itself predicted to take {1e3 * predicted:.4g} ms, {predicted / measured.usual.makespan - 1:+.1%}"
+    )
 
 
 def _work(source: str) -> dict[str, Any]:

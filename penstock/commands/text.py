@@ -62,7 +62,7 @@ def evaluate(source: Path, config: TrainConfig, path: Path, batch: int) -> str:
 
 def _pieces(text: Tensor, context: int, batch: int) -> list[tuple[Tensor, Tensor]]:
     """Return inputs and targets, (batch, context) each, in order; the last pair is one row of the remaining bytes."""
-    whole = (len(text) - 1) // context * context
-    inputs, targets = (text[start : start + whole].view(-1, context).split(batch) for start in (0, 1))
-    remainder = [(text[None, whole:-1], text[None, whole + 1 :])] if whole < len(text) - 1 else []
-    return [*zip(inputs, targets, strict=True), *remainder] if whole else remainder
+    full_length = (len(text) - 1) // context * context
+    inputs, targets = (text[start : start + full_length].view(-1, context).split(batch) for start in (0, 1))
+    remainder = [(text[None, full_length:-1], text[None, full_length + 1 :])] if full_length < len(text) - 1 else []
+    return [*zip(inputs, targets, strict=True), *remainder] if full_length else remainder

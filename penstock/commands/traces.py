@@ -38,8 +38,8 @@ def layer_costs(record: Record, rows: int = 1) -> ModelProfile:
     layers = []
     for stage in range(measurement.schedule.stages):
         forward, inputs, weights = (times[kind][stage] + gaps[kind][stage] for kind in (Kind.F, Kind.I, Kind.W))
-        kept = measurement.activation_sizes[stage] if measurement.activation_sizes else (0.0, 0.0)
-        layers.append(LayerCost(f"stage{stage}", forward, inputs, weights, *kept))
+        sizes = measurement.activation_sizes[stage] if measurement.activation_sizes else (0.0, 0.0)
+        layers.append(LayerCost(f"stage{stage}", forward, inputs, weights, *sizes))
     return ModelProfile.from_layers(layers, rows)
 
 

@@ -39,14 +39,14 @@ class Generate:
     def run(self) -> None:
         """Check first, then start."""
         config = _trained(self.source)
-        least = {"ranks": 1, "max_new_tokens": 1, "temperature": 0, "top_k": 1, "seed": 0}
-        _check(config, {name: (getattr(self, name), least[name]) for name in least})
+        minimums = {"ranks": 1, "max_new_tokens": 1, "temperature": 0, "top_k": 1, "seed": 0}
+        _check(config, {name: (getattr(self, name), minimums[name]) for name in minimums})
         if not self.prompt:
             raise PenstockError("--prompt is empty: give it a letter or more")
         start_forkserver_early()
         from penstock.commands.text import continue_text
 
-        options = {name: getattr(self, name) for name in least if name != "ranks"}
+        options = {name: getattr(self, name) for name in minimums if name != "ranks"}
         _on_ranks(self.ranks, continue_text, self.source, config, self.prompt, options)
 
 
@@ -112,9 +112,9 @@ def _trained(source: Path) -> TrainConfig:
 
 def _check(config: TrainConfig, options: dict[str, tuple[Any, int]]) -> None:
     """Raise PenstockError for an option below its least value, and for more ranks than the model has layers."""
-    for name, (value, least) in options.items():
-        if value is not None and not value >= least:
-            raise PenstockError(f"--{name.replace('_', '-')} {value} is too small: use {least} or more")
+    for name, (value, minimum) in options.items():
+        if value is not None and not value >= minimum:
+            raise PenstockError(f"--{name.replace('_', '-')} {value} is too small: use {minimum} or more")
     if options["ranks"][0] > config.depth + 3:
         raise PenstockError(f"--ranks {options['ranks'][0]} are more than the model's {config.depth + 3} layers: use fewer")
 

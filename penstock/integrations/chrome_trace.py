@@ -51,10 +51,10 @@ def _chunks(path: Path, on_bytes: Callable[[int], object] = lambda count: None) 
         with path.open("rb") as file:
             is_gzipped = file.peek(2)[:2] == b"\x1f\x8b"
             content = gzip.GzipFile(fileobj=file) if is_gzipped else file
-            before = 0
+            position = 0
             while data := content.read(CHUNK_BYTES):
-                on_bytes(file.tell() - before)
-                before = file.tell()
+                on_bytes(file.tell() - position)
+                position = file.tell()
                 yield decode(data)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise PenstockError(f"{path} is cut off or damaged, it cannot be unzipped: copy or export it again") from error

@@ -25,7 +25,7 @@ class ClockOffsets(NamedTuple):
 
 def clock_offsets(steps: Iterable[Sequence[Mapping[Action, Interval]]], hosts: Sequence[str]) -> ClockOffsets:
     """Return the offsets to rank 0's clock. `steps`: of each step, for every rank, when its actions ran."""
-    least = defaultdict[tuple[int, int], float](lambda: -math.inf)  # (a, b) -> offset of b less that of a
+    lower_bounds = defaultdict[tuple[int, int], float](lambda: -math.inf)  # (a, b) -> offset of b less that of a
     for rows in steps:
         homes = {action: rank for rank, row in enumerate(rows) for action in row}
         stages = 1 + max((action.stage for action in homes), default=-1)
@@ -33,17 +33,17 @@ def clock_offsets(steps: Iterable[Sequence[Mapping[Action, Interval]]], hosts: S
             for needed in (needed for options in dependencies(action, stages) for needed in options if needed in homes):
                 if homes[needed] != rank:
                     link = homes[needed], rank
-                    least[link] = max(least[link], rows[link[0]][needed][1] - rows[rank][action][0])
+                    lower_bounds[link] = max(lower_bounds[link], rows[link[0]][needed][1] - rows[rank][action][0])
 
-    offsets, error, links = {0: 0.0}, 0.0, {*least, *((after, before) for before, after in least)}
-    for before in (reached := [0]):  # which grows
-        for after in sorted(end for start, end in links if start == before and end not in offsets):
-            low, high = least[before, after], -least[after, before]
-            same_host = hosts[before] == hosts[after]
+    offsets, error, links = {0: 0.0}, 0.0, {*lower_bounds, *((target, source) for source, target in lower_bounds)}
+    for source in (reached := [0]):  # which grows
+        for target in sorted(end for start, end in links if start == source and end not in offsets):
+            low, high = lower_bounds[source, target], -lower_bounds[target, source]
+            same_host = hosts[source] == hosts[target]
             ahead = _ahead(low, high, same_host)
-            offsets[after] = offsets[before] + ahead
+            offsets[target] = offsets[source] + ahead
             error = max(error, 0.0 if same_host and ahead == 0 else _error(low, high))
-            reached.append(after)
+            reached.append(target)
     return ClockOffsets(tuple(offsets.get(rank, 0.0) for rank in range(len(hosts))), error)
 
 

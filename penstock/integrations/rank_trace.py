@@ -74,18 +74,18 @@ def read_rank(path: Path, position: int, on_bytes: Callable[[int], object] = lam
         _count_calls(marks)
         trace.is_counted = bool(marks.actions)
     inferred = list(_inferred(marks)) if not marks.actions else []
-    found = inferred or list(_marked(marks))
-    if not found:
+    timed_actions = inferred or list(_marked(marks))
+    if not timed_actions:
         raise PenstockError(
             f"{path} has no action of a pipeline, neither ranges (PP:2F3, Forward 3) nor backwards between messages: "
             f"{PROFILE}, with ProfilerActivity.CPU"
         )
     trace.is_inferred, trace.names_stages = bool(inferred), not inferred and not marks.lacks_stages
     trace.marks = marks
-    starts = [timed.host_start for timed in found]
+    starts = [timed.host_start for timed in timed_actions]
     trace.began = sorted([*starts, *(receive.start for receive in marks.receives), *(mark.start for mark, _ in marks.messages)])
-    on_device = [(timed, marks.on_device(Range(timed.start, timed.end))) for timed in found]
-    actions = (timed._replace(start=ran.start, end=ran.end, sent=None) if ran else timed for timed, ran in on_device)
+    on_device = [(timed, marks.on_device(Range(timed.start, timed.end))) for timed in timed_actions]
+    actions = (timed._replace(start=when.start, end=when.end, sent=None) if when else timed for timed, when in on_device)
     trace.actions = sorted(actions, key=lambda timed: timed.start)
     return trace
 
@@ -177,11 +177,11 @@ def _count_calls(marks: Marks) -> None:
     """Make actions of forwards and backwards that say no microbatch: the first of a kind in a profiler step is microbatch 0."""
     steps = sorted(marks.steps.values()) or [Range(-math.inf, math.inf)]
     for step in steps:
-        ended, counts = dict.fromkeys(Kind, -math.inf), dict.fromkeys(Kind, 0)
+        last_end, counts = dict.fromkeys(Kind, -math.inf), dict.fromkeys(Kind, 0)
         for when, kind in marks.calls:
-            if step.start <= when.start < step.end and when.start >= ended[kind]:  # else it is in one of its own kind
+            if step.start <= when.start < step.end and when.start >= last_end[kind]:  # else it is in one of its own kind
                 marks.actions.append((when, (Action(kind, ONLY_STAGE, counts[kind]),)))
-                ended[kind], counts[kind] = when.end, counts[kind] + 1
+                last_end[kind], counts[kind] = when.end, counts[kind] + 1
     marks.actions.sort(key=start_of)
     marks.lacks_stages = bool(marks.actions)
 
@@ -191,7 +191,7 @@ def _count_calls(marks: Marks) -> None:
 
 def _inferred(marks: Marks) -> Iterator[TimedAction]:
     """Actions of the one stage of a rank, microbatch by microbatch within a profiler step, from its operations."""
-    ran, all_groups = list[tuple[Range, Action]](), list(_backwards(marks))
+    spans, all_groups = list[tuple[Range, Action]](), list(_backwards(marks))
     for step in marks.steps.values():
         groups = [group for group in all_groups if step.start <= group[0][0].start < step.end]
         for microbatch, group in enumerate(groups):
@@ -200,11 +200,11 @@ def _inferred(marks: Marks) -> Iterator[TimedAction]:
             forwards = [operation for operation in linked if operation.end <= backward.start]
             if forwards:
                 forward = Range(min(forwards).start, max(operation.end for operation in forwards))
-                ran += [(forward, Action(Kind.F, ONLY_STAGE, microbatch)), (backward, Action(Kind.B, ONLY_STAGE, microbatch))]
-    ran.sort(key=start_of)
+                spans += [(forward, Action(Kind.F, ONLY_STAGE, microbatch)), (backward, Action(Kind.B, ONLY_STAGE, microbatch))]
+    spans.sort(key=start_of)
 
     arrivals, free = sorted(receive.end for receive in marks.receives), -math.inf
-    for (when, action), following in zip(ran, [*(later.start for later, _ in ran[1:]), math.inf], strict=False):
+    for (when, action), following in zip(spans, [*(later.start for later, _ in spans[1:]), math.inf], strict=False):
         arrived = arrivals[bisect_right(arrivals, free) : bisect_right(arrivals, when.start)]
         sends = within(marks.sends, Range(when.end, following))
         receives = tuple(Range(arrival, arrival) for arrival in arrived)

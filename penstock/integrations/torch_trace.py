@@ -86,14 +86,14 @@ def is_traces(path: Path) -> bool:
 
 def trace_files(paths: Paths) -> list[Path]:
     """The traces that `paths` are or that a folder has. Raises PenstockError where there are none."""
-    given = [Path(path) for path in ([paths] if isinstance(paths, str | PathLike) else paths)]
+    given_paths = [Path(path) for path in ([paths] if isinstance(paths, str | PathLike) else paths)]
     files = []
-    for path in given:
+    for path in given_paths:
         inside = [file for file in path.iterdir() if file.name.endswith(ENDINGS)] if path.is_dir() else [path]
-        found = sorted(file for file in inside if file == path or is_trace(file))
-        if not found:
+        traces = sorted(file for file in inside if file == path or is_trace(file))
+        if not traces:
             raise PenstockError(f"{path} has no traces of torch.profiler (.json or .json.gz, one for each rank): {PROFILE}")
-        files += found
+        files += traces
     if not files:
         raise PenstockError("there are no traces to read: give a folder, or a file for each rank")
     return files
@@ -106,13 +106,13 @@ def _of_pipeline(traces: Sequence[RankTrace], ranks: Sequence[int] | None) -> li
     """The traces of one pipeline, in its order."""
     by_rank: dict[int, RankTrace] = {}
     for trace in traces:
-        if (first := by_rank.setdefault(trace.rank, trace)) is not trace:
-            raise PenstockError(f"{first.path} and {trace.path} are both of rank {trace.rank}: give one trace for each rank")
+        if (other := by_rank.setdefault(trace.rank, trace)) is not trace:
+            raise PenstockError(f"{other.path} and {trace.path} are both of rank {trace.rank}: give one trace for each rank")
     first_rank = min(by_rank)
     ranks = ranks or [rank for rank in by_rank[first_rank].pipeline if rank in by_rank] or sorted(by_rank)
-    if missing := [rank for rank in ranks if rank not in by_rank]:
+    if missing_ranks := [rank for rank in ranks if rank not in by_rank]:
         raise PenstockError(
-            f"there is no trace of rank {missing[0]}, but of {_listed(sorted(by_rank))}: add it, or give ranks="
+            f"there is no trace of rank {missing_ranks[0]}, but of {_listed(sorted(by_rank))}: add it, or give ranks="
         )
     return [by_rank[rank] for rank in ranks]
 
@@ -165,10 +165,10 @@ def _common_steps(traces: Sequence[RankTrace]) -> dict[StepKey, list[RankStep]]:
     format_per_rank = [_steps_of(trace) for trace in traces]
     common = sorted(set.intersection(*(set(steps) for steps in format_per_rank)))
     if not common:
-        seen = "; ".join(
+        step_texts = "; ".join(
             f"{trace.path.name}: {_listed(_numbers(steps))}" for trace, steps in zip(traces, format_per_rank, strict=True)
         )
-        raise PenstockError(f"the traces have no step in common ({seen}): profile the same steps on every rank")
+        raise PenstockError(f"the traces have no step in common ({step_texts}): profile the same steps on every rank")
     return {key: [steps[key] for steps in format_per_rank] for key in common}
 
 
@@ -180,17 +180,17 @@ def _steps_of(trace: RankTrace) -> dict[StepKey, RankStep]:
     """The actions of every profiler step; an action that comes again in one begins another step of the pipeline."""
     steps = defaultdict[StepKey, RankStep](list)
     ranges = sorted((when.start, when.end, number) for number, when in trace.steps.items())
-    part, step, seen = 0, -1, set[Action]()
+    part, step, actions_in_part = 0, -1, set[Action]()
     for timed in trace.actions:
-        place = bisect_right(ranges, timed.host_start, key=lambda each: each[0]) - 1
+        place = bisect_right(ranges, timed.host_start, key=lambda timed_range: timed_range[0]) - 1
         number = ranges[place][2] if place >= 0 and timed.host_start < ranges[place][1] else 0
         if ranges and (place < 0 or timed.host_start >= ranges[place][1]):
             continue  # before the first mark, or after the last
         if number != step:
-            part, step, seen = 0, number, set()
-        elif timed.action in seen:
-            part, seen = part + 1, set()
-        seen.add(timed.action)
+            part, step, actions_in_part = 0, number, set()
+        elif timed.action in actions_in_part:
+            part, actions_in_part = part + 1, set()
+        actions_in_part.add(timed.action)
         steps[number, part].append(timed)
     return steps
 
@@ -226,29 +226,29 @@ def _table(key: StepKey, rows: Sequence[RankStep], placement: Sequence[int] | No
     for rank, row in enumerate(table.actions):
         for action in row:
             if homes.setdefault(action.stage, rank) != rank:
-                told = f"stage {action.stage} ran on two of these ranks, {homes[action.stage]} and {rank}"
-                raise PenstockError(f"{told}: they are replicas, so give the traces of one pipeline")
+                problem = f"stage {action.stage} ran on two of these ranks, {homes[action.stage]} and {rank}"
+                raise PenstockError(f"{problem}: they are replicas, so give the traces of one pipeline")
     if placement is not None and tuple(placement) != table.placement:
         raise PenstockError(f"placement is {list(placement)}, but in the traces the stages ran on {list(table.placement)}")
-    ran = {action for row in table.actions for action in row}
+    actions = {action for row in table.actions for action in row}
     for stage in range(table.stages):
         for microbatch in range(table.microbatches):
-            cells = {kind: Action(kind, stage, microbatch) in ran for kind in Kind}
+            cells = {kind: Action(kind, stage, microbatch) in actions for kind in Kind}
             for name, is_there in (("forward", cells[Kind.F]), ("backward", cells[Kind.B] or cells[Kind.I])):
                 if not is_there:
-                    told = f"{_step_name(key)} has no {name} of microbatch {microbatch} on stage {stage}"
-                    raise PenstockError(f"{told}: profile whole steps of training, on all ranks")
+                    problem = f"{_step_name(key)} has no {name} of microbatch {microbatch} on stage {stage}"
+                    raise PenstockError(f"{problem}: profile whole steps of training, on all ranks")
     return table
 
 
 def _check_last_stage(table: Schedule, traces: Sequence[RankTrace]) -> None:
     """Raise PenstockError where every backward of the last stage has waited for a message, so that it is not the last."""
-    last = table.stages - 1
-    received = {timed.action for trace in traces for timed in trace.actions if timed.receives}
-    backwards = {action for row in table.actions for action in row if action.stage == last and action.kind in (Kind.B, Kind.I)}
-    if backwards <= received:
-        told = f"backwards of stage {last} wait for messages from stage {last + 1}, which is in no trace"
-        raise PenstockError(f"{told}: give the traces of all ranks of the pipeline")
+    stage = table.stages - 1
+    receiving = {timed.action for trace in traces for timed in trace.actions if timed.receives}
+    backwards = {action for row in table.actions for action in row if action.stage == stage and action.kind in (Kind.B, Kind.I)}
+    if backwards <= receiving:
+        problem = f"backwards of stage {stage} wait for messages from stage {stage + 1}, which is in no trace"
+        raise PenstockError(f"{problem}: give the traces of all ranks of the pipeline")
 
 
 def _step_name(key: StepKey) -> str:
@@ -260,10 +260,10 @@ def _catalog_name(table: Schedule) -> str:
     """The name of the catalog's schedule with these actions; of others, "traces"."""
     for name in names():
         try:
-            found = build(name, table.ranks, table.microbatches, table.stages // table.ranks)
+            schedule = build(name, table.ranks, table.microbatches, table.stages // table.ranks)
         except ScheduleError:
             continue
-        if found.actions == table.actions:
+        if schedule.actions == table.actions:
             return name
     return table.name
 
@@ -280,10 +280,10 @@ def _events(rank: int, row: RankStep, offset: float) -> tuple[Event, ...]:
 
 def _between(trace: RankTrace, row: RankStep) -> float:
     """Seconds from the end of the step before to the first thing that belongs to this one; 0 if there is none before."""
-    first = row[0].host_start
-    before = [timed.sent or timed.end for timed in trace.actions if timed.host_start < first]
-    began = [start for start in trace.began if before and before[-1] <= start <= first]
-    return max(0.0, min(began, default=first) - before[-1]) if before else 0.0
+    step_start = row[0].host_start
+    earlier_ends = [timed.sent or timed.end for timed in trace.actions if timed.host_start < step_start]
+    began = [start for start in trace.began if earlier_ends and earlier_ends[-1] <= start <= step_start]
+    return max(0.0, min(began, default=step_start) - earlier_ends[-1]) if earlier_ends else 0.0
 
 
 def _checked(timeline: MeasuredTimeline, key: StepKey) -> MeasuredTimeline:

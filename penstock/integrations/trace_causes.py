@@ -30,14 +30,14 @@ NAMED_SHARE = 0.1  # of the time between steps: what takes less is not named
 
 def find_causes(record: Record, traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> Iterator[Improvement]:
     """Yield what made the steps notably longer. `usual`: what every rank ran in the usual step of `record`."""
-    found = [*_pauses(record), *_blocked_collectives(record.usual, traces, usual), *_work_between_steps(record, traces)]
-    yield from (improvement for improvement in found if improvement.gain > NOTABLE_SHARE)
+    improvements = [*_pauses(record), *_blocked_collectives(record.usual, traces, usual), *_work_between_steps(record, traces)]
+    yield from (improvement for improvement in improvements if improvement.gain > NOTABLE_SHARE)
 
 
 def describe(record: Record, traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> Iterator[str]:
     """Yield sentences on collectives in the actions of the usual step, and on what its gaps consist of."""
-    if collectives := [each for trace, row in zip(traces, usual, strict=True) for each in _collectives_in(trace, row)]:
-        counts, seconds = Counter(each.name for each in collectives), sum(each.end - each.began for each in collectives)
+    if collectives := [call for trace, row in zip(traces, usual, strict=True) for call in _collectives_in(trace, row)]:
+        counts, seconds = Counter(call.name for call in collectives), sum(call.end - call.began for call in collectives)
         listed = ", ".join(f"{count} {name}" for name, count in counts.most_common())
         share = seconds / (sum(record.usual.busy) or 1.0)
         yield f"collectives in actions: {listed}, together {1e3 * seconds:.1f} ms, {share:.1%} of the actions' time"
@@ -69,8 +69,8 @@ def _pauses(record: Record) -> Iterator[Improvement]:
         if extra:
             timeline, rank = replay(record.usual, extra), row[0].rank
             gain = 1 - timeline.makespan / record.usual.makespan
-            what = f"rank {rank} pauses in {_named(extra)}, {1e3 * sum(extra.values()):.0f} ms longer than usual"
-            text = f"{what} (garbage collection, or what else stops its host), without that: {-100 * gain:.1f} %"
+            finding = f"rank {rank} pauses in {_named(extra)}, {1e3 * sum(extra.values()):.0f} ms longer than usual"
+            text = f"{finding} (garbage collection, or what else stops its host), without that: {-100 * gain:.1f} %"
             best = max(best or Improvement("", "", 0.0, timeline), Improvement("pause", text, gain, timeline, rank), key=_gain)
     if best and best.kind:
         yield best
@@ -82,8 +82,8 @@ def _gain(improvement: Improvement) -> float:
 
 def _named(actions: Iterable[Action]) -> str:
     names = [str(action) for action in actions]
-    rest = len(names) - NAMED_ACTIONS
-    return ", ".join(names[:NAMED_ACTIONS]) + (f" and {rest} more" if rest > 0 else "")
+    num_more = len(names) - NAMED_ACTIONS
+    return ", ".join(names[:NAMED_ACTIONS]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 # ---- head-of-line blocking
@@ -94,18 +94,20 @@ def _blocked_collectives(step: Timeline, traces: Sequence[RankTrace], usual: Seq
     for rank, (trace, row) in enumerate(zip(traces, usual, strict=True)):
         receives = [(when, timed.action) for timed in row for when in timed.receives]
         messages = [*receives, *((when, None) for when in trace.marks.transfers)]
-        lost, reasons = defaultdict[Action, float](float), list[str]()
+        waits, reasons = defaultdict[Action, float](float), list[str]()
         for timed in row:
             for collective in _collectives_in(trace, [timed]) if messages else ():
                 for when, needing in messages:
                     if needing != timed.action and when.end > timed.start and _blocks(when, collective):
-                        lost[timed.action] = max(lost[timed.action], when.end - max(collective.posted, when.start, timed.start))
+                        waits[timed.action] = max(
+                            waits[timed.action], when.end - max(collective.posted, when.start, timed.start)
+                        )
                         reasons.append(f"{collective.name} waits for {f'the receive of {needing}' if needing else 'a message'}")
-        if lost:
-            timeline = replay(step, lost)
+        if waits:
+            timeline = replay(step, waits)
             gain = 1 - timeline.makespan / step.makespan
-            what = f"rank {rank} is blocked for {1e3 * sum(lost.values()):.0f} ms in {_named(lost)}: {reasons[0]}"
-            text = f"{what}, posted before it is needed (head-of-line blocking), posted later: {-100 * gain:.1f} %"
+            finding = f"rank {rank} is blocked for {1e3 * sum(waits.values()):.0f} ms in {_named(waits)}: {reasons[0]}"
+            text = f"{finding}, posted before it is needed (head-of-line blocking), posted later: {-100 * gain:.1f} %"
             yield Improvement("blocked", text, gain, timeline, rank)
 
 
@@ -115,8 +117,8 @@ def _blocks(receive: Range, collective: Collective) -> bool:
         return False
     if collective.began > collective.posted:  # on a device
         return 0 <= collective.began - receive.end <= CLOSE_SECONDS
-    rest = collective.end - receive.end
-    return 0 <= rest <= max(CLOSE_SECONDS, SHORT_REST_SHARE * (receive.end - collective.posted))
+    delay = collective.end - receive.end
+    return 0 <= delay <= max(CLOSE_SECONDS, SHORT_REST_SHARE * (receive.end - collective.posted))
 
 
 def _collectives_in(trace: RankTrace, row: RankStep) -> Iterator[Collective]:
@@ -132,7 +134,7 @@ def _collectives_in(trace: RankTrace, row: RankStep) -> Iterator[Collective]:
 
 def _work_between_steps(record: Record, traces: Sequence[RankTrace]) -> Iterator[Improvement]:
     """The time between steps in which no rank is in the pipeline, and what the rank does then that is busiest."""
-    between = median([after.start - before.end for before, after in pairwise(record.steps)] or [0.0])
+    between = median([next_step.start - step.end for step, next_step in pairwise(record.steps)] or [0.0])
     if between <= 0:
         return
     busiest = max(range(len(traces)), key=lambda rank: sum(_loop_work(traces[rank], len(record.steps)).values()))
@@ -168,17 +170,17 @@ def _gap_shares(traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> dict[
     shares = dict.fromkeys(("waiting for messages", "sending", "device", "host"), 0.0)
     for trace, row in zip(traces, usual, strict=True):
         kernels = sorted(trace.marks.kernels.values())
-        for before, after in pairwise(row):
-            free = Range(before.end, after.start)
+        for previous, following in pairwise(row):
+            free = Range(previous.end, following.start)
             for name, ranges in (
-                ("waiting for messages", after.receives),
-                ("sending", [Range(before.end, before.sent)] if before.sent else []),
+                ("waiting for messages", following.receives),
+                ("sending", [Range(previous.end, previous.sent)] if previous.sent else []),
                 ("device", kernels[bisect_left(kernels, (free.start,)) : bisect_left(kernels, (free.end,))]),
             ):
                 for when in ranges:
-                    used = Range(max(free.start, when.start), min(free.end, when.end))
-                    if used.start < used.end:
-                        shares[name] += used.end - used.start
-                        free = Range(used.end, free.end)
+                    part = Range(max(free.start, when.start), min(free.end, when.end))
+                    if part.start < part.end:
+                        shares[name] += part.end - part.start
+                        free = Range(part.end, free.end)
             shares["host"] += max(0.0, free.end - free.start)
     return {name: seconds for name, seconds in shares.items() if seconds}

@@ -124,28 +124,28 @@ class Marks:
             self.message_bytes = max(self.message_bytes, float(elements) * _BYTES.get(str(dtype).lower(), 0))
 
     def _add_call(self, name: str, when: Range) -> None:
-        if found := _CALL.fullmatch(name):
-            self.calls.append((when, Kind.F if found[1] else Kind.B))
+        if match := _CALL.fullmatch(name):
+            self.calls.append((when, Kind.F if match[1] else Kind.B))
 
     def _add_range(self, name: str, when: Range, args: dict[str, Any]) -> None:
-        if found := _ACTION.fullmatch(name):
-            self.actions.append((when, (Action.parse(found[1]),)))
-        elif found := _PAIR.fullmatch(name):
-            self.actions.append((when, (Action.parse(found[1]), Action.parse(found[2]))))
-        elif found := _SINGLE_STAGE.fullmatch(name):
-            kind = Kind.F if found[1] == "Forward" else Kind.B
-            self.actions.append((when, (Action(kind, ONLY_STAGE, int(found[2])),)))
+        if match := _ACTION.fullmatch(name):
+            self.actions.append((when, (Action.parse(match[1]),)))
+        elif match := _PAIR.fullmatch(name):
+            self.actions.append((when, (Action.parse(match[1]), Action.parse(match[2]))))
+        elif match := _SINGLE_STAGE.fullmatch(name):
+            kind = Kind.F if match[1] == "Forward" else Kind.B
+            self.actions.append((when, (Action(kind, ONLY_STAGE, int(match[2])),)))
             self.lacks_stages = True
-        elif found := _MESSAGE.fullmatch(name):
-            kind = Kind.F if found[3] == "F" else Kind.B
-            self.messages.append((when, Action(kind, int(found[1]), int(found[4])) if found[2] == "RECV" else None))
-        elif found := _STEP.fullmatch(name):
-            self.steps[int(found[1])] = when
+        elif match := _MESSAGE.fullmatch(name):
+            kind = Kind.F if match[3] == "F" else Kind.B
+            self.messages.append((when, Action(kind, int(match[1]), int(match[4])) if match[2] == "RECV" else None))
+        elif match := _STEP.fullmatch(name):
+            self.steps[int(match[1])] = when
         elif name in ("gloo:recv", "nccl:recv"):
             self.receives.append(when)
             self._add_shape(args)
-        elif (found := _COLLECTIVE.fullmatch(name)) and found[1] not in _TRANSFERS:
-            self.collectives.append(Collective(found[1], when.start, *when))
+        elif (match := _COLLECTIVE.fullmatch(name)) and match[1] not in _TRANSFERS:
+            self.collectives.append(Collective(match[1], when.start, *when))
         elif name.startswith("enumerate(DataLoader)#"):
             self.loading.append(when)
         elif name.startswith("Optimizer.step#"):
@@ -172,8 +172,8 @@ class Marks:
         elif name.startswith("autograd::engine::evaluate_function"):
             self.backwards.append((when, number if isinstance(number, int) else -1))
         elif isinstance(number, int) and args.get("Fwd thread id") == 0:
-            before = self.forwards.get(number)
-            if before is None or before.start <= when.start:
+            earlier = self.forwards.get(number)
+            if earlier is None or earlier.start <= when.start:
                 self.forwards[number] = when
 
     def sort(self) -> None:
@@ -201,8 +201,8 @@ class Marks:
 
     def on_device(self, when: Range) -> Range | None:
         """From the first to the last kernel that was launched in `when`; None where there are none."""
-        first, last = bisect_left(self._launched, when.start), bisect_right(self._launched, when.end)
-        ids = (correlation for _, correlation in self.launches[first:last])
+        begin, end = bisect_left(self._launched, when.start), bisect_right(self._launched, when.end)
+        ids = (correlation for _, correlation in self.launches[begin:end])
         kernels = [self.kernels[correlation] for correlation in ids if correlation in self.kernels]
         return Range(min(kernel.start for kernel in kernels), max(kernel.end for kernel in kernels)) if kernels else None
 

@@ -35,12 +35,12 @@ def wire(layers: int) -> float:
 def planned(count: int) -> list[Span]:
     """The backward in `count` buckets, by arithmetic: a bucket is sent when it is full, and the one before is through."""
     spans, free, size = [], 0.0, DEEP // count
-    for done in range(1, DEEP + 1):
-        spans.append(Span(str(DEEP - done), (done - 1) * BACKWARD, done * BACKWARD, on_wire=False))
-        if done % size == 0:
-            start = max(free, done * BACKWARD)
+    for num_done in range(1, DEEP + 1):
+        spans.append(Span(str(DEEP - num_done), (num_done - 1) * BACKWARD, num_done * BACKWARD, on_wire=False))
+        if num_done % size == 0:
+            start = max(free, num_done * BACKWARD)
             free = start + wire(size)
-            spans.append(Span(str(done // size - 1), start, free, on_wire=True))
+            spans.append(Span(str(num_done // size - 1), start, free, on_wire=True))
     return spans
 
 

@@ -94,15 +94,15 @@ def all_to_all(group: RankGroup, tensor: Tensor) -> Tensor:
 def ring_all_reduce(group: RankGroup, tensor: Tensor, watch: Callable[[Tensor], None] = lambda pieces: None) -> Tensor:
     """Reduce-scatter, then all-gather; a rank sends to the next rank only. `watch` gets the pieces after every step."""
     pieces, n = tensor.clone(), group.ranks
-    after, before = (group.rank + 1) % n, (group.rank - 1) % n
+    next_rank, previous_rank = (group.rank + 1) % n, (group.rank - 1) % n
     watch(pieces)
     for step in range(n - 1):  # add what comes; in the end piece rank + 1 is whole
         goes, comes = (group.rank - step) % n, (group.rank - step - 1) % n
-        pieces[comes] += group.exchange({after: pieces[goes]}, {before: pieces[comes]})[before]
+        pieces[comes] += group.exchange({next_rank: pieces[goes]}, {previous_rank: pieces[comes]})[previous_rank]
         watch(pieces)
     for step in range(n - 1):  # keep what comes: it is whole
         goes, comes = (group.rank + 1 - step) % n, (group.rank - step) % n
-        pieces[comes] = group.exchange({after: pieces[goes]}, {before: pieces[comes]})[before]
+        pieces[comes] = group.exchange({next_rank: pieces[goes]}, {previous_rank: pieces[comes]})[previous_rank]
         watch(pieces)
     return pieces
 

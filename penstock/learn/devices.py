@@ -57,11 +57,11 @@ def fastest_step(pipe: ps.Pipeline) -> Timeline:
     return min(timelines, key=lambda timeline: timeline.makespan)
 
 
-def limit_memory(allowed: int) -> None:
-    """From here on this process gets `allowed` bytes more than it has; then torch raises RuntimeError. Linux only."""
+def limit_memory(num_bytes: int) -> None:
+    """From here on this process gets `num_bytes` bytes more than it has; then torch raises RuntimeError. Linux only."""
     with open("/proc/self/statm", encoding="ascii") as file:
         pages = int(file.read().split()[5])  # of data, what RLIMIT_DATA limits
-    limit = pages * resource.getpagesize() + allowed
+    limit = pages * resource.getpagesize() + num_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 

@@ -50,22 +50,22 @@ class Messages:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.here: dict[int, Tensor] = {}
-        self.sent: list[tuple[Any, Tensor]] = []
+        self._local: dict[int, Tensor] = {}
+        self._pending: list[tuple[Any, Tensor]] = []
 
     def send(self, tensor: Tensor, to: int, number: int) -> None:
         """Give `tensor` to the rank `to`: its shape first, which the receiver cannot know, then what is in it."""
         if to == self.rank:
-            self.here[number] = tensor
+            self._local[number] = tensor
             return
         shape = torch.tensor([tensor.dim(), *tensor.shape, *[0] * (7 - tensor.dim())])
         for part, tag in ((shape, 2 * number), (tensor.contiguous(), 2 * number + 1)):
-            self.sent.append((dist.isend(part, to, tag=tag), part))
+            self._pending.append((dist.isend(part, to, tag=tag), part))
 
     def receive(self, source: int, number: int) -> Tensor:
         """Wait for the tensor of this number."""
         if source == self.rank:
-            return self.here.pop(number)
+            return self._local.pop(number)
         shape = torch.empty(8, dtype=torch.int64)
         dist.recv(shape, source, tag=2 * number)
         tensor = torch.empty(shape[1 : 1 + int(shape[0])].tolist())
@@ -74,7 +74,7 @@ class Messages:
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
-        for handle, _ in self.sent:
+        for handle, _ in self._pending:
             handle.wait()
 
 
@@ -103,8 +103,8 @@ class SplitLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows, gradients = x.flatten(0, -2), gradient.flatten(0, -2)
         put_off.append((weight, rows, gradients))
-        before = (gradients @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        return before, None, gradients.sum(0)
+        input_gradient = (gradients @ weight).view_as(x) if ctx.needs_input_grad[0] else None
+        return input_gradient, None, gradients.sum(0)
 
 
 def split_backward(model: nn.Module) -> None:
@@ -146,8 +146,10 @@ class Rank:
         """Forward and backward of one batch, the same call on every rank; gradients are added up, the loss is returned."""
         count = min(self.table.microbatches, len(inputs))
         self.inputs, self.targets = inputs.tensor_split(count), target.tensor_split(count)
-        self.shares = [len(each) / len(inputs) for each in self.targets]  # of a microbatch in the batch's mean
-        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by stage and microbatch: what went in, what came out
+        self.shares = [len(piece) / len(inputs) for piece in self.targets]  # of a microbatch in the batch's mean
+        self._activations: dict[
+            tuple[int, int], tuple[Tensor, Tensor]
+        ] = {}  # by stage and microbatch: what went in, what came out
         self.later: dict[tuple[int, int], Later] = {}
         self.losses: dict[int, Tensor] = {}
         self.messages = Messages(self.rank)
@@ -169,11 +171,11 @@ class Rank:
             self.losses[microbatch] = output.detach()
         else:
             self.send(output.detach(), Kind.F, stage, microbatch, to=stage + 1)
-        self.kept[stage, microbatch] = value, output
+        self._activations[stage, microbatch] = value, output
 
     def backward_input(self, stage: int, microbatch: int) -> None:
         """The gradient of what went into the stage; it is scaled once, where it begins."""
-        value, output = self.kept.pop((stage, microbatch))
+        value, output = self._activations.pop((stage, microbatch))
         if stage == self.table.num_stages - 1:
             gradient = torch.full_like(output, self.shares[microbatch])
         else:
@@ -222,19 +224,21 @@ def main(name: str = "1f1b", microbatches: str = "8") -> None:
     dist.init_process_group("gloo")
     rank, ranks, count = dist.get_rank(), dist.get_world_size(), int(microbatches)
     if name == "mine":  # the rule above, as a table
-        rows = tuple(tuple(map(Action.parse, one_forward_one_backward(each, ranks, count))) for each in range(ranks))
+        rows = tuple(
+            tuple(map(Action.parse, one_forward_one_backward(program_rank, ranks, count))) for program_rank in range(ranks)
+        )
         table = Schedule("mine", tuple(range(ranks)), count, rows)
     else:
         table = build(name, ranks=ranks, microbatches=count)
     pipeline = Rank(layers_of(), nn.functional.mse_loss, table, rank)
-    whole = nn.Sequential(*layers_of())
-    optimizers = [torch.optim.Adam(pipeline.parameters(), lr=1e-2), torch.optim.Adam(whole.parameters(), lr=1e-2)]
+    uncut = nn.Sequential(*layers_of())
+    optimizers = [torch.optim.Adam(pipeline.parameters(), lr=1e-2), torch.optim.Adam(uncut.parameters(), lr=1e-2)]
     for step in range(10):
         inputs, target = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0)).unbind()
         loss = pipeline.step(inputs, target)
         alone = torch.zeros(())
         for rows_in, rows_out in zip(inputs.tensor_split(count), target.tensor_split(count), strict=True):
-            share, piece = len(rows_in) / len(inputs), nn.functional.mse_loss(whole(rows_in), rows_out)
+            share, piece = len(rows_in) / len(inputs), nn.functional.mse_loss(uncut(rows_in), rows_out)
             piece.backward(torch.full_like(piece, share))
             alone += piece.detach() * share
         for optimizer in optimizers:

@@ -20,10 +20,10 @@ def _pieces(timeline: Timeline, columns: int) -> list[Timeline]:
     events = [event for row in timeline.rows for event in row]
     several = any(len({event.action.stage for event in row}) > 1 for row in timeline.rows)
     name = max(len(str(event.action)) + 1 if several else len(str(event.action)) - 1 for event in events)
-    shortest = min(event.end - event.start for event in events)
-    units = timeline.makespan / shortest if shortest else 0.0
+    min_duration = min(event.end - event.start for event in events)
+    units = timeline.makespan / min_duration if min_duration else 0.0
     count = max(1, min(MAX_PARTS, math.ceil(units / (columns // name) - 0.2)))  # a little more, rather than one more piece
-    length = math.ceil(units / count - 1e-6) * shortest or timeline.makespan
+    length = math.ceil(units / count - 1e-6) * min_duration or timeline.makespan
     starts = [timeline.start + number * length for number in range(count)]
     return [Timeline(timeline.name, tuple(_between(row, start, start + length) for row in timeline.rows)) for start in starts]
 

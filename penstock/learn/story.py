@@ -84,12 +84,12 @@ def settled(measure: Callable[[], T], off: Callable[[T], float], enough: float, 
 
     A busy machine disturbs a measurement, and seldom all of them.
     """
-    found = measure()
+    result = measure()
     for _ in range(tries - 1):
-        if off(found) <= enough:
+        if off(result) <= enough:
             break
-        found = min(found, measure(), key=off)
-    return found
+        result = min(result, measure(), key=off)
+    return result
 
 
 def picture(timeline: Timeline) -> str:

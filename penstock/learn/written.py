@@ -32,8 +32,8 @@ def table_of(name: str, source: str, ranks: int, microbatches: int) -> Schedule:
     A stage lives on the first rank that has an action of it. Raises ScheduleError, with `name` and where possible the line,
     for text that cannot be run, a function that raises, and what is no action; the table itself is for `verify` to judge.
     """
-    called, rule = _rule(name, source)
-    rows = [_row(name, called, rule, rank, ranks, microbatches) for rank in range(ranks)]
+    rule_name, rule = _rule(name, source)
+    rows = [_row(name, rule_name, rule, rank, ranks, microbatches) for rank in range(ranks)]
     homes: dict[int, int] = {}  # stage -> rank
     for rank, row in enumerate(rows):
         for action in row:
@@ -52,17 +52,17 @@ def _rule(name: str, source: str) -> tuple[str, Callable[[int, int, int], Any]]:
         exec(compile(source, name, "exec"), defined)
     except FAULTS as error:
         raise ScheduleError(fault(error, name)) from error
-    for called in ("schedule", "row"):
-        if callable(rule := defined.get(called)):
-            return called, rule
+    for rule_name in ("schedule", "row"):
+        if callable(rule := defined.get(rule_name)):
+            return rule_name, rule
     if callable(rows := defined.get("rows")):
-        return "rows", lambda rank, ranks, count: rows(ranks, count, Costs(same := [1.0] * ranks, same, same))[rank]
+        return "rows", lambda rank, ranks, count: rows(ranks, count, Costs(ones := [1.0] * ranks, ones, ones))[rank]
     raise ScheduleError(f"{name} has no function schedule(rank, ranks, microbatches)")
 
 
-def _row(name: str, called: str, rule: Callable[..., Any], rank: int, ranks: int, microbatches: int) -> list[Action]:
+def _row(name: str, rule_name: str, rule: Callable[..., Any], rank: int, ranks: int, microbatches: int) -> list[Action]:
     """Return the actions that `rule` yields for `rank`."""
-    call = f"{called}({rank}, {ranks}, {microbatches})" if called != "rows" else f"rows({ranks}, {microbatches}, costs)"
+    call = f"{rule_name}({rank}, {ranks}, {microbatches})" if rule_name != "rows" else f"rows({ranks}, {microbatches}, costs)"
     try:
         cells = rule(rank, ranks, microbatches)
         texts = list(itertools.islice(cells, MOST + 1)) if isinstance(cells, Iterable) else None

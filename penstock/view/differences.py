@@ -10,17 +10,17 @@ from penstock.view.terminal import format_memory, format_time, shown_causes
 MAX_NAME_CHARACTERS = 20
 
 
-def differences(first: Record, second: Record, work: Sequence[Mapping[str, object]] = ({}, {})) -> str:
+def differences(run_a: Record, run_b: Record, work: Sequence[Mapping[str, object]] = ({}, {})) -> str:
     """Two records in numbers, side by side, and what the second has more or less; a warning where their work was not the same.
 
     `work`: what else each is known to have done, by name: its model, its batch.
 
     Raises PenstockError where base is in seconds and the changed is not.
     """
-    if first.unit != second.unit:
-        units = (f"{record.name} is {'in seconds' if record.unit else 'in units of its costs'}" for record in (first, second))
+    if run_a.unit != run_b.unit:
+        units = (f"{record.name} is {'in seconds' if record.unit else 'in units of its costs'}" for record in (run_a, run_b))
         raise PenstockError(f"{', and '.join(units)}: compare two runs or plans, or two schedules")
-    base, changed = first.usual, second.usual
+    base, changed = run_a.usual, run_b.usual
     different = [
         f"{name} ({a} and {b})"
         for name, a, b in (
@@ -31,11 +31,11 @@ def differences(first: Record, second: Record, work: Sequence[Mapping[str, objec
         if a != b
     ]
     rows = [
-        ("", *(_short(record.name) for record in (first, second)), "difference"),
+        ("", *(_short(record.name) for record in (run_a, run_b)), "difference"),
         (
             "makespan",
-            format_time(base.makespan, first.unit),
-            format_time(changed.makespan, first.unit),
+            format_time(base.makespan, run_a.unit),
+            format_time(changed.makespan, run_a.unit),
             _relative_change(base.makespan, changed.makespan),
         ),
         ("bubble", f"{base.bubble:.1%}", f"{changed.bubble:.1%}", _point_change(base.bubble, changed.bubble)),

@@ -56,7 +56,7 @@ class _Writer:
 
     def events(self) -> Iterator[Data]:
         """All of it, rank by rank."""
-        made = {event["action"]: event for row in self.timeline["ranks"] for event in row["events"]}
+        event_of_action = {event["action"]: event for row in self.timeline["ranks"] for event in row["events"]}
         on: dict[str, int] = {}  # action -> its track
         for row in self.timeline["ranks"]:
             lanes = _lanes((event["start"], event["end"]) for event in row["events"])
@@ -65,22 +65,22 @@ class _Writer:
         for rank, row in enumerate(self.timeline["ranks"]):
             yield from self._names(rank, {on[event["action"]] for event in row["events"]})
             for event in row["events"]:
-                what = {"kind": _kind(event), "timeline": self.name, "waited for": event.get("waited_for", "")}
-                what[f"{counts} held"] = event["held"]
-                yield self._slice(rank, on[event["action"]], event["action"], event["start"], event["end"], what)
+                arguments = {"kind": _kind(event), "timeline": self.name, "waited for": event.get("waited_for", "")}
+                arguments[f"{counts} held"] = event["held"]
+                yield self._slice(rank, on[event["action"]], event["action"], event["start"], event["end"], arguments)
             for time in self.timeline["between"][rank : rank + 1]:
                 if time:
                     yield self._slice(rank, IDLE, "between steps", -time, 0)
             for start, end, cause in row["idle"]:
                 yield self._slice(rank, IDLE, f"idle by {cause}", start, end)
-            for time, held in row["memory"]:
+            for time, memory in row["memory"]:
                 counter = {"ph": "C", "pid": self.first + rank, "name": "memory", "ts": self._at(time)}
-                yield {**counter, "args": {counts: held}}
-            received = [(message, event) for event in row["events"] for message in event.get("receives", ())]
-            yield from self._messages(rank, [(made[message["action"]], message) for message, _ in received])
-            for message, event in received:
+                yield {**counter, "args": {counts: memory}}
+            messages = [(message, event) for event in row["events"] for message in event.get("receives", ())]
+            yield from self._messages(rank, [(event_of_action[message["action"]], message) for message, _ in messages])
+            for message, event in messages:
                 tracks = self._on(message["rank"], on[message["action"]]), self._on(rank, on[event["action"]])
-                yield from self._arrow(made[message["action"]], event, *tracks)
+                yield from self._arrow(event_of_action[message["action"]], event, *tracks)
 
     def _names(self, rank: int, tracks: set[int]) -> Iterator[Data]:
         pid = self.first + rank
@@ -89,11 +89,11 @@ class _Writer:
         for track in sorted(tracks | {ACTIONS, IDLE, MESSAGES}):
             yield {"ph": "M", **self._on(rank, track), "name": "thread_name", "args": {"name": TRACK_NAMES[track]}}
 
-    def _messages(self, rank: int, received: list[tuple[Data, Data]]) -> Iterator[Data]:
+    def _messages(self, rank: int, messages: list[tuple[Data, Data]]) -> Iterator[Data]:
         """The messages in the order they were made, each on the first track that is free."""
         spans = sorted(
             (source["end"], max(source["end"], message["arrived"]), f"{message['action']} from rank {message['rank']}")
-            for source, message in received
+            for source, message in messages
         )
         for lane, (start, end, text) in zip(_lanes((start, end) for start, end, _ in spans), spans, strict=True):
             if lane:

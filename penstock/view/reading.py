@@ -36,10 +36,10 @@ def load(path: str | PathLike[str]) -> Record:
 def _why_missing(folder: Path) -> str:
     """Return why the folder of a run has no timeline, and how to get one; an empty text for another folder."""
     try:
-        done = "losses" in json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        is_finished = "losses" in json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return ""
-    if not done:
+    if not is_finished:
         return f", which is written after the run's last step: penstock train --resume {folder} goes on to it"
     return (
         ", since no step was measured: the run had one rank, --no-timeline, or was resumed with no step left; "
@@ -61,7 +61,9 @@ def read(text: str | bytes, file: str) -> Record:
             raise ValueError("it has no steps")
         labels = tuple(str(step["label"]) for step in data["steps"])
         layers = tuple(map(float, data.get("layers", ())))
-        findings = tuple(_finding(each) for each in (data.get("verdict") or {}).get("findings", ()) if each.get("from_trace"))
+        findings = tuple(
+            _finding(finding) for finding in (data.get("verdict") or {}).get("findings", ()) if finding.get("from_trace")
+        )
         plan = None if planned is None else _timeline(name, planned)
         return Record(steps, plan, str(data["unit"]), labels, layers, findings)
     except RecursionError as error:
@@ -124,12 +126,12 @@ def _check_order(timeline: Timeline, stages: int) -> None:
             action for group in dependencies(event.action, stages, timeline.skips, timeline.slices) for action in group
         }
     neighbours = [pair for row in timeline.rows for pair in pairwise(row)]
-    for before, event in neighbours:
-        if event.start < before.start or event.end < before.end:
+    for previous, event in neighbours:
+        if event.start < previous.start or event.end < previous.end:
             raise ValueError(f"rank {event.rank} has {event.action} out of order")
-        needs[event.action].add(before.action)
+        needs[event.action].add(previous.action)
     TopologicalSorter(needs).prepare()  # a CycleError is a ValueError
-    for first, second in timeline.overlaps - {(before.action, event.action) for before, event in neighbours}:
+    for first, second in timeline.overlaps - {(previous.action, event.action) for previous, event in neighbours}:
         raise ValueError(f"{first} and {second} are no pair, they do not follow each other")
 
 

@@ -61,7 +61,7 @@ def application(handle: Callable[["Request"], Answer], policy: str, name: str) -
         if not host_is_trusted(request.headers.get("Host"), LOOPBACK):
             refusal = f"{name.capitalize()} answers at http://127.0.0.1 only, not at {request.headers.get('Host')!r}.\n"
             return Answer(refusal, "txt", 403)
-        if request.headers.get("Origin", own := f"http://{request.headers['Host']}") != own:
+        if request.headers.get("Origin", own_origin := f"http://{request.headers['Host']}") != own_origin:
             return Answer(f"{name.capitalize()} answers its own page only.\n", "txt", 403)
         return handle(request)
 

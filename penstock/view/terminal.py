@@ -53,20 +53,20 @@ def draw(timeline: Timeline, width: int = 80, color: bool = False, same_scale: S
 def _scale(timelines: Sequence[Timeline], columns: int) -> float:
     """Return columns for a unit of time: a whole number for the shortest action, unless that wastes much room."""
     times = (event.end - event.start for timeline in timelines for event in timeline.events)
-    shortest = min((time for time in times if time > 0), default=0.0)
-    if not shortest:
+    min_time = min((time for time in times if time > 0), default=0.0)
+    if not min_time:
         return 0.0
     fits = columns / max(timeline.makespan for timeline in timelines)
-    whole = int(fits * shortest) / shortest
-    return whole if whole > 0.6 * fits else fits
+    columns_per_unit = int(fits * min_time) / min_time
+    return columns_per_unit if columns_per_unit > 0.6 * fits else fits
 
 
 def _blocks(timeline: Timeline, rank: int, scale: float, columns: int, several: bool, color: bool) -> list[str]:
     """Return the blocks of a row, actions and idle time, `columns` wide together."""
     cells = list(timeline.cells(rank))
-    shown = groupby(_shown(timeline, cells, scale, columns))
+    runs = groupby(_shown(timeline, cells, scale, columns))
     return [IDLE * width if number is None else _block(cells[number], width, several, color)
-            for number, width in ((number, len(list(run))) for number, run in shown)]  # fmt: skip
+            for number, width in ((number, len(list(run))) for number, run in runs)]  # fmt: skip
 
 
 def _shown(timeline: Timeline, cells: Sequence[tuple[Event, ...]], scale: float, columns: int) -> Iterator[int | None]:
@@ -81,9 +81,9 @@ def _shown(timeline: Timeline, cells: Sequence[tuple[Event, ...]], scale: float,
         for number, time in times.items():
             kind = _kind(cells[number])
             kinds[kind] = kinds.get(kind, 0.0) + time
-        most = max(kinds, key=lambda kind: kinds[kind])
-        alike = [number for number in times if _kind(cells[number]) == most]
-        yield None if most == IDLE else max(alike, key=lambda number: times[number])
+        longest_kind = max(kinds, key=lambda kind: kinds[kind])
+        candidates = [number for number in times if _kind(cells[number]) == longest_kind]
+        yield None if longest_kind == IDLE else max(candidates, key=lambda number: times[number])
 
 
 def _kind(cell: tuple[Event, ...]) -> Kind | None:

@@ -273,18 +273,18 @@ def test_what_nobody_waits_for_any_more_is_stopped(port):
     with closing(Workers()) as workers:
         parts = workers.answer(huge)
         assert next(parts) == b"\n"  # it is still computed
-        [worker] = workers.started
+        [worker] = workers.processes
         parts.close()
         assert worker.poll() == -signal.SIGKILL
         small = b"".join(workers.answer({"schedule": "1f1b", "ranks": 2, "microbatches": 2}))
         assert json.loads(small)["proof"]["holds"]
-    assert not workers.started
+    assert not workers.processes
 
 
 def test_a_process_that_dies_is_told_and_the_next_question_is_answered():
     with closing(Workers()) as workers:
         workers.warm()
-        [worker] = workers.started
+        [worker] = workers.processes
         worker.kill()
         assert "was ended" in json.loads(b"".join(workers.answer({"schedule": "1f1b", "ranks": 2, "microbatches": 2})))["error"]
         assert b"proved" in b"".join(workers.answer({"schedule": "1f1b", "ranks": 2, "microbatches": 2}))

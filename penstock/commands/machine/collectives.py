@@ -98,21 +98,21 @@ def run_on_rank(operations: Sequence[str], sizes: Sequence[int], seconds: float)
 def measure(operation: str, size: int, seconds: float, topology: comms.Topology, barrier: dist.ProcessGroup) -> Row:
     """Time one operation at about `size` bytes for about `seconds`, on every rank."""
     ranks, rank, device = topology.world_size, topology.rank, topology.device
-    whole = torch.full(
+    tensor = torch.full(
         (max(1, round(size / 4 / ranks)) * ranks,), 0.0, device=device
     )  # written, so that its pages are allocated
-    piece, result = torch.full_like(whole[: whole.numel() // ranks], 0.0), torch.full_like(whole, 0.0)
+    piece, result = torch.full_like(tensor[: tensor.numel() // ranks], 0.0), torch.full_like(tensor, 0.0)
     pieces = list(result.view(ranks, -1)) if rank == 0 else None
     call: Callable[[], object] = {
-        "broadcast": lambda: dist.broadcast(whole, 0),
+        "broadcast": lambda: dist.broadcast(tensor, 0),
         "scatter": lambda: dist.scatter(piece, pieces, 0),
         "gather": lambda: dist.gather(piece, pieces, 0),
-        "reduce": lambda: dist.reduce(whole, 0),
+        "reduce": lambda: dist.reduce(tensor, 0),
         "all_gather": lambda: dist.all_gather_single(result, piece),
-        "reduce_scatter": lambda: dist.reduce_scatter_single(piece, whole),
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_to_all": lambda: dist.all_to_all_single(result, whole),
-        "send": (lambda: dist.send(whole, 1), lambda: dist.recv(whole, 0), lambda: None)[min(rank, 2)],
+        "reduce_scatter": lambda: dist.reduce_scatter_single(piece, tensor),
+        "all_reduce": lambda: dist.all_reduce(tensor),
+        "all_to_all": lambda: dist.all_to_all_single(result, tensor),
+        "send": (lambda: dist.send(tensor, 1), lambda: dist.recv(tensor, 0), lambda: None)[min(rank, 2)],
     }[operation]
 
     def sample() -> tuple[float, float]:
@@ -131,7 +131,7 @@ def measure(operation: str, size: int, seconds: float, topology: comms.Topology,
     gathered = [torch.empty_like(samples) for _ in range(ranks)]
     dist.all_gather(gathered, samples, group=barrier)
     begins, ends = torch.stack(gathered[: 2 if operation == "send" else ranks]).unbind(dim=2)  # (ranks, samples)
-    return Row(operation, ranks, 4 * whole.numel(), len(samples), median((ends.amax(0) - begins.amax(0)).tolist()))
+    return Row(operation, ranks, 4 * tensor.numel(), len(samples), median((ends.amax(0) - begins.amax(0)).tolist()))
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

@@ -58,8 +58,8 @@ def examine() -> None:
                 print(f"+ {way}, {size:>9,} bytes take {seconds * 1e6:6.0f} us, {size / seconds / 1e9:.2f} GB/s")
 
 
-def _print_item(found: bool, present: str, absent: str) -> None:
-    print(f"+ {present}" if found else f"- {absent}")
+def _print_item(is_present: bool, present: str, absent: str) -> None:
+    print(f"+ {present}" if is_present else f"- {absent}")
 
 
 def _warn_if_untested(version: str) -> None:
@@ -87,12 +87,12 @@ def _do_nothing() -> None:
 def ping_pong(device: str) -> dict[str, dict[int, float]]:
     """Return, for each way to send, floats of a message on `device` -> seconds, half of the median round trip."""
     topology = comms.init_distributed("gloo", device=device)
-    groups, other = ProcessGroups(topology, "doctor"), 1 - topology.rank
+    groups, peer = ProcessGroups(topology, "doctor"), 1 - topology.rank
     pending = PendingSends(SendFailure(groups))
     if topology.rank == 0:
-        outgoing, incoming = open_sender(groups, "forth", other, pending), open_receiver(groups, "back", other)
+        outgoing, incoming = open_sender(groups, "forth", peer, pending), open_receiver(groups, "back", peer)
     else:
-        incoming, outgoing = open_receiver(groups, "forth", other), open_sender(groups, "back", other, pending)
+        incoming, outgoing = open_receiver(groups, "forth", peer), open_sender(groups, "back", peer, pending)
 
     def send(ball: Tensor) -> None:
         outgoing.send(ball, describe_tensor(ball))
@@ -105,21 +105,21 @@ def ping_pong(device: str) -> dict[str, dict[int, float]]:
 
     ways: dict[str, tuple[Transfer, Transfer]] = {f"a message on {topology.device.type} by {outgoing.medium}": (send, receive)}
     if device == "cpu":
-        ways["a message by Gloo"] = partial(dist.send, dst=other), partial(dist.recv, src=other)
-    first, own_device = topology.rank == 0, topology.device
+        ways["a message by Gloo"] = partial(dist.send, dst=peer), partial(dist.recv, src=peer)
+    sends_first, own_device = topology.rank == 0, topology.device
     result = {
-        way: {floats: _seconds(first, torch.zeros(floats, device=own_device), *transfers) for floats in SIZES}
+        way: {floats: _seconds(sends_first, torch.zeros(floats, device=own_device), *transfers) for floats in SIZES}
         for way, transfers in ways.items()
     }
     groups.close()
     return result
 
 
-def _seconds(first: bool, ball: Tensor, send: Transfer, receive: Transfer) -> float:
+def _seconds(sends_first: bool, ball: Tensor, send: Transfer, receive: Transfer) -> float:
     times = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
-        for transfer in (send, receive) if first else (receive, send):
+        for transfer in (send, receive) if sends_first else (receive, send):
             transfer(ball)
         times.append((time.perf_counter() - begin) / 2)
     return median(times)

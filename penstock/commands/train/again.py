@@ -26,14 +26,16 @@ def for_world(config: TrainConfig, processes: int) -> tuple[TrainConfig, str]:
     """
     tp = config.tp if processes % config.tp == 0 else 1
     dp = config.dp if processes % (config.dp * tp) == 0 else 1
-    now = replace(config, ranks=processes // (dp * tp), dp=dp, tp=tp)
+    resized = replace(config, ranks=processes // (dp * tp), dp=dp, tp=tp)
     changes = []
     if dropped := [f"--{name} {old}" for name, old, new in (("dp", config.dp, dp), ("tp", config.tp, tp)) if old != new]:
         changes.append(f"{processes} processes cannot have {' and '.join(dropped)}: the pipeline takes them all")
-    if processes != config.processes and not _has_table(now):
-        changes.append(f"{'the plan' if now.plan else now.schedule} is not for {now.ranks} ranks: {FALLBACK_SCHEDULE} instead")
-        now = replace(now, plan=None, schedule=FALLBACK_SCHEDULE, stages_per_rank=None, group_size=None)
-    return now, "; ".join(changes)
+    if processes != config.processes and not _has_table(resized):
+        changes.append(
+            f"{'the plan' if resized.plan else resized.schedule} is not for {resized.ranks} ranks: {FALLBACK_SCHEDULE} instead"
+        )
+        resized = replace(resized, plan=None, schedule=FALLBACK_SCHEDULE, stages_per_rank=None, group_size=None)
+    return resized, "; ".join(changes)
 
 
 def _has_table(config: TrainConfig) -> bool:

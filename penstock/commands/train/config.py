@@ -137,15 +137,17 @@ class TrainConfig:
             self._check_digits()
         if self.data is not None:
             self._check_text(self.data)
-        most = self.depth + 3 if self.model == "gpt" else 2 * self.depth + 1
-        if self.ranks > most and not (self.plan or "").endswith(".json"):
-            raise PenstockError(f"--ranks {self.ranks} are more than the model's {most} layers: use --ranks {most} or fewer")
-        table = self.table()
-        if table.num_stages > most:
-            ranks = most * table.ranks // table.num_stages
-            fewer = f"--ranks {ranks}" if ranks else f"--stages-per-rank {most // table.ranks}"
+        num_layers = self.depth + 3 if self.model == "gpt" else 2 * self.depth + 1
+        if self.ranks > num_layers and not (self.plan or "").endswith(".json"):
             raise PenstockError(
-                f"{table.num_stages} stages need more layers than the model's {most}: use {fewer} or fewer, or --layers"
+                f"--ranks {self.ranks} are more than the model's {num_layers} layers: use --ranks {num_layers} or fewer"
+            )
+        table = self.table()
+        if table.num_stages > num_layers:
+            ranks = num_layers * table.ranks // table.num_stages
+            fewer = f"--ranks {ranks}" if ranks else f"--stages-per-rank {num_layers // table.ranks}"
+            raise PenstockError(
+                f"{table.num_stages} stages need more layers than the model's {num_layers}: use {fewer} or fewer, or --layers"
             )
         return table
 

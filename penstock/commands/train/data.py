@@ -48,8 +48,8 @@ class DigitsDataset:
 
     def batch(self, seed: int, step: int, rows: int) -> tuple[Tensor, Tensor]:
         """Return the batch of `step`: images (rows, width) and their classes (rows,)."""
-        chosen = torch.randint(len(self.inputs) - self.held_out, (rows,), generator=_generator(seed, step))
-        return self.inputs[chosen], self.classes[chosen]
+        indices = torch.randint(len(self.inputs) - self.held_out, (rows,), generator=_generator(seed, step))
+        return self.inputs[indices], self.classes[indices]
 
     def validation(self, rows: int, batches: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the held-out images, in at most `batches` batches of `rows`."""

@@ -44,11 +44,11 @@ def train(config: TrainConfig) -> None:
 
     Under torchrun this process is one of its ranks; otherwise the ranks are started here.
     """
-    config, chosen = with_plan(config)
+    config, plan = with_plan(config)
     folder = _folder(config)
     with TemporaryDirectory() as plan_folder:
-        if chosen is not None and os.environ.get("RANK", "0") == "0":
-            config = save_plan(config, chosen, Path(plan_folder))
+        if plan is not None and os.environ.get("RANK", "0") == "0":
+            config = save_plan(config, plan, Path(plan_folder))
         _run(config, folder)
 
 
@@ -57,13 +57,13 @@ def _run(config: TrainConfig, folder: Path) -> None:
         for option, value in {"--compare": config.compare, "--restarts": config.restarts}.items():
             if value:
                 raise PenstockError(f"{option} starts processes: use it without torchrun")
-        first = os.environ["RANK"] == "0"
-        memory = memory_of_agent() if first and may_begin_again(config) else None
+        is_rank_0 = os.environ["RANK"] == "0"
+        memory = memory_of_agent() if is_rank_0 and may_begin_again(config) else None
         with _page_served(config, folder):
             result = train_rank(config, folder, memory)
         if memory is not None:
             shutil.rmtree(memory, ignore_errors=True)
-        if first:
+        if is_rank_0:
             closing(result, None, folder)
         comms.shutdown()
         _leave_if_preempted(result)

@@ -32,9 +32,9 @@ for _ in range(10):  # ranks end a moment later, and may write until then
 
 
 @contextmanager
-def memory_of_launch(wanted: bool) -> Iterator[Path | None]:
-    """Make the folder of a launch by this process, and delete it at the end; None if not `wanted`, or without such memory."""
-    folder = _folder_of(os.getpid()) if wanted else None
+def memory_of_launch(enabled: bool) -> Iterator[Path | None]:
+    """Make the folder of a launch by this process, and delete it at the end; None if not `enabled`, or without such memory."""
+    folder = _folder_of(os.getpid()) if enabled else None
     cleaner = _clean_up_after(os.getpid(), folder) if folder else None
     try:
         yield folder
@@ -72,6 +72,6 @@ def _folder_of(owner: int) -> Path | None:
 
 
 def _clean_up_after(owner: int, folder: Path) -> "subprocess.Popen[bytes]":
-    nothing: Any = subprocess.DEVNULL
+    devnull: Any = subprocess.DEVNULL
     command = [sys.executable, "-I", "-S", "-c", CLEANER, str(owner), str(folder)]
-    return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True)
+    return subprocess.Popen(command, stdin=devnull, stdout=devnull, stderr=devnull, cwd="/", start_new_session=True)

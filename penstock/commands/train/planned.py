@@ -37,15 +37,15 @@ def with_plan(config: TrainConfig) -> tuple[TrainConfig, Plan | None]:
     """Return the options changed by the plan, and the plan; without --plan the options unchanged. Print the choice."""
     if config.plan is None or config.resume is not None:
         return config, None
-    chosen = load(config.plan) if config.plan.endswith(".json") else _fastest(config, _candidates(config))
+    candidate = load(config.plan) if config.plan.endswith(".json") else _fastest(config, _candidates(config))
     if os.environ.get("RANK", "0") == "0":
-        print(f"planned: {chosen}", flush=True)
-    return _with_options_of(chosen, config), chosen
+        print(f"planned: {candidate}", flush=True)
+    return _with_options_of(candidate, config), candidate
 
 
-def _with_options_of(chosen: Plan, config: TrainConfig) -> TrainConfig:
-    dp = chosen.dp if chosen.dp > 1 else config.dp  # a plan for one replica is a plan for each of several
-    return replace(config, ranks=chosen.ranks, dp=dp, microbatches=chosen.microbatches, schedule=chosen.schedule.name)
+def _with_options_of(candidate: Plan, config: TrainConfig) -> TrainConfig:
+    dp = candidate.dp if candidate.dp > 1 else config.dp  # a plan for one replica is a plan for each of several
+    return replace(config, ranks=candidate.ranks, dp=dp, microbatches=candidate.microbatches, schedule=candidate.schedule.name)
 
 
 def _candidates(config: TrainConfig) -> list[Plan]:
@@ -102,9 +102,9 @@ def _fastest(config: TrainConfig, plans: Sequence[Plan]) -> Plan:
         for _ in range(TRIAL_ROUNDS):
             for trial, seconds in zip(trials, times, strict=True):
                 seconds += launch(_time_steps, trial.processes, trial)[0]
-    for chosen, seconds in zip(plans, times, strict=True):
-        planned, step = 1e3 * chosen.seconds, 1e3 * median(seconds)
-        print(f"tried: {_table(chosen)}: planned {planned:.4g} ms, a whole step {step:.4g} ms", flush=True)
+    for candidate, seconds in zip(plans, times, strict=True):
+        planned, step = 1e3 * candidate.seconds, 1e3 * median(seconds)
+        print(f"tried: {_table(candidate)}: planned {planned:.4g} ms, a whole step {step:.4g} ms", flush=True)
     fastest = plans[min(range(len(plans)), key=lambda number: median(times[number]))]
     choice = fastest.schedule.name, fastest.ranks, fastest.microbatches
     typed = choice == (config.schedule, config.ranks, config.microbatches)
@@ -117,8 +117,8 @@ def _fastest(config: TrainConfig, plans: Sequence[Plan]) -> Plan:
     return fastest
 
 
-def _table(chosen: Plan) -> str:
-    return f"{chosen.schedule.name} on {chosen.ranks} ranks, {chosen.microbatches} microbatches"
+def _table(candidate: Plan) -> str:
+    return f"{candidate.schedule.name} on {candidate.ranks} ranks, {candidate.microbatches} microbatches"
 
 
 def _parallel_ranks(config: TrainConfig) -> int:
@@ -140,11 +140,11 @@ def _time_steps(config: TrainConfig) -> list[float]:
     return seconds[1:]
 
 
-def save_plan(config: TrainConfig, chosen: Plan, folder: Path) -> TrainConfig:
+def save_plan(config: TrainConfig, candidate: Plan, folder: Path) -> TrainConfig:
     """Write the plan to the run's `folder`, for every rank and a resumed run. Return the options with that file."""
     folder.mkdir(parents=True, exist_ok=True)
     with manifest.atomic_replacement(folder / PLAN) as temporary:
-        chosen.save(temporary)
+        candidate.save(temporary)
     return replace(config, plan=str(folder / PLAN))
 
 
@@ -152,9 +152,9 @@ def compare_with_plan(config: TrainConfig, timelines: Sequence[Timeline]) -> str
     """Compare the plan with the median of these steps, as text; return an empty text without a plan."""
     if config.plan is None:
         return ""
-    chosen = load(config.plan)
-    planned, usual = chosen.timeline, sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
-    seconds, measured = chosen.seconds, usual.makespan + (max(usual.averaging, default=0.0) if chosen.dp > 1 else 0.0)
+    candidate = load(config.plan)
+    planned, usual = candidate.timeline, sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
+    seconds, measured = candidate.seconds, usual.makespan + (max(usual.averaging, default=0.0) if candidate.dp > 1 else 0.0)
     lines = [
         f"a step of the table: planned {1e3 * seconds:.4g} ms, measured {1e3 * measured:.4g} ms ({measured / seconds - 1:+.1%})"
     ]
@@ -178,11 +178,11 @@ def advice(config: TrainConfig, folder: Path, balance: Balance, parameters: Mapp
     with suppress(PenstockError):  # the table is of no family
         send = float(f"{fmean(measured.message_seconds or (0.0,)):.4g}")  # as it is printed
         planned = partial(plan, layers, config.ranks, batch=batch, effort="quick", send=send)
-        same = partial(planned, schedules=[config.schedule], microbatches=config.microbatches, fewer=False)
-        memory = math.ceil(max(same(memory=UNLIMITED_BYTES)[0].peak_memory))
-        best, now = planned(memory=memory)[0], measured.predict(measured.schedule).makespan
-        if best.seconds < (1 - NOTABLE_SHARE) * now:
-            less = f"{1e3 * best.seconds:.4g} ms, {1 - best.seconds / now:.1%} less"
+        plans_of_run = partial(planned, schedules=[config.schedule], microbatches=config.microbatches, fewer=False)
+        memory = math.ceil(max(plans_of_run(memory=UNLIMITED_BYTES)[0].peak_memory))
+        best, predicted_step = planned(memory=memory)[0], measured.predict(measured.schedule).makespan
+        if best.seconds < (1 - NOTABLE_SHARE) * predicted_step:
+            less = f"{1e3 * best.seconds:.4g} ms, {1 - best.seconds / predicted_step:.1%} less"
             options = f"--ranks {config.ranks} --batch {batch} --memory {memory} --send {1e3 * send:g} --effort quick"
             command = f"penstock plan --costs {quote(str(folder))} {options} --out plan.json"
             return f"\nthe planner: {_table(best)}: {less}; {command} writes it"

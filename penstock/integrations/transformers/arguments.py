@@ -178,8 +178,8 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
 def check_arguments(args: Any) -> None:
     """Raises MismatchError, in a sentence, for arguments that cannot be beside a pipeline."""
     if not isinstance(args, PipelineArguments):
-        told = f"args is a {type(args).__name__}: make it with penstock.integrations.transformers.TrainingArguments"
-        raise ps.MismatchError(f"{told}, or with a subclass of PipelineArguments and yours")
+        problem = f"args is a {type(args).__name__}: make it with penstock.integrations.transformers.TrainingArguments"
+        raise ps.MismatchError(f"{problem}, or with a subclass of PipelineArguments and yours")
     for is_refused, sentence in REFUSED:
         if is_refused(args):
             raise ps.MismatchError(sentence)

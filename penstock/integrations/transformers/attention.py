@@ -42,8 +42,10 @@ def pipeline_attention(
         result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments, **kwargs)
         return result
 
-    if found := [name for name in UNSUPPORTED if kwargs.get(name) is not None]:
-        raise MismatchError(f"the attention of a {type(module).__name__} has a {found[0]}, with which tokens cannot be cut")
+    if unsupported := [name for name in UNSUPPORTED if kwargs.get(name) is not None]:
+        raise MismatchError(
+            f"the attention of a {type(module).__name__} has a {unsupported[0]}, with which tokens cannot be cut"
+        )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     mixed = attention(query, key, value, causal=causal, mask=attention_mask, scale=scaling, dropout=dropout)
     return mixed.transpose(1, 2).contiguous(), None

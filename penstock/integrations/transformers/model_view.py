@@ -108,6 +108,6 @@ class TrainerLoss(nn.Module):
     def is_scaled(self) -> bool:
         """Whether `compute_loss` has divided by the tokens of the whole step already."""
         trainer = self._trainer
-        if (said := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
-            return bool(said)
+        if (scaled := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
+            return bool(scaled)
         return (trainer.model_accepts_loss_kwargs and self.num_items is not None) or trainer.compute_loss_func is not None

@@ -17,7 +17,7 @@ class RankOptimizer:
     be loaded before and after that.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, own: Collection[int], all_of_model: Collection[int]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, own_ids: Collection[int], all_of_model: Collection[int]) -> None:
         check_elementwise_optimizer(optimizer, ps.comms.current_topology().world_size)
         self.optimizer = optimizer
         self.places: list[list[int]] = []  # of this rank's parameters, among those of all groups
@@ -27,11 +27,11 @@ class RankOptimizer:
             parameters = group["params"]
             if any(id(parameter) not in all_of_model for parameter in parameters):
                 raise ps.MismatchError("the optimizer has parameters that are not the model's: make them a part of the model")
-            self.places.append([number + place for place, parameter in enumerate(parameters) if id(parameter) in own])
+            self.places.append([number + place for place, parameter in enumerate(parameters) if id(parameter) in own_ids])
             self.counts.append(len(parameters))
-            for parameter in [parameter for parameter in parameters if id(parameter) not in own]:
+            for parameter in [parameter for parameter in parameters if id(parameter) not in own_ids]:
                 optimizer.state.pop(parameter, None)
-            group["params"] = [parameter for parameter in parameters if id(parameter) in own]
+            group["params"] = [parameter for parameter in parameters if id(parameter) in own_ids]
             number += len(parameters)
         optimizer.register_load_state_dict_pre_hook(self._part)
         optimizer.register_step_pre_hook(_make_found_inf_flag)
@@ -45,8 +45,8 @@ class RankOptimizer:
             {**group, "params": [new_place[place] for place in places]}
             for group, places in zip(state["param_groups"], self.places, strict=True)
         ]
-        own = {new_place[place]: value for place, value in state["state"].items() if place in new_place}
-        return {**state, "state": own, "param_groups": groups}
+        rank_state = {new_place[place]: value for place, value in state["state"].items() if place in new_place}
+        return {**state, "state": rank_state, "param_groups": groups}
 
     def whole_state_dict(self) -> dict[str, Any]:
         """This rank's state, under the places that its parameters have on all ranks together."""
@@ -61,9 +61,9 @@ class RankOptimizer:
 
     def save(self, pipe: ps.Pipeline, path: Path) -> None:
         """Write all ranks' state to `path`; all ranks call it, and must see the folder."""
-        mine = path.with_name(f".{path.name}.{pipe.topology.rank}")
+        temporary = path.with_name(f".{path.name}.{pipe.topology.rank}")
         if pipe.position.replica == 0:
-            torch.save(self.whole_state_dict(), mine)
+            torch.save(self.whole_state_dict(), temporary)
         pipe.gather(lambda: None, "to write the optimizer's state")
         if pipe.position.world.rank == 0:
             parts = [path.with_name(f".{path.name}.{rank}") for rank in range(pipe.topology.world_size)]

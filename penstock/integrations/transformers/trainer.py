@@ -62,9 +62,9 @@ class PipelineTrainerMixin(Mixin):
         names = frozenset(name for name, value in call.items() if value is not None)
         if names not in self._pipelines:
             settle(self.model)
-            first, options = self.pipeline, self.args.pipeline_options()
-            if first is not None and "plan" not in options:
-                options["cuts"] = first.cuts
+            previous, options = self.pipeline, self.args.pipeline_options()
+            if previous is not None and "plan" not in options:
+                options["cuts"] = previous.cuts
             options |= {"mesh": self._mesh, "seed": self.args.seed, "reduction": "sum", "example_kwargs": call}
             options["scaler"] = self.accelerator.scaler
             self._pipelines[names] = ps.Pipeline(self.model, self._loss, **options)
@@ -134,8 +134,8 @@ class PipelineTrainerMixin(Mixin):
         pipe = self._pipeline_for(calls[0])
         if self.args.replicas > 1 and num_items is not None:
             firsts = [ranks[0] for ranks in pipe.position.replica_pipelines]
-            counted = pipe.gather(num_items.item)
-            num_items = torch.full_like(num_items, sum(counted[rank] for rank in firsts))
+            counts = pipe.gather(num_items.item)
+            num_items = torch.full_like(num_items, sum(counts[rank] for rank in firsts))
             calls = [{**call, "num_items_in_batch": num_items} if "num_items_in_batch" in call else call for call in calls]
         self._loss.num_items = num_items
 
@@ -147,8 +147,8 @@ class PipelineTrainerMixin(Mixin):
             total = pipe.step_microbatches(calls, batches, losses=losses, scale=1 / self.args.replicas)
 
         if self.args.replicas > 1:  # the mean over them is what plain Trainer logs
-            rest = [torch.zeros_like(total) for _ in batches[1:]]
-            return [total.to(self.args.device) / self.args.replicas, *rest]
+            zeros = [torch.zeros_like(total) for _ in batches[1:]]
+            return [total.to(self.args.device) / self.args.replicas, *zeros]
         return [loss.to(self.args.device) for loss in losses]
 
     def _arguments_of_model(self, inputs: dict[str, Any], num_items: Tensor | None) -> dict[str, Any]:
@@ -174,8 +174,8 @@ class PipelineTrainerMixin(Mixin):
         pipe, optimizer = self.pipeline, getattr(self.optimizer, "optimizer", self.optimizer)
         if pipe is None or optimizer is None or (self._rank_optimizer and self._rank_optimizer.optimizer is optimizer):
             return
-        own = {id(parameter) for _, parameter in pipe.named_parameters()}
-        self._rank_optimizer = RankOptimizer(optimizer, own, set(map(id, self.model.parameters())))
+        own_ids = {id(parameter) for _, parameter in pipe.named_parameters()}
+        self._rank_optimizer = RankOptimizer(optimizer, own_ids, set(map(id, self.model.parameters())))
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
         """What callbacks decided on rank 0 holds for all: one that looks at a clock may see another on each rank."""
@@ -237,8 +237,8 @@ class PipelineTrainerMixin(Mixin):
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
         """As Trainer's. `resume_from_checkpoint=True` goes on from the newest checkpoint that was written to its end."""
         if resume_from_checkpoint is True:
-            whole = [path.parent for path in Path(self.args.output_dir).glob("checkpoint-*/trainer_state.json")]
-            newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+            complete = [path.parent for path in Path(self.args.output_dir).glob("checkpoint-*/trainer_state.json")]
+            newest = max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
             resume_from_checkpoint = newest and str(newest)
             if newest is None:
                 raise ps.MismatchError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
@@ -258,9 +258,9 @@ class PipelineTrainerMixin(Mixin):
             if self.args.should_save:
                 state = safetensors.torch.load_file(path)
                 path.unlink()
-                first: dict[int, str] = {}
+                first_name: dict[int, str] = {}
                 for name, parameter in self.model.named_parameters(remove_duplicate=False):  # tied ones share memory
-                    state[name] = state[first.setdefault(id(parameter), name)]
+                    state[name] = state[first_name.setdefault(id(parameter), name)]
                 super()._save(str(folder), state)
         self._wait_for_all("to save the model")
 
@@ -286,9 +286,9 @@ class PipelineTrainerMixin(Mixin):
         if self.pipeline.topology.rank == 0:
             super()._save_rng_state(output_dir)
 
-    def _wait_for_all(self, what: str) -> None:
+    def _wait_for_all(self, purpose: str) -> None:
         if self.pipeline is not None:
-            self.pipeline.gather(lambda: None, what)
+            self.pipeline.gather(lambda: None, purpose)
 
     # -- who writes --------------------------------------------------------------------------------------------------
 
@@ -327,20 +327,20 @@ def share_scaler(scaler: torch.amp.GradScaler, device: str) -> torch.amp.GradSca
 
 def everywhere(pipe: ps.Pipeline, result: Any) -> Any:
     """The last stage's `result`, tensors in tuples, lists and dicts, on every rank of its pipeline."""
-    home, own = pipe.last_rank, pipe.topology
-    if own.world_size == 1:
+    home, topology = pipe.last_rank, pipe.topology
+    if topology.world_size == 1:
         return result
     data = torch.empty(0, dtype=torch.uint8)
-    if own.rank == home:
+    if topology.rank == home:
         buffer = io.BytesIO()
         torch.save(result, buffer)
         data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
     sizes = pipe.gather(data.numel)
-    rank_of = own.get_global_rank
-    if own.rank == home:
-        for rank in range(own.world_size):
+    rank_of = topology.get_global_rank
+    if topology.rank == home:
+        for rank in range(topology.world_size):
             if rank != home:
                 ps.comms.send_tensor(data, rank_of(rank))
         return result
     data = ps.comms.recv_tensor((sizes[rank_of(home)],), rank_of(home), torch.uint8, "cpu")
-    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location=own.device, weights_only=True)
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location=topology.device, weights_only=True)

@@ -63,19 +63,19 @@ COLLECTIVES = {  # drawn in pairs
 
 def by_torch(name: str, group: RankGroup, tensor: Tensor) -> Tensor | None:
     """The same by torch.distributed: in place, or into what it is given, a tensor or a list of one for each rank."""
-    piece, pieces, first = torch.empty(1), torch.empty(group.ranks, 1), group.rank == 0
+    piece, pieces, is_root = torch.empty(1), torch.empty(group.ranks, 1), group.rank == 0
     match name:
         case "broadcast":
             dist.broadcast(tensor, 0)
         case "reduce":
             dist.reduce(tensor, 0)
-            return tensor if first else None
+            return tensor if is_root else None
         case "scatter":
-            dist.scatter(piece, list(tensor) if first else None, 0)
+            dist.scatter(piece, list(tensor) if is_root else None, 0)
             return piece
         case "gather":
-            dist.gather(tensor, list(pieces) if first else None, 0)
-            return pieces if first else None
+            dist.gather(tensor, list(pieces) if is_root else None, 0)
+            return pieces if is_root else None
         case "all-gather":
             dist.all_gather(list(pieces), tensor)
             return pieces
@@ -108,11 +108,11 @@ class CollectiveResult(NamedTuple):
 def see(group: RankGroup, name: str, numbers: Tensor) -> CollectiveResult:
     """Run a collective on `numbers` (ranks, 1), by hand and by torch."""
     collective = COLLECTIVES[name]
-    given = numbers[group.rank] if collective.given == "piece" else numbers
-    hand, library = collective.hand(group, given.clone()), by_torch(name, group, given.clone())
-    same = hand is library if hand is None or library is None else torch.equal(hand, library)
-    start = None if collective.given == "root" and group.rank else given
-    return CollectiveResult(in_place(group, start), in_place(group, hand), same)
+    value = numbers[group.rank] if collective.given == "piece" else numbers
+    hand, library = collective.hand(group, value.clone()), by_torch(name, group, value.clone())
+    are_equal = hand is library if hand is None or library is None else torch.equal(hand, library)
+    start = None if collective.given == "root" and group.rank else value
+    return CollectiveResult(in_place(group, start), in_place(group, hand), are_equal)
 
 
 def in_place(group: RankGroup, data: Tensor | None) -> Tensor:
@@ -142,17 +142,17 @@ def see_all() -> dict[str, tuple[CollectiveResult, bool]]:
 
 def show_all(ranks: int) -> None:
     """Every collective drawn, two side by side, and what was checked of it."""
-    seen = on_ranks(see_all, ranks)
+    results = on_ranks(see_all, ranks)
     pictures = {
-        name: [name, *(f"rank {rank} {result[name][0].drawn()}" for rank, result in enumerate(seen))] for name in COLLECTIVES
+        name: [name, *(f"rank {rank} {result[name][0].drawn()}" for rank, result in enumerate(results))] for name in COLLECTIVES
     }
     names, width = list(COLLECTIVES), 8 * ranks + 16
     for pair in zip(names[::2], names[1::2], strict=True):
-        for left, right in zip(*(pictures[name] for name in pair), strict=True):
-            say(f"  {left:{width}}{right}")
-    other = [name for name in names if not all(result[name][0].as_torch for result in seen)]
-    check(not other, "torch makes the same on every rank", f"torch makes something else of {', '.join(other)}")
-    wrong = [name for name in names if not all(result[name][1] for result in seen)]
+        for left_line, right_line in zip(*(pictures[name] for name in pair), strict=True):
+            say(f"  {left_line:{width}}{right_line}")
+    different = [name for name in names if not all(result[name][0].as_torch for result in results)]
+    check(not different, "torch makes the same on every rank", f"torch makes something else of {', '.join(different)}")
+    wrong = [name for name in names if not all(result[name][1] for result in results)]
     check(
         not wrong,
         "left and right are each other's backward; the last two are their own",
@@ -170,19 +170,19 @@ def watch_the_ring(ranks: int) -> None:
     say(f"  {'':8}{''.join(f'{title:{width}}' for title in titles)}".rstrip())
     for rank, value in enumerate(states):
         say(f"  rank {rank}  {''.join(f'{state:{width}}' for state in value)}".rstrip())
-    whole = " ".join([str(ranks)] * ranks)
+    final_state = " ".join([str(ranks)] * ranks)
     check(
-        all(state[-1] == whole for state in states),
+        all(state[-1] == final_state for state in states),
         f"after 2 (n-1) = {len(states[0]) - 1} steps every rank has every piece whole",
-        f"the ring should end with {whole} on every rank; it ends with {[state[-1] for state in states]}",
+        f"the ring should end with {final_state} on every rank; it ends with {[state[-1] for state in states]}",
     )
 
 
 def ring_of_ones() -> list[str]:
     """This rank's pieces after every step."""
     group, states = RankGroup.join(), list[str]()
-    ones = torch.ones(group.ranks, 1)
-    by_hand.ring_all_reduce(group, ones, lambda pieces: states.append(" ".join(f"{piece:.0f}" for piece in pieces.flatten())))
+    tensor = torch.ones(group.ranks, 1)
+    by_hand.ring_all_reduce(group, tensor, lambda pieces: states.append(" ".join(f"{piece:.0f}" for piece in pieces.flatten())))
     return states
 
 
@@ -218,9 +218,9 @@ def compare_ways(ranks: int) -> str:
         f"\nTo sum {size / 1e6:.3g} MB over the ranks: what each sends, and the time; then the time for {4 * SMALL / 1e3:g} KB:"
     )
     say(f"  {'':24}{'MB sent, by rank':{width}}{f'{size / 1e6:.3g} MB':>10} {f'{4 * SMALL / 1e3:g} KB':>10}")
-    for way, first in trials[0].items():
-        sent = "".join(f"{trial[way].sent / 1e6:<6.3g}" for trial in trials) if first.sent else "?"
-        say(f"  {way:24}{sent:{width}}{1e3 * first.large:7.2f} ms {1e3 * first.small:7.2f} ms")
+    for way, rank_0_trial in trials[0].items():
+        sent_text = "".join(f"{trial[way].sent / 1e6:<6.3g}" for trial in trials) if rank_0_trial.sent else "?"
+        say(f"  {way:24}{sent_text:{width}}{1e3 * rank_0_trial.large:7.2f} ms {1e3 * rank_0_trial.small:7.2f} ms")
     say(f"The ring is for much data. With little, its {2 * (ranks - 1)} messages in turn count, each with its latency.")
     ring, share = [trial["a ring"] for trial in trials], 2 * (ranks - 1) / ranks
     check(
@@ -252,15 +252,15 @@ def try_ways() -> dict[str, AllReduceTrial]:
     group, trials = RankGroup.join(), {}
     generator = torch.Generator().manual_seed(group.rank)
     large, small = (torch.randn(group.ranks, count // group.ranks, generator=generator) for count in (LARGE, SMALL))
-    expected = torchs_all_reduce(group, large.clone())
+    torch_sum = torchs_all_reduce(group, large.clone())
     for way, add in WAYS.items():
         group.sent = 0
         total = add(group, large.clone())
-        sent, first = group.sent, total.clone()
-        dist.broadcast(first, 0)
-        off = (total - expected).abs().max().item()
+        sent_bytes, rank_0_sum = group.sent, total.clone()
+        dist.broadcast(rank_0_sum, 0)
+        off = (total - torch_sum).abs().max().item()
         trials[way] = AllReduceTrial(
-            sent, torch.equal(total, first), off, seconds(add, group, large), seconds(add, group, small)
+            sent_bytes, torch.equal(total, rank_0_sum), off, seconds(add, group, large), seconds(add, group, small)
         )
     return trials
 

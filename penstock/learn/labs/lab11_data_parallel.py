@@ -58,20 +58,23 @@ def shares_and_steps() -> Replica:
     topology = ps.comms.init_distributed(backend="gloo")
     rank, ranks = topology.rank, topology.world_size
     inputs, targets = batch(0, ranks)
-    mine = share(rank)
-    rows, total = mine.stop - mine.start, len(inputs)
+    rows_of_rank = share(rank)
+    rows, total = rows_of_rank.stop - rows_of_rank.start, len(inputs)
 
-    expected = gradient(model(), inputs, targets)
+    gradient_of_all = gradient(model(), inputs, targets)
     replica = model()
-    loss = cross_entropy(replica(inputs[mine]), targets[mine])  # the mean over this rank's rows
+    loss = cross_entropy(replica(inputs[rows_of_rank]), targets[rows_of_rank])  # the mean over this rank's rows
     loss.backward()
     local = flat(replica)
     means = summed(local) / ranks
     weighted = summed(local * (rows / total))
 
     parallel = DistributedDataParallel(model())  # sums the gradients and divides by the number of ranks
-    (cross_entropy(parallel(inputs[mine]), targets[mine]) * (rows * ranks / total)).backward()
-    off = [((value - expected).abs().max() / expected.abs().max()).item() for value in (means, weighted, flat(parallel))]
+    (cross_entropy(parallel(inputs[rows_of_rank]), targets[rows_of_rank]) * (rows * ranks / total)).backward()
+    off = [
+        ((value - gradient_of_all).abs().max() / gradient_of_all.abs().max()).item()
+        for value in (means, weighted, flat(parallel))
+    ]
     return Replica(rows, loss.item(), off[0], off[1], off[2], train(rank, ranks), train_alone(ranks))
 
 
@@ -104,9 +107,9 @@ def gradient(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return flat(module)
 
 
-def summed(mine: Tensor) -> Tensor:
+def summed(tensor: Tensor) -> Tensor:
     """The sum of all ranks' tensors."""
-    total = mine.clone()
+    total = tensor.clone()
     dist.all_reduce(total)
     return total
 
@@ -117,8 +120,8 @@ def train(rank: int, ranks: int) -> Tensor:
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         inputs, targets = batch(step, ranks)
-        mine = share(rank)
-        loss = cross_entropy(replica(inputs[mine]), targets[mine], reduction="sum") / len(inputs)  # so the shares add up
+        rows = share(rank)
+        loss = cross_entropy(replica(inputs[rows]), targets[rows], reduction="sum") / len(inputs)  # so the shares add up
         loss.backward()
         give(replica, summed(flat(replica)))
         optimizer.step()
@@ -135,13 +138,13 @@ def give(module: nn.Module, gradients: Tensor) -> None:
 
 def train_alone(ranks: int) -> Tensor:
     """The parameters after the same steps of one process on the whole batches."""
-    whole = model()
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    uncut = model()
+    optimizer = torch.optim.SGD(uncut.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
-        gradient(whole, *batch(step, ranks))
+        gradient(uncut, *batch(step, ranks))
         optimizer.step()
         optimizer.zero_grad()
-    return nn.utils.parameters_to_vector(whole.parameters()).detach()
+    return nn.utils.parameters_to_vector(uncut.parameters()).detach()
 
 
 def the_gradient(replicas: list[Replica]) -> float:
@@ -152,42 +155,42 @@ def the_gradient(replicas: list[Replica]) -> float:
             f"  rank {rank}: {replica.rows:2} of {total} rows, their mean loss {replica.loss:.4f}, "
             f"weight {replica.rows}/{total}"
         )
-    first = replicas[0]
+    rank_0 = replicas[0]
     say("\nThe gradients after one all-reduce, against one process with the whole batch:")
-    say(f"  a mean of the ranks' means           {percent(first.mean_of_means):>7} off")
-    say(f"  each weighted by its rows            {first.weighted:7.0e} off")
-    say(f"  DDP, the loss weighted by its rows   {first.ddp:7.0e} off")
+    say(f"  a mean of the ranks' means           {percent(rank_0.mean_of_means):>7} off")
+    say(f"  each weighted by its rows            {rank_0.weighted:7.0e} off")
+    say(f"  DDP, the loss weighted by its rows   {rank_0.ddp:7.0e} off")
     check(
         max(replica.weighted for replica in replicas) < EXACT,
         "weighted by rows, the sum of the ranks' gradients is the gradient of the batch",
-        f"the weighted sum of the gradients is {first.weighted:.0e} off",
+        f"the weighted sum of the gradients is {rank_0.weighted:.0e} off",
     )
     check(
-        first.mean_of_means > 0.01,
+        rank_0.mean_of_means > 0.01,
         "a mean of means is another gradient: it counts a row of rank 0 more than a row of the others",
-        f"a mean of means is only {first.mean_of_means:.0e} off: do the ranks have equal shares?",
+        f"a mean of means is only {rank_0.mean_of_means:.0e} off: do the ranks have equal shares?",
     )
     check(
         max(replica.ddp for replica in replicas) < EXACT,
         "DDP takes the mean of the ranks: right for equal shares, for others weight the loss by rows x ranks / all rows",
-        f"DDP's gradient is {first.ddp:.0e} off",
+        f"DDP's gradient is {rank_0.ddp:.0e} off",
     )
     say("DDP, in two lines:")
     say("  replica = DistributedDataParallel(model)  # sends rank 0's weights to all, and sums in every backward")
     say("  (loss(replica(inputs), targets) * rows * ranks / all_rows).backward()")
-    return first.mean_of_means
+    return rank_0.mean_of_means
 
 
 def the_steps(replicas: list[Replica]) -> None:
     """What training leaves on the ranks."""
     say(f"\n{STEPS} steps, each rank its own optimizer, one all-reduce of {replicas[0].trained.numel()} numbers a step:")
     off = (replicas[0].trained - replicas[0].alone).abs().max().item()
-    same = sum(torch.equal(replica.trained, replicas[0].trained) for replica in replicas)
+    num_equal = sum(torch.equal(replica.trained, replicas[0].trained) for replica in replicas)
     say(f"  rank 0's weights are {off:.0e} off those of one process")
     check(
-        same == len(replicas),
+        num_equal == len(replicas),
         "all replicas' weights are equal bit by bit: the same start, the same sum, the same step",
-        f"only {same} of {len(replicas)} replicas have the weights of rank 0",
+        f"only {num_equal} of {len(replicas)} replicas have the weights of rank 0",
     )
     check(off < EXACT, "and those of one process, to rounding", f"the weights are {off:.0e} off those of one process")
 

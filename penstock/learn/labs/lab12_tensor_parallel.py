@@ -62,8 +62,8 @@ def draw(ranks: int) -> None:
         middle = f"+-- A{rank} -> ({ROWS}, {HIDDEN // ranks}) -> relu -> B{rank} -> {around} --+"
         say(f"  rank {rank}    {start if rank == 0 else ' ' * len(start)}{middle}{end if rank == 0 else ''}")
     gap = len(middle) - 1
-    for way, first, last in (("forward", "as it is", "all-reduce"), ("backward", "all-reduce", "as it is")):
-        say(f"  {way:10}{' ' * len(start)}{first:{gap}}{last}")
+    for way, left_end, right_end in (("forward", "as it is", "all-reduce"), ("backward", "all-reduce", "as it is")):
+        say(f"  {way:10}{' ' * len(start)}{left_end:{gap}}{right_end}")
     say("  A is 0.weight and cut by columns, B is 2.weight and cut by rows; torch keeps them transposed.\n")
 
 
@@ -150,17 +150,17 @@ def all_reduce(part: Tensor) -> Tensor:
 class CutBlock(nn.Module):
     """A rank's part of a block: some hidden features, and what they add to the output."""
 
-    def __init__(self, whole: nn.Module, rank: int, ranks: int) -> None:
+    def __init__(self, uncut: nn.Module, rank: int, ranks: int) -> None:
         super().__init__()
-        of = {name: parameter.detach() for name, parameter in whole.named_parameters()}
-        self.first = nn.Parameter(of["0.weight"].chunk(ranks, dim=0)[rank])  # (hidden / ranks, dim)
-        self.first_bias = nn.Parameter(of["0.bias"].chunk(ranks)[rank])  # (hidden / ranks,)
-        self.second = nn.Parameter(of["2.weight"].chunk(ranks, dim=1)[rank])  # (dim, hidden / ranks)
-        self.second_bias = nn.Parameter(of["2.bias"])  # (dim,), on every rank
+        weights = {name: parameter.detach() for name, parameter in uncut.named_parameters()}
+        self.up = nn.Parameter(weights["0.weight"].chunk(ranks, dim=0)[rank])  # (hidden / ranks, dim)
+        self.first_bias = nn.Parameter(weights["0.bias"].chunk(ranks)[rank])  # (hidden / ranks,)
+        self.second = nn.Parameter(weights["2.weight"].chunk(ranks, dim=1)[rank])  # (dim, hidden / ranks)
+        self.second_bias = nn.Parameter(weights["2.bias"])  # (dim,), on every rank
 
     def forward(self, inputs: Tensor) -> Tensor:
         """(rows, dim) -> the same, on every rank."""
-        hidden = linear(SumGradients.apply(inputs), self.first, self.first_bias).relu()  # (rows, hidden / ranks)
+        hidden = linear(SumGradients.apply(inputs), self.up, self.first_bias).relu()  # (rows, hidden / ranks)
         return SumOutputs.apply(linear(hidden, self.second)) + self.second_bias  # the bias once, not once a rank
 
 
@@ -221,16 +221,18 @@ def compare() -> Part:
     topology = ps.comms.init_distributed(backend="gloo")
     rank, ranks = topology.rank, topology.world_size
     sent.clear()
-    mine = CutBlock(block(), rank, ranks)
-    uncut, hand, torchs = outcome(block()), outcome(mine), declared()
+    cut_block = CutBlock(block(), rank, ranks)
+    uncut, hand, torchs = outcome(block()), outcome(cut_block), declared()
     compared = {}
-    for (name, whole), part, full in zip(uncut.items(), hand.values(), torchs.values(), strict=True):
-        shared = [dim for dim, (all_of, some) in enumerate(zip(whole.shape, part.shape, strict=True)) if all_of != some]
-        expected = whole.chunk(ranks, dim=shared[0])[rank] if shared else whole
-        off = [((got - right).abs().max() / right.abs().max()).item() for got, right in ((part, expected), (full, whole))]
-        compared[name] = Pair(tuple(whole.shape), tuple(part.shape), (off[0], off[1]))
+    for (name, full_value), part, full in zip(uncut.items(), hand.values(), torchs.values(), strict=True):
+        shared = [dim for dim, (all_of, some) in enumerate(zip(full_value.shape, part.shape, strict=True)) if all_of != some]
+        full_part = full_value.chunk(ranks, dim=shared[0])[rank] if shared else full_value
+        off = [
+            ((value - right).abs().max() / right.abs().max()).item() for value, right in ((part, full_part), (full, full_value))
+        ]
+        compared[name] = Pair(tuple(full_value.shape), tuple(part.shape), (off[0], off[1]))
     equal = (hand["Y"] == uncut["Y"]).sum().item()
-    return Part(compared, int(equal), list(sent), sum(parameter.numel() for parameter in mine.parameters()))
+    return Part(compared, int(equal), list(sent), sum(parameter.numel() for parameter in cut_block.parameters()))
 
 
 if __name__ == "__main__":

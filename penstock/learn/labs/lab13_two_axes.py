@@ -39,19 +39,19 @@ def main() -> None:
     say(f"Lab 13: {RANKS} ranks as a mesh, pipeline x data\n\n{PICTURE}")
     shares = " and ".join(map(str, SHARES))
     say(f"By hand: {STEPS} steps of {sum(SHARES)} rows, {shares} for the replicas, each in {MICROBATCHES} microbatches.")
-    seen = on_ranks(both, RANKS)
-    for rank, result in enumerate(seen):
+    results = on_ranks(both, RANKS)
+    for rank, result in enumerate(results):
         stage, replica = divmod(rank, REPLICAS)
         bytes_of_a_step = f"{result.sent:5,} bytes sent, {result.summed:,} bytes of gradients summed"
         say(f"  rank {rank}, stage {stage} of replica {replica}: in a step {bytes_of_a_step}")
-    hand = check_weights([result.hand for result in seen], seen[0].alone)
+    hand = check_weights([result.hand for result in results], results[0].alone)
     say(f"\nBy Penstock:\n\n{indent(inspect.getsource(by_penstock), '  ')}")
-    penstock = check_weights([result.penstock for result in seen], seen[0].alone)
+    penstock = check_weights([result.penstock for result in results], results[0].alone)
     compare_meshes()
     say(
         f"\nMeasured: after {STEPS} steps of 2 x 2 ranks the weights are those of one process within {hand:.0e}, by Penstock "
-        f"within {penstock:.0e}, and replicas are equal bit by bit; rank 0 sends {seen[0].sent:,} bytes in a step to the next "
-        f"stage, and sums {seen[0].summed:,} with its replica."
+        f"within {penstock:.0e}, and replicas are equal bit by bit; rank 0 sends {results[0].sent:,} bytes in a step to the "
+        f"next stage, and sums {results[0].summed:,} with its replica."
     )
 
 
@@ -86,38 +86,38 @@ def share(step: int, replica: int) -> tuple[Tensor, Tensor]:
 def by_hand(stage: int, replica: int) -> tuple[Weights, int, int]:
     """Train as one of four ranks. Returns the weights, and the bytes a step sends and sums."""
     mesh = init_device_mesh("cpu", (STAGES, REPLICAS), mesh_dim_names=("pp", "dp"))
-    mine = ps.partition.split(model(), STAGES)[stage]
-    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1, momentum=0.9)
-    other = int(mesh.mesh[1 - stage, replica])  # the rank of the other stage of this pipeline
+    half = ps.partition.split(model(), STAGES)[stage]
+    optimizer = torch.optim.SGD(half.parameters(), lr=0.1, momentum=0.9)
+    peer = int(mesh.mesh[1 - stage, replica])  # the rank of the other stage of this pipeline
     for step in range(STEPS):
-        sent = one_pipeline(mine, stage, other, *share(step, replica))
-        gradients = flat(mine)
+        sent_bytes = one_pipeline(half, stage, peer, *share(step, replica))
+        gradients = flat(half)
         dist.all_reduce(gradients, group=mesh.get_group("dp"))  # over the replicas of this stage
-        give(mine, gradients)
+        give(half, gradients)
         optimizer.step()
         optimizer.zero_grad()
-    return dict(mine.named_parameters()), sent, gradients.nbytes
+    return dict(half.named_parameters()), sent_bytes, gradients.nbytes
 
 
-def one_pipeline(mine: nn.Module, stage: int, other: int, inputs: Tensor, targets: Tensor) -> int:
+def one_pipeline(half: nn.Module, stage: int, peer: int, inputs: Tensor, targets: Tensor) -> int:
     """GPipe's step of one of two stages; adds to the gradients, returns the bytes sent."""
     microbatches = inputs.tensor_split(MICROBATCHES)
     if stage == 0:
-        hidden = [mine(microbatch) for microbatch in microbatches]
+        hidden = [half(microbatch) for microbatch in microbatches]
         for hidden_state in hidden:
-            ps.comms.send_tensor(hidden_state, dest=other)
+            ps.comms.send_tensor(hidden_state, dest=peer)
         for hidden_state in hidden:
-            hidden_state.backward(ps.comms.recv_tensor(hidden_state.shape, src=other, dtype=hidden_state.dtype))
+            hidden_state.backward(ps.comms.recv_tensor(hidden_state.shape, src=peer, dtype=hidden_state.dtype))
         return sum(hidden_state.nbytes for hidden_state in hidden)
     handed = [
-        ps.comms.recv_tensor((len(microbatch), DIM), src=other, dtype=microbatch.dtype).requires_grad_()
+        ps.comms.recv_tensor((len(microbatch), DIM), src=peer, dtype=microbatch.dtype).requires_grad_()
         for microbatch in microbatches
     ]
     for value, target in zip(handed, targets.tensor_split(MICROBATCHES), strict=True):
-        loss = cross_entropy(mine(value), target, reduction="sum") / sum(SHARES)  # of all rows, those of the other replicas too
+        loss = cross_entropy(half(value), target, reduction="sum") / sum(SHARES)  # of all rows, those of the other replicas too
         loss.backward()
         assert value.grad is not None
-        ps.comms.send_tensor(value.grad, dest=other)
+        ps.comms.send_tensor(value.grad, dest=peer)
     return sum(value.nbytes for value in handed)
 
 
@@ -136,14 +136,14 @@ def by_penstock(replica: int) -> Weights:
 
 def alone() -> Weights:
     """The same training in one process, on the whole batches."""
-    whole = model()
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    uncut = model()
+    optimizer = torch.optim.SGD(uncut.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         inputs, targets = batch(step)
-        cross_entropy(whole(inputs), targets).backward()
+        cross_entropy(uncut(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return dict(whole.named_parameters())
+    return dict(uncut.named_parameters())
 
 
 class TrainingResult(NamedTuple):
@@ -160,25 +160,25 @@ def both() -> TrainingResult:
     """Train by hand, by Penstock and alone."""
     topology = ps.comms.init_distributed(backend="gloo")
     stage, replica = divmod(topology.rank, REPLICAS)
-    hand, sent, summed = by_hand(stage, replica)
+    hand, sent_bytes, summed = by_hand(stage, replica)
     weights = (hand, by_penstock(replica), alone())
-    hand, penstock, one = ({name: value.detach() for name, value in weight.items()} for weight in weights)
-    return TrainingResult(hand, penstock, one, sent, summed)
+    hand, penstock, alone_weights = ({name: value.detach() for name, value in weight.items()} for weight in weights)
+    return TrainingResult(hand, penstock, alone_weights, sent_bytes, summed)
 
 
-def check_weights(ranks: list[Weights], expected: Weights) -> float:
+def check_weights(ranks: list[Weights], uncut: Weights) -> float:
     """Those of the replicas against each other, and against one process. Returns how far they are off, at most."""
     replicas = [ranks[stage * REPLICAS : (stage + 1) * REPLICAS] for stage in range(STAGES)]
     apart = [
         name
-        for first, *others in replicas
-        for name in first
-        if not all(torch.equal(first[name], result[name]) for result in others)
+        for first_replica, *other_replicas in replicas
+        for name in first_replica
+        if not all(torch.equal(first_replica[name], result[name]) for result in other_replicas)
     ]
     check(not apart, "replicas are equal bit by bit", f"replicas have different {', '.join(apart)}")
-    off = max((value - expected[name]).abs().max().item() for rank in ranks for name, value in rank.items())
-    whole = {name for rank in ranks for name in rank} == set(expected)
-    check(whole and off < EXACT, f"all weights are those of one process, within {off:.0e}", f"the weights are {off:.0e} off")
+    off = max((value - uncut[name]).abs().max().item() for rank in ranks for name, value in rank.items())
+    complete = {name for rank in ranks for name in rank} == set(uncut)
+    check(complete and off < EXACT, f"all weights are those of one process, within {off:.0e}", f"the weights are {off:.0e} off")
     return off
 
 

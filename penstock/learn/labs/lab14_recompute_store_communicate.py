@@ -56,7 +56,7 @@ def main() -> None:
     for dim, trial in trials.items():
         check_trial(dim, trial)
     where_which(trials)
-    plain, again = in_a_pipeline()
+    plain, recomputing = in_a_pipeline()
     wide = trials[max(trials)]
     stored, inputs = (megabytes(wide.held[way][0]) for way in (STORE, RECOMPUTE))
     times = ", ".join(
@@ -65,7 +65,7 @@ def main() -> None:
     )
     say(
         f"\nMeasured: recomputing keeps {inputs} of {stored}, communicating none; they take {times} more than storing; "
-        f"a pipeline's step takes {1e3 * again:.0f} ms instead of {1e3 * plain:.0f} if it recomputes."
+        f"a pipeline's step takes {1e3 * recomputing:.0f} ms instead of {1e3 * plain:.0f} if it recomputes."
     )
 
 
@@ -95,7 +95,7 @@ class ActivationTrial:
 
 def try_both_ranks(dim: int, rows: int) -> ActivationTrial:
     """All three ways at this size."""
-    [trial] = [found for found in ps.launch(try_all, 2, dim, rows) if found]
+    [trial] = [result for result in ps.launch(try_all, 2, dim, rows) if result]
     return trial
 
 
@@ -107,21 +107,21 @@ def worst_off(trial: ActivationTrial) -> float:
 def show(dim: int, trial: ActivationTrial) -> None:
     """The trial's lines of the table."""
     for way in WAYS:
-        held = "".join(f"{megabytes(size):>10}" for size in trial.held[way])
+        held_text = "".join(f"{megabytes(size):>10}" for size in trial.held[way])
         more = "" if way == STORE else f"{1e3 * trial.more(way):7.1f} ms {1e3 * trial.expected(way):10.1f} ms"
         size = f"{dim} x {SIZES[dim]}" if way == STORE else ""
-        say(f"  {size:14}{way:12}{held}{1e3 * trial.seconds[way]:7.1f} ms{more}".rstrip())
+        say(f"  {size:14}{way:12}{held_text}{1e3 * trial.seconds[way]:7.1f} ms{more}".rstrip())
 
 
 def check_trial(dim: int, trial: ActivationTrial) -> None:
     """What can be counted exactly."""
     block_input = 4 * dim * SIZES[dim]
-    expected = {STORE: (KEPT, 0), RECOMPUTE: (1, 0), COMMUNICATE: (0, KEPT)}
-    counted = {way: tuple(size / block_input / BLOCKS for size in sizes) for way, sizes in trial.held.items()}
+    expected_sizes = {STORE: (KEPT, 0), RECOMPUTE: (1, 0), COMMUNICATE: (0, KEPT)}
+    counted_sizes = {way: tuple(size / block_input / BLOCKS for size in sizes) for way, sizes in trial.held.items()}
     check(
-        counted == expected,
+        counted_sizes == expected_sizes,
         f"dim {dim}: to store, a block holds {KEPT} times its input; to recompute, its input; to communicate, nothing",
-        f"blocks of dim {dim} should hold {expected} times their input on ranks 0 and 1; they hold {counted}",
+        f"blocks of dim {dim} should hold {expected_sizes} times their input on ranks 0 and 1; they hold {counted_sizes}",
     )
     check(
         trial.equal,
@@ -187,9 +187,9 @@ class LocalActivations:
         self.held += 0 if tensor.data_ptr() in self.weights else tensor.nbytes
         return tensor
 
-    def fetch(self, kept: Any) -> Tensor:
+    def fetch(self, packed: Any) -> Tensor:
         """It again, when the backward needs it."""
-        return kept
+        return packed
 
     def forward_done(self) -> None:
         """Nothing more will be kept."""
@@ -209,11 +209,11 @@ class RemoteActivations(LocalActivations):
         self.sending.append((dist.isend(tensor, 1), tensor))
         return tensor.shape
 
-    def fetch(self, kept: Any) -> Tensor:
+    def fetch(self, packed: Any) -> Tensor:
         """Rank 1 gives back what came last first, as a backward wants it."""
-        if isinstance(kept, Tensor):
-            return kept
-        tensor = torch.empty(kept)
+        if isinstance(packed, Tensor):
+            return packed
+        tensor = torch.empty(packed)
         dist.recv(tensor, 1)
         return tensor
 
@@ -227,13 +227,13 @@ class RemoteActivations(LocalActivations):
 def keep_for_rank_0(dim: int, rows: int) -> int:
     """Rank 1's part: take in what a forward saves, give it back in reverse. Returns the bytes."""
     widths = [dim, WIDER * dim, WIDER * dim] * BLOCKS  # of each block: its input, what GELU gets, what it makes
-    kept = [torch.empty(rows, width) for width in widths]
-    for promise in [dist.irecv(tensor, 0) for tensor in kept]:
+    tensors = [torch.empty(rows, width) for width in widths]
+    for promise in [dist.irecv(tensor, 0) for tensor in tensors]:
         if promise is not None:
             promise.wait()
-    for tensor in reversed(kept):
+    for tensor in reversed(tensors):
         dist.send(tensor, 0)
-    return sum(tensor.nbytes for tensor in kept)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def try_all(dim: int, rows: int) -> ActivationTrial | None:
@@ -246,8 +246,8 @@ def try_all(dim: int, rows: int) -> ActivationTrial | None:
         dist.send(torch.tensor([max(keep_for_rank_0(dim, rows) for _ in range(REPEATS))]), 0)
         return None
     needed = [nn.Sequential(*[*block.children()][:-1]) for block in model]  # torch recomputes up to the last tensor it needs
-    again = fastest(lambda: [part(inputs) for part in needed])
-    held, gradients = {}, {}
+    recompute_seconds = fastest(lambda: [part(inputs) for part in needed])
+    held_bytes, gradients = {}, {}
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for way in WAYS * REPEATS:  # in turn, so that a busy machine disturbs all of them
         activations = RemoteActivations(model) if way == COMMUNICATE else LocalActivations(model)
@@ -255,13 +255,15 @@ def try_all(dim: int, rows: int) -> ActivationTrial | None:
         start = time.perf_counter()
         forward_and_backward(run, activations, inputs, gradient)
         times[way].append(time.perf_counter() - start)
-        held[way] = activations.held, 0
+        held_bytes[way] = activations.held, 0
         gradients[way] = [parameter.grad for parameter in model.parameters()]
     elsewhere = torch.zeros(1, dtype=torch.int64)
     dist.recv(elsewhere, 1)
-    held[COMMUNICATE] = held[COMMUNICATE][0], int(elsewhere)
-    equal = all(torch.equal(first, result) for first, *others in zip(*gradients.values(), strict=True) for result in others)
-    return ActivationTrial(held, {way: min(duration) for way, duration in times.items()}, equal, again, link)
+    held_bytes[COMMUNICATE] = held_bytes[COMMUNICATE][0], int(elsewhere)
+    equal = all(
+        torch.equal(stored, result) for stored, *recomputed in zip(*gradients.values(), strict=True) for result in recomputed
+    )
+    return ActivationTrial(held_bytes, {way: min(duration) for way, duration in times.items()}, equal, recompute_seconds, link)
 
 
 def forward_and_backward(model: nn.Module, activations: LocalActivations, inputs: Tensor, gradient: Tensor) -> None:
@@ -301,12 +303,12 @@ def in_a_pipeline() -> tuple[float, float]:
     say(f"In a pipeline recomputing adds a forward to each backward (1f1b, {RANKS} ranks, {MICROBATCHES} microbatches):\n")
     say("               simulated   measured   a rank holds")
     seconds = []
-    for recompute, backward, what in ((None, BACKWARD, "activations"), ("stage", BACKWARD + FORWARD, "inputs")):
+    for recompute, backward, content in ((None, BACKWARD, "activations"), ("stage", BACKWARD + FORWARD, "inputs")):
         plan = ps.schedule.simulate(table, Costs(FORWARD, backward / 2, backward / 2)).makespan
         real = settled(partial(launched, recompute), float, enough=1.3 * plan)
         seconds.append(real)
         way = RECOMPUTE if recompute else STORE
-        say(f"  {way:10}{1e3 * plan:9.0f} ms{1e3 * real:8.0f} ms   the {what} of {in_flight} microbatches")
+        say(f"  {way:10}{1e3 * plan:9.0f} ms{1e3 * real:8.0f} ms   the {content} of {in_flight} microbatches")
         check_time(
             plan <= real < 2 * plan,
             f"{way}: the step takes what the table says, and little more",

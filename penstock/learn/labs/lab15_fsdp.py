@@ -132,14 +132,14 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def train_all() -> Shard:
     """The same training in four ways."""
     group = RankGroup.join()
-    sharded, held, sent = train_by_hand(group)
+    sharded, held_bytes, sent_bytes = train_by_hand(group)
     trained = sharded, train_by_torch(group), train_in_a_pipeline()
-    expected = train_alone()
+    weights_of_one_process = train_alone()
     off = {
-        way: max((weight - expected[name]).abs().max().item() for name, weight in weights.items())
+        way: max((weight - weights_of_one_process[name]).abs().max().item() for name, weight in weights.items())
         for way, weights in zip(WAYS, trained, strict=True)
     }
-    return Shard(held, most_at_once[0], sent, off)
+    return Shard(held_bytes, most_at_once[0], sent_bytes, off)
 
 
 def train_by_hand(group: RankGroup) -> tuple[dict[str, Tensor], int, int]:
@@ -154,12 +154,16 @@ def train_by_hand(group: RankGroup) -> tuple[dict[str, Tensor], int, int]:
         for shard in shards.values():
             hidden = ShardedLinear.apply(hidden, shard, group).tanh()
         mse_loss(hidden, targets).backward()
-        sent = group.sent
+        sent_size = group.sent
         optimizer.step()
-        held = sum(shard.nbytes + shard.grad.nbytes for shard in shards.values() if shard.grad is not None)
-        held += sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
+        held_size = sum(shard.nbytes + shard.grad.nbytes for shard in shards.values() if shard.grad is not None)
+        held_size += sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
         optimizer.zero_grad()
-    return {name: by_hand.all_gather(group, shard.detach()).flatten(0, 1) for name, shard in shards.items()}, held, sent
+    return (
+        {name: by_hand.all_gather(group, shard.detach()).flatten(0, 1) for name, shard in shards.items()},
+        held_size,
+        sent_size,
+    )
 
 
 def train_by_torch(group: RankGroup) -> dict[str, Tensor]:

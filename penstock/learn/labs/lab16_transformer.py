@@ -31,39 +31,39 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")  # those of the 
 def main() -> None:
     """Both cuts, their names, the losses of microbatches, and the schedules of the tutorial."""
     say(f"Lab 16: a transformer of {LAYERS} layers over {RANKS} ranks\n")
-    seen, names = on_ranks(both_cuts, RANKS), set(Transformer().state_dict())
-    expected = seen[0].alone
+    results, names = on_ranks(both_cuts, RANKS), set(Transformer().state_dict())
+    alone_losses = results[0].alone
     for way in ("by hand", "traced"):
         say(f"Cut {way}:")
-        for rank, result in enumerate(seen):
+        for rank, result in enumerate(results):
             say(f"  rank {rank} has {', '.join(result.pieces[way])}")
-        held = [name for result in seen for name in result.names[way]]
+        names_on_ranks = [name for result in results for name in result.names[way]]
         check(
-            sorted(held) == sorted(names),
+            sorted(names_on_ranks) == sorted(names),
             f"each of the {len(names)} names of the uncut model is on one rank: checkpoints fit any cut",
-            f"{len(names ^ set(held))} names are on no rank, or are new ones",
+            f"{len(names ^ set(names_on_ranks))} names are on no rank, or are new ones",
         )
-    losses = seen[-1].losses
+    losses = results[-1].losses
     say(f"\nStep 1, the losses of its {MICROBATCHES} microbatches: {', '.join(f'{loss:.4f}' for loss in losses[0])}")
     say("  pipe.step(tokens, target=targets, losses=each)  # a list, filled on the ranks that give one")
     say("The first rank reads only the tokens, the last one only the targets; the others may pass None.\n")
     for name in ("by hand", "traced", *SCHEDULES):
         check(
-            all(result.trained[name] == expected for result in seen),
+            all(result.trained[name] == alone_losses for result in results),
             f"{name}: {STEPS} losses with the bits of one process",
-            f"{name}: the losses are {seen[0].trained[name]}, those of one process {expected}",
+            f"{name}: the losses are {results[0].trained[name]}, those of one process {alone_losses}",
         )
     mean = sum(losses[0]) / MICROBATCHES
     check(
-        abs(mean - expected[0]) < 1e-5,
+        abs(mean - alone_losses[0]) < 1e-5,
         "the microbatches are of one size here, so the mean of their losses is the batch's",
-        f"the mean of the microbatches' losses is {mean}, the loss of the batch {expected[0]}",
+        f"the mean of the microbatches' losses is {mean}, the loss of the batch {alone_losses[0]}",
     )
     say("A cut by hand needs a model whose pieces may be missing, and somebody who knows it. A traced cut needs neither, only")
     say("a forward that does the same for all data. A Sequential is cut between its layers: it needs nothing (lab 13).")
     say(
-        f"\nMeasured: in {STEPS} steps the loss goes from {expected[0]:.4f} to {expected[-1]:.4f}, with the same bits in one "
-        f"process, cut by hand, traced, and by {len(SCHEDULES)} schedules."
+        f"\nMeasured: in {STEPS} steps the loss goes from {alone_losses[0]:.4f} to {alone_losses[-1]:.4f}, with the same bits in "
+        f"one process, cut by hand, traced, and by {len(SCHEDULES)} schedules."
     )
 
 
@@ -87,11 +87,11 @@ class Transformer(nn.Module):
         return hidden if self.head is None else self.head(hidden)
 
 
-def by_hand(whole: Transformer, stages: int) -> list[nn.Module]:
+def by_hand(uncut: Transformer, stages: int) -> list[nn.Module]:
     """For every stage a copy of the model without what belongs to the others."""
     parts = []
     for stage in range(stages):
-        part = copy.deepcopy(whole)
+        part = copy.deepcopy(uncut)
         for number in range(LAYERS):
             if number * stages // LAYERS != stage:
                 del part.layers[str(number)]
@@ -156,7 +156,7 @@ def train(pipe: ps.Pipeline, losses: list[list[float]]) -> list[float]:
     for _ in range(STEPS):
         value: list[Tensor] = []
         loss = pipe.step(tokens, target=targets, losses=value)
-        losses.append([one.item() for one in value])
+        losses.append([step_loss.item() for step_loss in value])
         optimizer.step()
         optimizer.zero_grad()
         trained.append(loss.item())
@@ -165,13 +165,13 @@ def train(pipe: ps.Pipeline, losses: list[list[float]]) -> list[float]:
 
 def alone() -> list[float]:
     """The same training in one process, in the same microbatches."""
-    whole = model()
-    optimizer = torch.optim.Adam(whole.parameters(), lr=3e-3)
+    uncut = model()
+    optimizer = torch.optim.Adam(uncut.parameters(), lr=3e-3)
     trained = []
     for _ in range(STEPS):
         total = torch.zeros(())
         for tokens, target in zip(*(microbatch.chunk(MICROBATCHES) for microbatch in batch()), strict=True):
-            loss = tokenwise(whole(tokens), target)
+            loss = tokenwise(uncut(tokens), target)
             loss.backward(torch.full_like(loss, 1 / MICROBATCHES))
             total += loss.detach() / MICROBATCHES
         optimizer.step()

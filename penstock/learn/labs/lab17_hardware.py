@@ -94,24 +94,24 @@ def which_link() -> dict[str, float]:
         f"\nThe sum, for a stage of {LAYERS} layers of dim {DIM} and microbatches of {TOKENS} tokens in bfloat16, whose forward"
     )
     say(f"takes {1e3 * forward:.0f} ms. What each axis sends, and the time for that as a share of the compute it goes with:\n")
-    sent = {  # axis -> bytes, and the seconds of compute they go with
+    traffic = {  # axis -> bytes, and the seconds of compute they go with
         "pp": (activation, forward),
         "dp": (ring * 2 * weights, 3 * MICROBATCHES * forward),
         "tp": (ring * 2 * LAYERS * activation, forward / WIDTH),
     }
-    what = {
+    explanation = {
         "pp": "to the next stage, the activation of each microbatch: with its forward",
         "dp": f"{WIDTH} replicas sum all gradients, once a step: with its {MICROBATCHES} microbatches",
         "tp": f"{WIDTH} ranks share each product, two sums a layer: with their {WIDTH}th of a forward",
     }
     links = {name.split(",")[0]: 1e9 * bandwidth for name, bandwidth in LINKS.items() if bandwidth < 1000}
-    for axis, (size, _) in sent.items():
-        say(f"  {axis}   {size / 1e6:6,.0f} MB   {what[axis]}")
-    say("\n" + 20 * " " + "".join(f"{axis:>11}" for axis in sent))
+    for axis, (size, _) in traffic.items():
+        say(f"  {axis}   {size / 1e6:6,.0f} MB   {explanation[axis]}")
+    say("\n" + 20 * " " + "".join(f"{axis:>11}" for axis in traffic))
     for name, bandwidth in links.items():
-        shares = (percent(size / bandwidth / compute) for size, compute in sent.values())
+        shares = (percent(size / bandwidth / compute) for size, compute in traffic.values())
         say(f"  {name:18}" + "".join(f"{share:>11}" for share in shares))
-    needs = {axis: size / (SHARE * compute) for axis, (size, compute) in sent.items()}
+    needs = {axis: size / (SHARE * compute) for axis, (size, compute) in traffic.items()}
     say(f"\nTo take {percent(SHARE)} of the compute's time, where nothing hides it (lab 18), they need, in GB/s:")
     say("  " + ", ".join(f"{axis} {need / 1e9:.1f}" for axis, need in needs.items()))
     check(
@@ -146,12 +146,12 @@ def where_to_stand() -> None:
 def crosses(order: tuple[str, ...]) -> dict[str, int]:
     """For every axis, how many of its pairs stand on two machines; `order` from the slowest to the fastest axis."""
     ranks = {place: number for number, place in enumerate(itertools.product((0, 1), repeat=3))}
-    found = dict.fromkeys(order, 0)
+    counts = dict.fromkeys(order, 0)
     for place, rank in ranks.items():
         for at, axis in enumerate(order):
-            other = ranks[(*place[:at], 1, *place[at + 1 :])]
-            found[axis] += place[at] == 0 and rank // 4 != other // 4
-    return found
+            peer = ranks[(*place[:at], 1, *place[at + 1 :])]
+            counts[axis] += place[at] == 0 and rank // 4 != peer // 4
+    return counts
 
 
 def ring(order: range | tuple[int, ...]) -> list[tuple[int, int]]:

@@ -40,11 +40,11 @@ def main() -> None:
     say(f"Lab 18: time and overlap, on {ranks} ranks\n")
     how_to_time(ranks)
     alone, hidden = behind_the_next_microbatch(ranks)
-    one, best, count = behind_the_backward(ranks)
+    one_bucket, best, count = behind_the_backward(ranks)
     say(
         f"\nMeasured: {MESSAGES} microbatches with their messages take {1e3 * alone:.0f} ms if each is waited for, "
         f"{1e3 * hidden:.0f} if not; a backward and its all-reduce {1e3 * best:.0f} ms in {count} buckets, "
-        f"{1e3 * one:.0f} in one."
+        f"{1e3 * one_bucket:.0f} in one."
     )
 
 
@@ -79,21 +79,21 @@ def how_to_time(ranks: int) -> None:
 
 def timed() -> Times:
     """All the ways."""
-    here = ps.comms.init_distributed(backend="gloo")
+    topology = ps.comms.init_distributed(backend="gloo")
     group, data = dist.new_group(), torch.ones(1000)  # a new group has no connections yet
-    first = seconds_of(lambda: dist.all_reduce(data, group=group))
+    first_call = seconds_of(lambda: dist.all_reduce(data, group=group))
 
     def with_one_late() -> None:
         dist.barrier()
-        if here.rank == here.world_size - 1:
+        if topology.rank == topology.world_size - 1:
             time.sleep(LATE)
 
-    best, waiting, handled = [], [], []
+    best, late_calls, handled = [], [], []
     for _ in range(REPEATS):
         dist.barrier()
         best.append(seconds_of(lambda: dist.all_reduce(data)))
         with_one_late()
-        waiting.append(seconds_of(lambda: dist.all_reduce(data)))
+        late_calls.append(seconds_of(lambda: dist.all_reduce(data)))
         with_one_late()
         start = time.perf_counter()
         handle = dist.all_reduce(data, async_op=True)
@@ -101,8 +101,8 @@ def timed() -> Times:
         if handle is not None:
             handle.wait()
         handled.append((time.perf_counter() - start, returned))
-    done, returned = max(handled)
-    return Times(first, min(best), max(waiting), returned, done)
+    done_seconds, returned = max(handled)
+    return Times(first_call, min(best), max(late_calls), returned, done_seconds)
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -117,7 +117,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 def behind_the_next_microbatch(ranks: int) -> tuple[float, float]:
     """A stage that hands microbatch after microbatch on. Returns the seconds with each send waited for, and without."""
-    waited, hidden = settled(lambda: on_ranks(hand_on, ranks)[0], lambda seen: seen[1] / seen[0], enough=0.8)
+    waited, hidden = settled(lambda: on_ranks(hand_on, ranks)[0], lambda seconds: seconds[1] / seconds[0], enough=0.8)
     took = f"{1e3 * TRAVEL:.0f} ms"
     say(f"\nA stage computes {MESSAGES} microbatches of {took} and hands each on. A message takes {took} as well (emulated:")
     say("between processes of one machine it is a copy, by the same cores; a network card or NVLink needs none):")
@@ -182,8 +182,8 @@ def behind_the_backward(ranks: int) -> tuple[float, float, int]:
     say("  buckets   simulated   measured   under way before the backward ends")
     plans, real, sums, early = {count: planned(count) for count in BUCKETS}, {}, {}, {}
     for count, plan in plans.items():
-        seconds, totals, before = zip(*on_ranks(measured, ranks, count), strict=True)
-        real[count], sums[count], early[count] = max(seconds), totals[0], before[0]
+        seconds, totals, early_counts = zip(*on_ranks(measured, ranks, count), strict=True)
+        real[count], sums[count], early[count] = max(seconds), totals[0], early_counts[0]
         say(f"  {count:7} {1e3 * plan[-1].end:11.0f} {1e3 * real[count]:10.0f} {early[count]:10}")
     best = min(plans, key=lambda count: plans[count][-1].end)
     say("".join(f"\n{drawn(plans[count])}" for count in (1, best)))

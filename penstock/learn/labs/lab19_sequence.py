@@ -39,8 +39,8 @@ def main() -> None:
     off = {name: max(result) for name, result in together(on_ranks(compare, ranks)).items()}
     for name, error in off.items():
         check(error < EXACT, f"{name}: {error:.0e} off one process", f"{name} is {error:.0e} off that of one process")
-    ring, whole = (2 * 8 * DIM * value for value in (TOKENS, tokens))  # keys and values, of 8 bytes each
-    say(f"\nA rank holds {ring:,} bytes of keys and values at once, not {whole:,}, and no table of tokens x tokens at all.")
+    ring, full = (2 * 8 * DIM * value for value in (TOKENS, tokens))  # keys and values, of 8 bytes each
+    say(f"\nA rank holds {ring:,} bytes of keys and values at once, not {full:,}, and no table of tokens x tokens at all.")
     say("Each is sent on while the rank works on it: with enough tokens the work takes longer than the way.")
 
     plain, zigzag = ([work(rank, ranks, turns) for rank in range(ranks)] for turns in (False, True))
@@ -71,9 +71,9 @@ class ToNext(torch.autograd.Function):
     """What the rank before has; its gradient goes the other way around."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
         """A tensor -> the same of the rank before."""
-        return around(mine, 1)
+        return around(tensor, 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -81,12 +81,12 @@ class ToNext(torch.autograd.Function):
         return around(gradient, -1)
 
 
-def around(mine: Tensor, way: int) -> Tensor:
-    """Send `mine` `way` ranks on in the ring, and return what comes."""
-    rank, ranks, comes = dist.get_rank(), dist.get_world_size(), torch.empty_like(mine)
+def around(tensor: Tensor, way: int) -> Tensor:
+    """Send `tensor` `way` ranks on in the ring, and return what comes."""
+    rank, ranks, comes = dist.get_rank(), dist.get_world_size(), torch.empty_like(tensor)
     if ranks == 1:
-        return mine.clone()
-    promises = [dist.irecv(comes, (rank - way) % ranks), dist.isend(mine.contiguous(), (rank + way) % ranks)]
+        return tensor.clone()
+    promises = [dist.irecv(comes, (rank - way) % ranks), dist.isend(tensor.contiguous(), (rank + way) % ranks)]
     for promise in promises:
         if promise is not None:
             promise.wait()
@@ -103,46 +103,46 @@ class SoftmaxSums:
 
     def and_also(self, scores: Tensor, values: Tensor) -> "SoftmaxSums":
         """(tokens, others) scores of other tokens, (others, dim) their values: added, at the scale of the new maximum."""
-        most = torch.maximum(self.most, scores.amax(1, keepdim=True)).detach()
-        scale, weights = (self.most - most).exp(), (scores - most).exp()
-        return SoftmaxSums(most, self.below * scale + weights.sum(1, keepdim=True), self.above * scale + weights @ values)
+        highest = torch.maximum(self.most, scores.amax(1, keepdim=True)).detach()
+        scale, weights = (self.most - highest).exp(), (scores - highest).exp()
+        return SoftmaxSums(highest, self.below * scale + weights.sum(1, keepdim=True), self.above * scale + weights @ values)
 
 
 def ring_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """(tokens, dim) of this rank each -> (tokens, dim): every token sees itself and those before it, on all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    own = torch.ones(len(queries), len(queries), dtype=torch.bool).tril()
-    nothing = torch.zeros_like(queries[:, :1])
-    seen = SoftmaxSums(nothing - torch.inf, nothing, torch.zeros_like(values))
+    causal_mask = torch.ones(len(queries), len(queries), dtype=torch.bool).tril()
+    zeros = torch.zeros_like(queries[:, :1])
+    sums = SoftmaxSums(zeros - torch.inf, zeros, torch.zeros_like(values))
     block = torch.stack([keys, values])
     for turn in range(ranks):
         source = (rank - turn) % ranks  # whose keys and values these are
         keys, values = block
         scores = queries @ keys.t() / DIM**0.5
         if source == rank:
-            scores = scores.masked_fill(~own, -torch.inf)
+            scores = scores.masked_fill(~causal_mask, -torch.inf)
         if source <= rank:  # later tokens are not looked at
-            seen = seen.and_also(scores, values)
+            sums = sums.and_also(scores, values)
         if turn < ranks - 1:
             block = ToNext.apply(block)
     # A block that nobody looked at has no gradient of its own, and yet must take its turn on the way back.
-    return seen.above / seen.below + 0 * block.sum()
+    return sums.above / sums.below + 0 * block.sum()
 
 
 def compare() -> dict[str, float]:
     """How far output and gradients are from those of one process, on this rank."""
     topology = ps.comms.init_distributed(backend="gloo")
     generator, shape = torch.Generator().manual_seed(0), (4, topology.world_size * TOKENS, DIM)
-    *whole, gradient = torch.randn(*shape, dtype=torch.float64, generator=generator)
-    mine = slice(topology.rank * TOKENS, (topology.rank + 1) * TOKENS)
-    uncut, parts = ([result[rows].clone().requires_grad_() for result in whole] for rows in (slice(None), mine))
-    expected = scaled_dot_product_attention(uncut[0][None], uncut[1][None], uncut[2][None], is_causal=True)[0]
-    expected.backward(gradient)
+    *tensors, gradient = torch.randn(*shape, dtype=torch.float64, generator=generator)
+    own_rows = slice(topology.rank * TOKENS, (topology.rank + 1) * TOKENS)
+    uncut, parts = ([result[rows].clone().requires_grad_() for result in tensors] for rows in (slice(None), own_rows))
+    uncut_output = scaled_dot_product_attention(uncut[0][None], uncut[1][None], uncut[2][None], is_causal=True)[0]
+    uncut_output.backward(gradient)
     output = ring_attention(*parts)
-    output.backward(gradient[mine])
-    pairs = [(output, expected), *((part.grad, value.grad) for part, value in zip(parts, uncut, strict=True))]
-    names = ("the output", *(f"the gradient of the {what}" for what in ("queries", "keys", "values")))
-    return {name: (part - pair[mine]).abs().max().item() for name, (part, pair) in zip(names, pairs, strict=True)}
+    output.backward(gradient[own_rows])
+    pairs = [(output, uncut_output), *((part.grad, value.grad) for part, value in zip(parts, uncut, strict=True))]
+    names = ("the output", *(f"the gradient of the {tensor_name}" for tensor_name in ("queries", "keys", "values")))
+    return {name: (part - pair[own_rows]).abs().max().item() for name, (part, pair) in zip(names, pairs, strict=True)}
 
 
 def together(ranks: list[dict[str, float]]) -> dict[str, list[float]]:

@@ -33,20 +33,20 @@ def main() -> None:
     say(f"The model: {LAYERS} layers of {DIM} x {DIM} and a head to {CLASSES} classes, {parameters:,} parameters.\n")
 
     losses, seconds = train(model, optimizer)
-    first, last = losses[0], sum(losses[-10:]) / 10
+    first_loss, last_loss = losses[0], sum(losses[-10:]) / 10
     for step in range(0, STEPS, STEPS // 6):
         say(f"  step {step:4}   loss {losses[step]:.3f}")
     say(f"  step {STEPS - 1:4}   loss {losses[-1]:.3f}")
     check(
-        last < 0.7 * first,
+        last_loss < 0.7 * first_loss,
         "the loss falls",
-        f"the loss went from {first:.2f} to {last:.2f} in {STEPS} steps, so the model learns nothing",
+        f"the loss went from {first_loss:.2f} to {last_loss:.2f} in {STEPS} steps, so the model learns nothing",
     )
 
     say("\nWhat training keeps in memory:")
     table = memory(model, optimizer)
-    for what, size in table.items():
-        say(f"  {what:30} {megabytes(size):>9}")
+    for memory_part, size in table.items():
+        say(f"  {memory_part:30} {megabytes(size):>9}")
     states = table["gradients"] + table["Adam's two averages"]
     check(
         states >= 3 * table["weights"],
@@ -55,10 +55,10 @@ def main() -> None:
     )
 
     total = sum(seconds.values())
-    shares = ", ".join(f"{what} {percent(part / total)}" for what, part in seconds.items())
+    shares = ", ".join(f"{memory_part} {percent(part / total)}" for memory_part, part in seconds.items())
     say(
-        f"\nMeasured: a step of {ROWS} rows takes {1e3 * total:.2f} ms ({shares}); the loss fell from {first:.2f} to "
-        f"{last:.2f}, and training holds {sum(table.values()) / table['weights']:.1f} times the weights."
+        f"\nMeasured: a step of {ROWS} rows takes {1e3 * total:.2f} ms ({shares}); the loss fell from {first_loss:.2f} to "
+        f"{last_loss:.2f}, and training holds {sum(table.values()) / table['weights']:.1f} times the weights."
     )
 
 

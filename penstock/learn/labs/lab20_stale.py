@@ -98,13 +98,15 @@ def how_far_a_step_may_go() -> None:
     """The largest learning rate on a parabola, by the age of its gradients: by a formula, and tried."""
     say("\nOn a parabola of curvature 1 a learning rate up to 2 converges. With gradients that are d steps old it is up to")
     say("2 sin(pi / (4 d + 2)):")
-    held = []
+    correct = []
     for age in range(RANKS):
         limit = 2 * math.sin(math.pi / (4 * age + 2))
         below, above = (rolled(rate * limit, age) for rate in (0.98, 1.02))
-        held.append(below < 1 < above)
+        correct.append(below < 1 < above)
         say(f"  d = {age}   up to {limit:5.3f}   from 1, after 1000 steps: at 98 % of it {below:.0e}, at 102 % {above:.0e}")
-    check(all(held), "just below it converges, just above it does not", f"of the ages 0 to {RANKS - 1} it held for {held}")
+    check(
+        all(correct), "just below it converges, just above it does not", f"of the ages 0 to {RANKS - 1} it held for {correct}"
+    )
 
 
 def rolled(rate: float, age: int) -> float:
@@ -141,10 +143,10 @@ def trained(rate: float, ages: list[int] | None) -> float:
     stages = [nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(RANKS)]
     model, data = nn.Sequential(*stages), torch.randn(ROWS, DIM)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    waiting = [deque[list[Tensor | None]]() for _ in stages]
+    queues = [deque[list[Tensor | None]]() for _ in stages]
     for _ in range(UPDATES):
         mse_loss(model(data), data.sin()).backward()
-        for stage, queue, age in zip(stages, waiting, ages or [], strict=False):
+        for stage, queue, age in zip(stages, queues, ages or [], strict=False):
             queue.append([parameter.grad for parameter in stage.parameters()])
             arrived = queue.popleft() if len(queue) > age else [None] * 2
             for parameter, gradient in zip(stage.parameters(), arrived, strict=True):

@@ -51,31 +51,31 @@ def watch_the_cut() -> int:
     torch.manual_seed(0)
     model = ps.model.mlp(NARROW, LAYERS, CLASSES)
     inputs, targets = torch.randn(ROWS, NARROW), torch.randint(CLASSES, (ROWS,))
-    whole = torch.autograd.grad(cross_entropy(model(inputs), targets), list(model.parameters()))
+    gradients = torch.autograd.grad(cross_entropy(model(inputs), targets), list(model.parameters()))
 
-    first, second = model[:LAYERS], model[LAYERS:]
-    hidden = first(inputs)  # (rows, dim)
+    first_half, second_half = model[:LAYERS], model[LAYERS:]
+    hidden = first_half(inputs)  # (rows, dim)
     describe("what the first half made", hidden)
     handed = hidden.detach().requires_grad_()  # the same memory without its history: all that crosses the cut
     describe("handed over", handed)
-    cross_entropy(second(handed), targets).backward()  # stops at `handed`, a leaf, and leaves the gradient there
+    cross_entropy(second_half(handed), targets).backward()  # stops at `handed`, a leaf, and leaves the gradient there
     describe("after the second backward", handed)
-    say(f"  gradients in the first half by now: {sum(parameter.grad is not None for parameter in first.parameters())}")
+    say(f"  gradients in the first half by now: {sum(parameter.grad is not None for parameter in first_half.parameters())}")
     hidden.backward(handed.grad)  # the chain rule goes on where it stopped
     halves = [parameter.grad for parameter in model.parameters()]
     check(
-        all(half is not None and torch.equal(half, expected) for half, expected in zip(halves, whole, strict=True)),
+        all(half is not None and torch.equal(half, gradient) for half, gradient in zip(halves, gradients, strict=True)),
         "after the first half's backward every gradient equals the monolith's, bit by bit",
         "the gradients of the two halves differ from the monolith's",
     )
-    return len(whole)
+    return len(gradients)
 
 
-def describe(what: str, tensor: Tensor) -> None:
+def describe(name: str, tensor: Tensor) -> None:
     """What autograd knows of `tensor`."""
     history = type(tensor.grad_fn).__name__ if tensor.grad_fn else "none"
-    received = str(tuple(tensor.grad.shape)) if tensor.is_leaf and tensor.grad is not None else "none"
-    say(f"  {what:26} is_leaf {tensor.is_leaf!s:6} grad_fn {history:14} grad {received}")
+    grad_shape = str(tuple(tensor.grad.shape)) if tensor.is_leaf and tensor.grad is not None else "none"
+    say(f"  {name:26} is_leaf {tensor.is_leaf!s:6} grad_fn {history:14} grad {grad_shape}")
 
 
 def climb_the_wall() -> None:
@@ -104,11 +104,11 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.randn(ROWS, WIDE, generator=generator), torch.randint(CLASSES, (ROWS,), generator=generator)
 
 
-def train_whole(allowed: int | None) -> list[float] | str:
+def train_whole(memory_bytes: int | None) -> list[float] | str:
     """The losses of the whole wide model, or what went wrong."""
     warm_up(WIDE, ROWS)
-    if allowed is not None:
-        limit_memory(allowed)
+    if memory_bytes is not None:
+        limit_memory(memory_bytes)
     losses = []
     try:
         torch.manual_seed(0)
@@ -125,11 +125,11 @@ def train_whole(allowed: int | None) -> list[float] | str:
     return losses
 
 
-def train_half(allowed: int) -> list[float]:
+def train_half(memory_bytes: int) -> list[float]:
     """The same, half of the layers on each of two ranks; only the second knows the losses."""
     topology = ps.comms.init_distributed(backend="gloo")
     warm_up(WIDE, ROWS)
-    limit_memory(allowed)
+    limit_memory(memory_bytes)
     torch.manual_seed(0)
     half = ps.ShardedMLP(WIDE, LAYERS, topology.rank, topology.world_size, CLASSES)  # nothing of the other half is built
     optimizer = torch.optim.Adam(half.parameters())

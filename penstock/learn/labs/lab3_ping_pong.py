@@ -34,12 +34,12 @@ def main() -> None:
     say("Lab 3: ping-pong\n")
     if is_narrator():
         watch_an_agent()
-    here = on_ranks(who_is_who, 2)
-    say("\nOn the ranks of this lab:\n  " + "\n  ".join(name for name, _ in here))
+    ranks = on_ranks(who_is_who, 2)
+    say("\nOn the ranks of this lab:\n  " + "\n  ".join(name for name, _ in ranks))
     check(
-        [seen for _, seen in here] == [0, 1],
+        [number for _, number in ranks] == [0, 1],
         "each wrote its rank to the same variable, and each still has its own: no rank sees the memory of another",
-        f"the ranks wrote 0 and 1, and read {[seen for _, seen in here]}",
+        f"the ranks wrote 0 and 1, and read {[number for _, number in ranks]}",
     )
     say("Ranks do the same, and one is the boss: rank 0 prints, writes checkpoints, and its machine has the store at")
     say("MASTER_ADDR, where all meet. Messages are a backend's: Gloo's, through sockets, between CPUs; NCCL's between")
@@ -61,12 +61,12 @@ def main() -> None:
     say(f"One of {words(int(latency * bandwidth))} pays as much for its way as for its size: send fewer and larger ones.")
 
     if is_narrator():  # ranks that have stopped for ever cannot go on, so these are two others
-        told = ps.launch(both_send_first, 2)
-        say("\nBoth send first, then receive:\n  " + "\n  ".join(told))
+        messages = ps.launch(both_send_first, 2)
+        say("\nBoth send first, then receive:\n  " + "\n  ".join(messages))
         check(
-            all("gave up" in message for message in told),
+            all("gave up" in message for message in messages),
             "both waited in vain",
-            f"both ranks sent first, and a rank came through: {'; '.join(told)}",
+            f"both ranks sent first, and a rank came through: {'; '.join(messages)}",
         )
     say("\nWhy: a send is over when it has been received. Both ranks were sending, so neither came to its receive: a circle.")
     say("The help: post the receive and the send, then wait for both. Posting does not wait.")
@@ -83,26 +83,26 @@ def watch_an_agent() -> None:
     say("Why processes? Threads share one interpreter, whose lock lets one of them run Python at a time. Processes have an")
     say("interpreter, a lock and a memory each, and a core each where there are enough. torchrun's agent starts them, tells")
     say("each by its environment which rank it is, and watches. Here is one by hand, with three ranks, of which one fails:")
-    ended = agent(3, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(600)")
-    for rank, code in enumerate(ended):
+    exit_codes = agent(3, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(600)")
+    for rank, code in enumerate(exit_codes):
         say(f"  rank {rank} ended with {code}{'' if code > 0 else ', a signal from the agent'}")
     check(
-        ended[1] == 3 and all(code < 0 for code in (ended[0], ended[2])),
+        exit_codes[1] == 3 and all(code < 0 for code in (exit_codes[0], exit_codes[2])),
         "rank 1 failed, and the agent ended the others: else they would wait for its messages for ever",
-        f"rank 1 should end with 3 and the others by a signal; they ended with {ended}",
+        f"rank 1 should end with 3 and the others by a signal; they ended with {exit_codes}",
     )
 
 
 def agent(ranks: int, program: str) -> list[int]:
     """Run a Python program as so many ranks; if one fails, end the others. Returns how each ended."""
     environments = [{**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
-    started = [subprocess.Popen([sys.executable, "-c", program], env=environment) for environment in environments]
-    while any(process.poll() is None for process in started):
-        if any(process.poll() for process in started):  # one has ended, and not with 0
-            for process in started:
+    processes = [subprocess.Popen([sys.executable, "-c", program], env=environment) for environment in environments]
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):  # one has ended, and not with 0
+            for process in processes:
                 process.terminate()
         time.sleep(0.01)
-    return [process.returncode for process in started]
+    return [process.returncode for process in processes]
 
 
 mine = {"rank": -1}
@@ -121,8 +121,8 @@ def who_is_who() -> tuple[str, int]:
 
 def backends() -> list[str]:
     """Those of torch that this machine has."""
-    there = {"Gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available(), "MPI": dist.is_mpi_available()}
-    return [name for name, available in there.items() if available]
+    availability = {"Gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available(), "MPI": dist.is_mpi_available()}
+    return [name for name, available in availability.items() if available]
 
 
 def ping_pong() -> Times:
@@ -132,9 +132,9 @@ def ping_pong() -> Times:
     return {4 * size: one_way(topology.rank, size) for size in SIZES}
 
 
-def shorter(times: Times, others: Times) -> Times:
+def shorter(times: Times, other_times: Times) -> Times:
     """Puts the shorter of both into `times`."""
-    times |= {size: min(seconds, times.get(size, seconds)) for size, seconds in others.items()}
+    times |= {size: min(seconds, times.get(size, seconds)) for size, seconds in other_times.items()}
     return dict(times)
 
 
@@ -170,10 +170,10 @@ def one_way(rank: int, size: int) -> float:
 def both_send_first() -> str:
     """The mistake. Without the timeout this would be the end; with it, the error is the result."""
     topology = ps.comms.init_distributed(backend="gloo", timeout=PATIENCE)
-    other = 1 - topology.rank
+    peer = 1 - topology.rank
     try:
-        ps.comms.send_tensor(torch.ones(4), dest=other)
-        ps.comms.recv_tensor((4,), src=other)
+        ps.comms.send_tensor(torch.ones(4), dest=peer)
+        ps.comms.recv_tensor((4,), src=peer)
     except ps.LostRankError as error:
         time.sleep(PATIENCE / 2)  # until the other has given up too: else it is told that this rank has finished
         return str(error)
@@ -183,13 +183,13 @@ def both_send_first() -> str:
 def both_send_posted() -> float:
     """The way out, in torch's own words: `irecv` and `isend` return at once, and promise the rest."""
     topology = ps.comms.init_distributed(backend="gloo")
-    other = 1 - topology.rank
-    mine, theirs = torch.full((4,), float(topology.rank)), torch.empty(4)
-    promises = [dist.irecv(theirs, other), dist.isend(mine, other)]
+    peer = 1 - topology.rank
+    outgoing, incoming = torch.full((4,), float(topology.rank)), torch.empty(4)
+    promises = [dist.irecv(incoming, peer), dist.isend(outgoing, peer)]
     for promise in promises:  # keep each until it is done: a dropped promise loses its message
         if promise is not None:
             promise.wait()
-    return theirs[0].item()
+    return incoming[0].item()
 
 
 def words(size: int) -> str:

@@ -54,7 +54,7 @@ def main() -> None:
     say("\nThe same with real work, one thread on each rank, as the system sees it:")
     shares, gpu, losses, alone = settled(
         lambda: tuple(zip(*on_ranks(real_steps, ranks), strict=True)),
-        lambda seen: sum(seen[0]),
+        lambda times: sum(times[0]),
         enough=MOST_CORES,
     )
     for rank, share in enumerate(shares):
@@ -106,10 +106,10 @@ def real_steps() -> tuple[float, int | None, float, float]:
 
 def one_process(device: torch.device) -> float:
     """The loss of the same batch, in the same microbatches, without a pipeline."""
-    whole = model().to(device)
+    uncut = model().to(device)
     pieces = zip(*(microbatch.to(device).chunk(MICROBATCHES) for microbatch in batch()), strict=True)
     with torch.no_grad():
-        return sum((cross_entropy(whole(inputs), target) / MICROBATCHES for inputs, target in pieces), torch.zeros(())).item()
+        return sum((cross_entropy(uncut(inputs), target) / MICROBATCHES for inputs, target in pieces), torch.zeros(())).item()
 
 
 def gpu_utilisation(device: torch.device) -> int | None:

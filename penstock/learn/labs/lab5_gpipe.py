@@ -47,21 +47,21 @@ def main() -> None:
             f"with {count} microbatches the bubble should be {percent(rule)}: simulated {percent(plan.bubble)}, measured "
             f"{percent(real.bubble)}; the machine is very busy, or the microbatches are so short that messages count",
         )
-    fewest, most = MICROBATCHES[0], MICROBATCHES[-1]
+    low, high = MICROBATCHES[0], MICROBATCHES[-1]
     check_time(
-        measured[most].makespan < measured[fewest].makespan,
+        measured[high].makespan < measured[low].makespan,
         "the same batch takes less time in more microbatches",
-        f"{most} microbatches took {measured[most].makespan:.3f} s, not less than {fewest}: {measured[fewest].makespan:.3f} s",
+        f"{high} microbatches took {measured[high].makespan:.3f} s, not less than {low}: {measured[low].makespan:.3f} s",
     )
 
-    say(f"\n{most} microbatches, simulated:\n{picture(planned[most])}")
-    say(f"and measured:\n{picture(measured[most])}")
-    speedup = measured[fewest].makespan / measured[most].makespan
+    say(f"\n{high} microbatches, simulated:\n{picture(planned[high])}")
+    say(f"and measured:\n{picture(measured[high])}")
+    speedup = measured[low].makespan / measured[high].makespan
     say(
-        f"\nMeasured: from {fewest} to {most} microbatches the bubble of {ranks} ranks falls from "
-        f"{percent(measured[fewest].bubble)} to {percent(measured[most].bubble)} (simulated: {percent(planned[most].bubble)}), "
-        f"and the same batch takes {1e3 * measured[most].makespan:.0f} ms instead of "
-        f"{1e3 * measured[fewest].makespan:.0f} ms, {speedup:.2f} times faster."
+        f"\nMeasured: from {low} to {high} microbatches the bubble of {ranks} ranks falls from "
+        f"{percent(measured[low].bubble)} to {percent(measured[high].bubble)} (simulated: {percent(planned[high].bubble)}), "
+        f"and the same batch takes {1e3 * measured[high].makespan:.0f} ms instead of "
+        f"{1e3 * measured[low].makespan:.0f} ms, {speedup:.2f} times faster."
     )
 
 

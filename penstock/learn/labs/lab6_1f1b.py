@@ -57,10 +57,10 @@ def main() -> None:
     check(bool(circle), "1f1b deadlocks, gpipe does not", "1f1b was proved with blocking sends, which it must not be")
     say("Penstock does not wait for its sends, and posts receives ahead:")
     say(f"  {ps.schedule.verify(build('1f1b', ranks))}")
-    most = {name: max(counted) for name, counted in peaks.items()}
+    max_peaks = {name: max(rank_peaks) for name, rank_peaks in peaks.items()}
     say(
-        f"\nMeasured: gpipe keeps {most['gpipe']} microbatches in flight at a bubble of {percent(bubbles['gpipe'])}, "
-        f"1f1b {most['1f1b']} at {percent(bubbles['1f1b'])}; "
+        f"\nMeasured: gpipe keeps {max_peaks['gpipe']} microbatches in flight at a bubble of {percent(bubbles['gpipe'])}, "
+        f"1f1b {max_peaks['1f1b']} at {percent(bubbles['1f1b'])}; "
         f"on the last rank it is {peaks['gpipe'][-1]} against {peaks['1f1b'][-1]}."
     )
 
@@ -68,12 +68,12 @@ def main() -> None:
 def measured(name: str, ranks: int) -> tuple[Timeline, tuple[int, ...]]:
     """A step of schedule `name`, and the most microbatches that autograd kept, rank by rank."""
     plan = ps.schedule.simulate(build(name, ranks)).bubble
-    seen = settled(
+    results = settled(
         lambda: on_ranks(watched_step, ranks, name),
-        lambda seen: abs(seen[0][0].bubble - plan),
+        lambda results: abs(results[0][0].bubble - plan),
         enough=TOLERANCE / 2,
     )
-    return seen[0][0], tuple(peak for _, peak in seen)
+    return results[0][0], tuple(peak for _, peak in results)
 
 
 def build(name: str, ranks: int) -> ps.schedule.Schedule:

@@ -28,12 +28,12 @@ def main() -> None:
     ranks = ranks_here(RANKS)
     tables = {count: build(ranks, count) for count in (1, 2, 4)}  # V -> table
     say(f"Lab 7: one stage and two on each of {ranks} ranks, {tables[1].microbatches} microbatches, the same work\n")
-    one, two = measured(tables[1]), measured(tables[2])
+    single, double = measured(tables[1]), measured(tables[2])
     check_time(
-        two.bubble < one.bubble,
+        double.bubble < single.bubble,
         "two stages on each rank do the same work with a smaller bubble",
-        f"the bubble of two stages on each rank is {percent(two.bubble)}, not smaller than that of one, {percent(one.bubble)}; "
-        "a very busy machine? run it again",
+        f"the bubble of two stages on each rank is {percent(double.bubble)}, not smaller than that of one, "
+        f"{percent(single.bubble)}; a very busy machine? run it again",
     )
 
     say("\nThe price, counted:      messages   in flight on rank 0, in microbatches")
@@ -60,9 +60,9 @@ def main() -> None:
         f"V = 2 stops paying at {1e3 * limits[2]:.1f} ms and V = 4 at {1e3 * limits[4]:.1f} ms: that is not the order expected",
     )
     say(
-        f"\nMeasured: two stages on each of {ranks} ranks have a bubble of {percent(two.bubble)}, one has "
-        f"{percent(one.bubble)}; a step takes {1e3 * two.makespan:.0f} ms instead of {1e3 * one.makespan:.0f} ms, with "
-        f"{schedule.verify(tables[2]).transfers} messages instead of {schedule.verify(tables[1]).transfers}; by the simulation "
+        f"\nMeasured: two stages on each of {ranks} ranks have a bubble of {percent(double.bubble)}, one has "
+        f"{percent(single.bubble)}; a step takes {1e3 * double.makespan:.0f} ms instead of {1e3 * single.makespan:.0f} ms, "
+        f"with {schedule.verify(tables[2]).transfers} messages instead of {schedule.verify(tables[1]).transfers}; by the simulation "
         f"it pays while a message takes less than {1e3 * limits[2]:.1f} ms."
     )
 
@@ -115,12 +115,12 @@ def check_bubble(table: Schedule, timeline: Timeline) -> None:
 def check_price(table: Schedule) -> None:
     """What the rules say of messages and memory."""
     ranks, microbatches, count = table.ranks, table.microbatches, table.num_stages // table.ranks
-    messages, expected = schedule.verify(table).transfers, 2 * microbatches * (ranks - 1 + (count - 1) * ranks)
-    held = min(microbatches, ranks if count == 1 else ((count - 1) * ranks + 2 * (ranks - 1) + 1) / count)
+    messages, num_messages = schedule.verify(table).transfers, 2 * microbatches * (ranks - 1 + (count - 1) * ranks)
+    num_in_flight = min(microbatches, ranks if count == 1 else ((count - 1) * ranks + 2 * (ranks - 1) + 1) / count)
     check(
-        messages == expected and in_flight(table) == held,
-        f"2 M ((P-1) + (V-1) P) = {expected} messages, {held:g} in flight",
-        f"{table.name} should send {expected} messages and hold {held:g} microbatches; it sends {messages}, "
+        messages == num_messages and in_flight(table) == num_in_flight,
+        f"2 M ((P-1) + (V-1) P) = {num_messages} messages, {num_in_flight:g} in flight",
+        f"{table.name} should send {num_messages} messages and hold {num_in_flight:g} microbatches; it sends {messages}, "
         f"holds {in_flight(table):g}",
     )
 

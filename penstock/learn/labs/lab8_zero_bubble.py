@@ -96,7 +96,7 @@ def really(tables: dict[str, Schedule]) -> dict[str, Timeline]:
     for name, table in tables.items():
         plan = timed(table)
         real, gradients[name] = settled(
-            partial(run_on_ranks, table), lambda ran: ran[0].makespan, enough=1.15 * UNIT * plan.makespan
+            partial(run_on_ranks, table), lambda result: result[0].makespan, enough=1.15 * UNIT * plan.makespan
         )
         measured[name] = real
         times = f"{1e3 * UNIT * plan.makespan:7.0f} {1e3 * real.makespan:8.0f}"
@@ -150,13 +150,13 @@ def check_measured(name: str, plan: Timeline, real: Timeline) -> None:
     )
 
 
-def check_gradients(name: str, gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """All gradients of the model are the expected ones."""
-    same = [key for key, value in expected.items() if key in gradients and torch.equal(gradients[key], value)]
+def check_gradients(name: str, gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
+    """Check that all gradients have the bits of 1f1b's, the `reference`."""
+    equal_names = [key for key, value in reference.items() if key in gradients and torch.equal(gradients[key], value)]
     check(
-        len(same) == len(expected) == len(gradients) > 0,
+        len(equal_names) == len(reference) == len(gradients) > 0,
         f"{name}: all {len(gradients)} gradients have the bits of 1f1b's",
-        f"{name} has {len(gradients)} gradients, of which {len(same)} are those of 1f1b, which has {len(expected)}",
+        f"{name} has {len(gradients)} gradients, of which {len(equal_names)} are those of 1f1b, which has {len(reference)}",
     )
 
 

@@ -68,12 +68,12 @@ def main(path: str | None = None) -> None:
     say(f"Lab 9: a schedule of your own for {ranks} ranks, {microbatches} microbatches; F = I = W = 1, B = I + W = 2")
     say(f"The target: {target(ranks, microbatches)}\n")
     if path is None or path == FIX:
-        measured, missed = tell(ranks, microbatches, mended=path == FIX), ""
+        measured, shortfall = tell(ranks, microbatches, mended=path == FIX), ""
     else:
-        measured, missed = judge(learners(Path(path), ranks, microbatches))
+        measured, shortfall = judge(learners(Path(path), ranks, microbatches))
     say(f"\nMeasured: {measured}")
-    if missed:
-        stop(f"{path} misses the target: {missed}")
+    if shortfall:
+        stop(f"{path} misses the target: {shortfall}")
 
 
 def learners(path: Path, ranks: int, microbatches: int) -> Schedule:
@@ -134,7 +134,7 @@ def judge(table: Schedule) -> tuple[str, str]:
     """Prove, draw, score and run `table`. Returns what was measured, and by what it misses the target."""
     plan = timed(table)
     say(f"{ps.schedule.verify(table)}\n{picture(plan)}\n")
-    missed = compare(table)
+    shortfall = compare(table)
     trials = on_ranks(run, table.ranks, table)
     gradients, different = sum(trial.gradients for trial in trials), [name for trial in trials for name in trial.different]
     check(
@@ -149,25 +149,25 @@ def judge(table: Schedule) -> tuple[str, str]:
     return (
         f"{table.name} takes {1e3 * real.makespan:.0f} ms (simulated: {1e3 * UNIT * plan.makespan:.0f} ms), its bubble is "
         f"{percent(real.bubble)} ({percent(plan.bubble)}), and all {gradients} gradients are equal to one process, bit by bit.",
-        missed,
+        shortfall,
     )
 
 
 def compare(table: Schedule) -> str:
     """The score of `table` beside the target and the schedules there are. Returns by what it misses the target."""
     ranks, microbatches = table.ranks, table.microbatches
-    mine, aim = score(table), target(ranks, microbatches)
+    own_score, aim = score(table), target(ranks, microbatches)
     known = {name: score(ps.schedule.build(name, ranks=ranks, microbatches=microbatches)) for name in KNOWN}
     width = max(map(len, ("the target", table.name, *KNOWN)))
-    for name, each in {"the target": aim, **known, table.name: mine}.items():
-        say(f"  {name:{width}}  {each}")
+    for name, row_score in {"the target": aim, **known, table.name: own_score}.items():
+        say(f"  {name:{width}}  {row_score}")
     check(
         known["zb-h1"] == aim, "the target can be reached", f"zb-h1 should reach the target, {aim}; it takes {known['zb-h1']}"
     )
-    over = {"steps": mine.steps - aim.steps, "in flight": mine.in_flight - aim.in_flight}
-    missed = " and ".join(f"{much:g} {what} too many" for what, much in over.items() if much > 1e-9)
-    say(f"  {table.name}: {missed or 'the target is reached'}")
-    return missed
+    over = {"steps": own_score.steps - aim.steps, "in flight": own_score.in_flight - aim.in_flight}
+    shortfall = " and ".join(f"{amount:g} {quantity} too many" for quantity, amount in over.items() if amount > 1e-9)
+    say(f"  {table.name}: {shortfall or 'the target is reached'}")
+    return shortfall
 
 
 def target(ranks: int, microbatches: int) -> Score:
@@ -190,8 +190,8 @@ def score(table: Schedule) -> Score:
 def run(table: Schedule) -> Trial:
     """Run `table`, both on emulated devices and on an MLP with a layer for each stage."""
     timeline = emulated_step(table, UNIT, UNIT, UNIT)
-    mine, alone = gradients_of(table, table.num_stages), one_process(table)
-    return Trial(timeline, len(mine), tuple(name for name, value in mine.items() if not torch.equal(value, alone[name])))
+    trained, alone = gradients_of(table, table.num_stages), one_process(table)
+    return Trial(timeline, len(trained), tuple(name for name, value in trained.items() if not torch.equal(value, alone[name])))
 
 
 def one_process(table: Schedule) -> dict[str, Tensor]:
@@ -202,7 +202,7 @@ def one_process(table: Schedule) -> dict[str, Tensor]:
     """
     torch.manual_seed(0)
     model = ps.model.mlp(DIM, table.num_stages, CLASSES)
-    each = of_each_microbatch(model, table.microbatches)
+    microbatch_gradients = of_each_microbatch(model, table.microbatches)
     total: dict[str, Tensor] = {}
     for stage, module in enumerate(ps.partition.split(model, table.num_stages)):
         order = [
@@ -211,8 +211,8 @@ def one_process(table: Schedule) -> dict[str, Tensor]:
             if where == stage and kind in (Kind.B, Kind.W)
         ]
         for name, _ in module.named_parameters():
-            first, *others = (each[microbatch][name] for microbatch in order)
-            total[name] = sum(others, first)
+            first_gradient, *other_gradients = (microbatch_gradients[microbatch][name] for microbatch in order)
+            total[name] = sum(other_gradients, first_gradient)
     return total
 
 

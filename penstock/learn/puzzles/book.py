@@ -51,19 +51,19 @@ def puzzle(number: int) -> Puzzle:
         number,
         name,
         story,
-        _given(source, whole=False),
-        _given(source, whole=True),
+        _given(source, with_solution=False),
+        _given(source, with_solution=True),
         module.HINTS,
         module.EXPLANATION,
         module.check,
     )
 
 
-def _given(source: str, whole: bool) -> str:
+def _given(source: str, with_solution: bool) -> str:
     """A puzzle's file without hints and check: story, imports it needs, and what is `yours`, with or without the bodies."""
     lines, nodes = source.splitlines(), ast.parse(source).body
     names = {value.id for node in nodes if _is_yours(node, lines) for value in ast.walk(node) if isinstance(value, ast.Name)}
-    parts = [_part(node, lines, names - {"yours"}, whole) for node in nodes]
+    parts = [_part(node, lines, names - {"yours"}, with_solution) for node in nodes]
     return "\n".join(part for part in parts if part) + "\n"
 
 
@@ -74,7 +74,7 @@ def _is_yours(node: ast.stmt, lines: list[str]) -> bool:
     return isinstance(node, ast.Assign) and lines[node.lineno - 1].endswith("# yours")
 
 
-def _part(node: ast.stmt, lines: list[str], names: set[str], whole: bool) -> str:
+def _part(node: ast.stmt, lines: list[str], names: set[str], with_solution: bool) -> str:
     """What the learner gets of a statement; of imports those of the `names` that a solution uses."""
     text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
     if isinstance(node, ast.Expr):
@@ -85,11 +85,11 @@ def _part(node: ast.stmt, lines: list[str], names: set[str], whole: bool) -> str
         return ""
     if isinstance(node, ast.Assign):
         name = ast.unparse(node.targets[0])
-        return "\n" + (text.removesuffix("  # yours") if whole else f"{name} = ...  # your answer")
+        return "\n" + (text.removesuffix("  # yours") if with_solution else f"{name} = ...  # your answer")
     assert isinstance(node, ast.FunctionDef)
-    told = node.body[0]  # its docstring
-    head = lines[node.lineno - 1 : told.end_lineno]
-    body = lines[told.end_lineno or 0 : node.end_lineno] if whole else ["    ...  # your code"]
+    docstring = node.body[0]  # its docstring
+    head = lines[node.lineno - 1 : docstring.end_lineno]
+    body = lines[docstring.end_lineno or 0 : node.end_lineno] if with_solution else ["    ...  # your code"]
     return "\n\n" + "\n".join([*head, *body])
 
 
@@ -99,57 +99,57 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def file(self, chosen: Puzzle) -> Path:
+    def file(self, puzzle: Puzzle) -> Path:
         """Return the path of the learner's file of a puzzle."""
-        return self.path / f"{chosen.name}.py"
+        return self.path / f"{puzzle.name}.py"
 
-    def hand_out(self, chosen: Puzzle) -> bool:
+    def hand_out(self, puzzle: Puzzle) -> bool:
         """Write the stub, unless the file exists. Return whether it was written."""
         self.path.mkdir(parents=True, exist_ok=True)
         try:
-            with self.file(chosen).open("x", encoding="utf-8") as file:
-                file.write(chosen.stub)
+            with self.file(puzzle).open("x", encoding="utf-8") as file:
+                file.write(puzzle.stub)
         except FileExistsError:
             return False
         return True
 
-    def check(self, chosen: Puzzle) -> Passed:
+    def check(self, puzzle: Puzzle) -> Passed:
         """Check the learner's file, and record the puzzle as passed. Raises Missed."""
-        path = self.file(chosen)
+        path = self.file(puzzle)
         try:
-            passed = chosen.check(loaded(path))
+            result = puzzle.check(loaded(path))
         except Missed:
             raise
         except FAULTS as error:
             raise Missed(fault(error, path)) from error
-        self._write({**self.progress(), "passed": sorted({*self.passed(), chosen.number})})
-        return passed
+        self._write({**self.progress(), "passed": sorted({*self.passed(), puzzle.number})})
+        return result
 
-    def hint(self, chosen: Puzzle) -> str:
+    def hint(self, puzzle: Puzzle) -> str:
         """Return the next hint; after all of them the last one again."""
-        shown = self.progress()["hints"].get(str(chosen.number), 0)
-        number = min(shown, len(chosen.hints) - 1)
-        hints = self.progress()["hints"] | {str(chosen.number): number + 1}
+        num_shown = self.progress()["hints"].get(str(puzzle.number), 0)
+        number = min(num_shown, len(puzzle.hints) - 1)
+        hints = self.progress()["hints"] | {str(puzzle.number): number + 1}
         self._write({**self.progress(), "hints": hints})
-        return f"hint {number + 1} of {len(chosen.hints)}: {chosen.hints[number]}"
+        return f"hint {number + 1} of {len(puzzle.hints)}: {puzzle.hints[number]}"
 
-    def reset(self, chosen: Puzzle) -> Path | None:
+    def reset(self, puzzle: Puzzle) -> Path | None:
         """Rename the learner's file, and hand out a new one. Return the path of the old file."""
-        path, backup = self.file(chosen), None
+        path, backup = self.file(puzzle), None
         if path.exists():
             numbers = (number for number in range(1, 10_000) if not path.with_suffix(f".{number}.bak").exists())
             backup = path.with_suffix(f".{next(numbers)}.bak")
             path.rename(backup)
-        self.hand_out(chosen)
+        self.hand_out(puzzle)
         return backup
 
-    def solution(self, chosen: Puzzle) -> str:
+    def solution(self, puzzle: Puzzle) -> str:
         """Return the solution with its explanation. Raises PenstockError if the puzzle has not been passed."""
-        if chosen.number not in self.passed():
+        if puzzle.number not in self.passed():
             raise PenstockError(
-                f"the solution of puzzle {chosen.number} is shown once yours has passed: penstock puzzle {chosen.number}"
+                f"the solution of puzzle {puzzle.number} is shown once yours has passed: penstock puzzle {puzzle.number}"
             )
-        return f"{chosen.solution}\n{chosen.explanation}"
+        return f"{puzzle.solution}\n{puzzle.explanation}"
 
     def passed(self) -> set[int]:
         """Return the numbers of the passed puzzles."""
@@ -157,8 +157,8 @@ class Folder:
 
     def next(self, fast: bool = False, after: int = 0) -> int | None:
         """Return the first puzzle after `after` that has not been passed, else the first of all; None if all are passed."""
-        left = [number for number in (FAST_TRACK if fast else range(1, len(NAMES) + 1)) if number not in self.passed()]
-        return next((number for number in left if number > after), left[0] if left else None)
+        unsolved = [number for number in (FAST_TRACK if fast else range(1, len(NAMES) + 1)) if number not in self.passed()]
+        return next((number for number in unsolved if number > after), unsolved[0] if unsolved else None)
 
     def progress(self) -> dict[str, Any]:
         """Return the recorded progress: passed puzzles, and hints shown."""

@@ -75,40 +75,40 @@ def table(name: str, rule: Callable[..., Iterable[str]], ranks: int, microbatche
             raise Missed(f"{call} yields more than {MOST} actions: does it ever end?")
     where = f"{ranks} ranks, {microbatches} microbatches"
     try:
-        made = from_rows(f"your table ({where})", rows, placement)
-        if made.microbatches != microbatches:
-            raise Missed(f"your table has {made.microbatches} microbatches where {microbatches} were asked for ({where})")
-        verify(made)
+        schedule = from_rows(f"your table ({where})", rows, placement)
+        if schedule.microbatches != microbatches:
+            raise Missed(f"your table has {schedule.microbatches} microbatches where {microbatches} were asked for ({where})")
+        verify(schedule)
     except ScheduleError as error:
         raise Missed(str(error).replace("; ", "\n    ")) from error
-    return made
+    return schedule
 
 
-def timed(made: Schedule) -> Timeline:
+def timed(schedule: Schedule) -> Timeline:
     """Simulate a table with F = I = W = 1 on a rank; each of its V stages takes a V-th."""
-    part = made.ranks / made.num_stages
-    return simulate(made, Costs(part, part, part, act=part))
+    part = schedule.ranks / schedule.num_stages
+    return simulate(schedule, Costs(part, part, part, act=part))
 
 
-def meets(what: str, steps: float, in_flight: float, made: Schedule) -> Timeline:
+def meets(name: str, steps: float, in_flight: float, schedule: Schedule) -> Timeline:
     """Simulate a table. Raises Missed if it takes more than `steps`, or holds more than `in_flight` microbatches."""
-    timeline = timed(made)
-    held = max(timeline.peak_memory)
+    timeline = timed(schedule)
+    peak = max(timeline.peak_memory)
     over = [f"{timeline.makespan:g} steps, the target is {steps:g}"] if timeline.makespan > steps + 1e-9 else []
-    over += [f"{held:g} microbatches in flight, the target is {in_flight:g}"] if held > in_flight + 1e-9 else []
+    over += [f"{peak:g} microbatches in flight, the target is {in_flight:g}"] if peak > in_flight + 1e-9 else []
     if over:
-        raise Missed(f"{what} of {made.ranks} ranks, {made.microbatches} microbatches: {'; '.join(over)}", timeline)
+        raise Missed(f"{name} of {schedule.ranks} ranks, {schedule.microbatches} microbatches: {'; '.join(over)}", timeline)
     return timeline
 
 
 # ---- ranks
 
 
-def on_ranks(work: Callable[..., Any], ranks: int, mine: Any, *args: Any) -> list[Any]:
+def on_ranks(work: Callable[..., Any], ranks: int, answers: Any, *args: Any) -> list[Any]:
     """Run `work(the learner's module, *args)` on every rank and return the results. Raises Missed for an error there."""
     from penstock.comms.launch.launcher import launch
 
-    path = Path(mine.__file__)
+    path = Path(answers.__file__)
     try:
         return launch(_on_rank, ranks, work, path, *args)
     except Missed:
@@ -132,15 +132,15 @@ def _on_rank(work: Callable[..., Any], path: Path, *args: Any) -> Any:
         raise Missed(fault(error, path)) from error
 
 
-def equal(name: str, mine: Any, expected: "Tensor") -> None:
-    """Raise Missed unless `mine` has the bits of `expected`."""
+def equal(name: str, answer: Any, expected: "Tensor") -> None:
+    """Raise Missed unless `answer` has the bits of `expected`."""
     import torch
 
-    if not isinstance(mine, torch.Tensor):
-        raise Missed(f"{name} is {'missing' if mine is None else f'a {type(mine).__name__}'}, not a tensor")
-    if mine.shape != expected.shape:
-        raise Missed(f"{name} has the shape {tuple(mine.shape)}, it should be {tuple(expected.shape)}")
-    if not torch.equal(mine, expected):
-        ratio = (mine.double().norm() / expected.double().norm()).item()
-        apart = (mine - expected).abs().max().item()
+    if not isinstance(answer, torch.Tensor):
+        raise Missed(f"{name} is {'missing' if answer is None else f'a {type(answer).__name__}'}, not a tensor")
+    if answer.shape != expected.shape:
+        raise Missed(f"{name} has the shape {tuple(answer.shape)}, it should be {tuple(expected.shape)}")
+    if not torch.equal(answer, expected):
+        ratio = (answer.double().norm() / expected.double().norm()).item()
+        apart = (answer - expected).abs().max().item()
         raise Missed(f"{name} differs from one process: by {apart:.3g} at most; its norm is {ratio:.4g} times the right one")

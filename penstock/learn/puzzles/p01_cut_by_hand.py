@@ -28,23 +28,25 @@ down or up, and the last border is `layers` exactly. Real layers are not alike: 
 each, and cuts so that the slowest stage is as fast as any cut can make it."""
 
 
-def check(mine: object) -> Passed:
+def check(answers: object) -> Passed:
     """Every number of layers and ranks of a grid."""
     for layers, ranks in [(16, 4), (10, 4), *[(layers, n) for n in range(1, 9) for layers in range(n, 40)]]:
-        pieces = written(mine.cut(layers, ranks), f"cut({layers}, {ranks})")  # type: ignore[attr-defined]
+        pieces = written(answers.cut(layers, ranks), f"cut({layers}, {ranks})")  # type: ignore[attr-defined]
         if len(pieces) != ranks:
             raise Missed(f"cut({layers}, {ranks}) has {len(pieces)} pieces, there are {ranks} ranks")
-        covered = [layer for first, end in pieces for layer in range(first, end)]
+        covered = [layer for begin, end in pieces for layer in range(begin, end)]
         if covered != list(range(layers)):
-            lost = sorted(set(range(layers)) - set(covered))
-            what = (
-                f"layers {', '.join(map(str, lost))} are on no rank" if lost else "some layer is there twice, or out of order"
+            missing = sorted(set(range(layers)) - set(covered))
+            problem = (
+                f"layers {', '.join(map(str, missing))} are on no rank"
+                if missing
+                else "some layer is there twice, or out of order"
             )
-            raise Missed(f"cut({layers}, {ranks}): {what}")
-        sizes = [end - first for first, end in pieces]
+            raise Missed(f"cut({layers}, {ranks}): {problem}")
+        sizes = [end - begin for begin, end in pieces]
         if max(sizes) - min(sizes) > 1:
-            least = -(-layers // ranks)
+            fewest = -(-layers // ranks)
             raise Missed(
-                f"cut({layers}, {ranks}): the slowest rank has {max(sizes)} layers, {least} would do; others have {min(sizes)}"
+                f"cut({layers}, {ranks}): the slowest rank has {max(sizes)} layers, {fewest} would do; others have {min(sizes)}"
             )
     return Passed("every cut covers all layers, and the slowest rank has as few as can be")

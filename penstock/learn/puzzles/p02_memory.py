@@ -28,15 +28,15 @@ the model makes the first term smaller on every rank; the schedule decides the s
 are in flight."""
 
 
-def check(mine: object) -> Passed:
+def check(answers: object) -> Passed:
     """Some sums."""
     for parameters, activations, in_flight in ((1e9, 50e6, 4), (1e9, 0, 1), (0, 1e6, 8), (3e8, 2e7, 16)):
-        expected = 16 * parameters + 4 * activations * in_flight
+        num_bytes = 16 * parameters + 4 * activations * in_flight
         call = f"bytes_needed({parameters:g}, {activations:g}, {in_flight})"
-        told = written(mine.bytes_needed(parameters, activations, in_flight), call)  # type: ignore[attr-defined]
-        if abs(told - expected) > 1:
-            if abs(told - expected + 4 * parameters) <= 1 and parameters:
-                few = f"{4 * parameters / 1e9:g} GB too few"
-                raise Missed(f"{call} is {told / 1e9:g} GB, {few}: the gradients, or one of Adam's averages")
-            raise Missed(f"{call} is {told / 1e9:g} GB, it should be {expected / 1e9:g} GB")
+        answer = written(answers.bytes_needed(parameters, activations, in_flight), call)  # type: ignore[attr-defined]
+        if abs(answer - num_bytes) > 1:
+            if abs(answer - num_bytes + 4 * parameters) <= 1 and parameters:
+                difference = f"{4 * parameters / 1e9:g} GB too few"
+                raise Missed(f"{call} is {answer / 1e9:g} GB, {difference}: the gradients, or one of Adam's averages")
+            raise Missed(f"{call} is {answer / 1e9:g} GB, it should be {num_bytes / 1e9:g} GB")
     return Passed("1e9 parameters, 50e6 numbers and 4 microbatches in flight take 16.8 GB")

@@ -30,10 +30,10 @@ out is not to wait: asynchronous sends, which puzzle 10 uses, since in 1F1B neig
 moment."""
 
 
-def check(mine: object) -> Passed:
+def check(answers: object) -> Passed:
     """Play the ring, round by round."""
     for ranks in range(2, 10):
-        todo = [list(written(mine.orders(rank, ranks), f"orders({rank}, {ranks})")) for rank in range(ranks)]  # type: ignore[attr-defined]
+        todo = [list(written(answers.orders(rank, ranks), f"orders({rank}, {ranks})")) for rank in range(ranks)]  # type: ignore[attr-defined]
         for rank, call in enumerate(todo):
             if sorted(call) != ["receive", "send"]:
                 raise Missed(f"orders({rank}, {ranks}) is {call}: each of 'send' and 'receive' once")

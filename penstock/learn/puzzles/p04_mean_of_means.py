@@ -29,15 +29,17 @@ begins before the last forward has run: so the counts must come from the targets
 loss_weight=..)`. PyTorch's own pipelines take the mean of means: 21 % off for 5 rows in 2 microbatches."""
 
 
-def check(mine: object) -> Passed:
+def check(answers: object) -> Passed:
     """Some batches."""
     cases = (([2.0, 5.0], [3, 1]), ([1.0, 1.0], [4, 4]), ([3.0, math.nan, 7.0], [2, 0, 6]), ([0.5, 2.5, 4.0], [7, 1, 2]))
     for means, counts in cases:
         expected = sum(mean * count for mean, count in zip(means, counts, strict=True) if count) / sum(counts)
-        told = written(mine.batch_loss(means, counts), f"batch_loss({means}, {counts})")  # type: ignore[attr-defined]
-        if math.isnan(told):
+        answer = written(answers.batch_loss(means, counts), f"batch_loss({means}, {counts})")  # type: ignore[attr-defined]
+        if math.isnan(answer):
             raise Missed(f"batch_loss({means}, {counts}) is nan: a microbatch that counts nothing must not matter")
-        if not math.isclose(told, expected):
-            kind = " (the mean of means)" if math.isclose(told, sum(means) / len(means)) else ""
-            raise Missed(f"batch_loss({means}, {counts}) is {told:g}{kind}, the mean over all that is counted is {expected:g}")
+        if not math.isclose(answer, expected):
+            kind = " (the mean of means)" if math.isclose(answer, sum(means) / len(means)) else ""
+            raise Missed(
+                f"batch_loss({means}, {counts}) is {answer:g}{kind}, the mean over all that is counted is {expected:g}"
+            )
     return Passed("every microbatch weighs as much as it counts")

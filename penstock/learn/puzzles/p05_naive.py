@@ -43,25 +43,25 @@ Only one rank works at any time, so P ranks are as slow as one, and slower by th
 Microbatches are the cure (puzzle 6)."""
 
 
-def check(mine: Any) -> Passed:
+def check(answers: Any) -> Passed:
     """Beside one process."""
-    return beside_one_process(mine, 2, 1, "loss and gradients have the bits of one process")
+    return beside_one_process(answers, 2, 1, "loss and gradients have the bits of one process")
 
 
-def beside_one_process(mine: Any, ranks: int, microbatches: int, fact: str) -> Passed:
+def beside_one_process(answers: Any, ranks: int, microbatches: int, fact: str) -> Passed:
     """Run the learner's `step` on ranks with a part of the model each, and compare. Raises Missed."""
     import torch
 
     parts, inputs, target, loss_fn = problem(ranks)
-    whole = torch.nn.Sequential(*parts)
+    uncut = torch.nn.Sequential(*parts)
     total = torch.zeros(())
-    for rows, wanted in zip(inputs.tensor_split(microbatches), target.tensor_split(microbatches), strict=True):
-        loss, share = loss_fn(whole(rows), wanted), len(rows) / len(inputs)
+    for rows, labels in zip(inputs.tensor_split(microbatches), target.tensor_split(microbatches), strict=True):
+        loss, share = loss_fn(uncut(rows), labels), len(rows) / len(inputs)
         loss.backward(torch.full_like(loss, share))
         total = total + loss.detach() * share
-    told = on_ranks(_on_rank, ranks, mine, ranks, microbatches)
-    equal("the loss", written(told[-1][0], "step()"), total if microbatches > 1 else loss.detach())
-    for rank, (_, gradients) in enumerate(told):
+    results = on_ranks(_on_rank, ranks, answers, ranks, microbatches)
+    equal("the loss", written(results[-1][0], "step()"), total if microbatches > 1 else loss.detach())
+    for rank, (_, gradients) in enumerate(results):
         for (name, parameter), gradient in zip(parts[rank].named_parameters(), gradients, strict=True):
             assert parameter.grad is not None
             if gradient is None:
@@ -80,12 +80,12 @@ def problem(ranks: int) -> Any:
     return parts, inputs, target, torch.nn.functional.mse_loss
 
 
-def _on_rank(mine: Any, ranks: int, microbatches: int) -> Any:
+def _on_rank(answers: Any, ranks: int, microbatches: int) -> Any:
     import os
 
     rank = int(os.environ["RANK"])
     parts, inputs, target, loss_fn = problem(ranks)
     more = () if microbatches == 1 else (ranks, microbatches)
-    loss = mine.step(rank, *more, parts[rank], inputs, target, loss_fn)
+    loss = answers.step(rank, *more, parts[rank], inputs, target, loss_fn)
     loss = loss.detach() if isinstance(loss, Tensor) and rank == ranks - 1 else None
     return loss, [parameter.grad for parameter in parts[rank].parameters()]

@@ -25,7 +25,7 @@ def step(rank: int, ranks: int, microbatches: int, stage: Any, inputs: Tensor, t
     """Forward and backward of one batch."""
     pieces, targets = inputs.tensor_split(microbatches), target.tensor_split(microbatches)
     shares = [len(piece) / len(inputs) for piece in pieces]
-    kept, total = [], torch.zeros(())
+    activations, total = [], torch.zeros(())
     for m, piece in enumerate(pieces):
         value = piece if rank == 0 else receive(piece.shape, source=rank - 1).requires_grad_()
         output = stage(value)
@@ -34,8 +34,8 @@ def step(rank: int, ranks: int, microbatches: int, stage: Any, inputs: Tensor, t
         else:
             output = loss_fn(output, targets[m])
             total = total + output.detach() * shares[m]
-        kept.append((value, output))
-    for m, (value, output) in enumerate(kept):
+        activations.append((value, output))
+    for m, (value, output) in enumerate(activations):
         gradient = receive(output.shape, source=rank + 1) if rank < ranks - 1 else torch.full_like(output, shares[m])
         output.backward(gradient)
         if rank > 0:
@@ -54,7 +54,7 @@ adds them up in .grad. The same additions in the same order make the same bits. 
 forwards: that is what 1F1B changes (puzzle 9)."""
 
 
-def check(mine: Any) -> Passed:
+def check(answers: Any) -> Passed:
     """On 2 and 3 ranks, with pieces that differ."""
-    beside_one_process(mine, 2, 4, "")
-    return beside_one_process(mine, 3, 4, "on 2 and 3 ranks loss and gradients have the bits of one process")
+    beside_one_process(answers, 2, 4, "")
+    return beside_one_process(answers, 3, 4, "on 2 and 3 ranks loss and gradients have the bits of one process")

@@ -35,24 +35,24 @@ EXPLANATION = """bubble = (P-1) / (M+P-1): some divide by the ideal time instead
 one needs about twice the microbatches, or stages that are half as large (puzzle 11), or work to fill it with (puzzle 13)."""
 
 
-def check(mine: object) -> Passed:
+def check(answers: object) -> Passed:
     """Against the simulator, which knows no formula."""
     for ranks in range(1, 9):
         for microbatches in (1, 2, 3, 5, 8, 16, 33):
             expected = simulate(build("gpipe", ranks=ranks, microbatches=microbatches)).bubble
             call = f"bubble({ranks}, {microbatches})"
-            told = written(mine.bubble(ranks, microbatches), call)  # type: ignore[attr-defined]
-            if not math.isclose(told, expected, abs_tol=1e-9):
-                raise Missed(f"{call} is {told:.1%}, simulated it is {expected:.1%}")
+            answer = written(answers.bubble(ranks, microbatches), call)  # type: ignore[attr-defined]
+            if not math.isclose(answer, expected, abs_tol=1e-9):
+                raise Missed(f"{call} is {answer:.1%}, simulated it is {expected:.1%}")
     for ranks in range(2, 9):
-        for most in (0.5, 0.27, 0.1, 0.02):
-            call = f"microbatches_for({ranks}, {most})"
-            told = written(mine.microbatches_for(ranks, most), call)  # type: ignore[attr-defined]
-            if not isinstance(told, int) or told < 1:
-                raise Missed(f"{call} is {told!r}: give a whole number of 1 or more")
-            with_it = (ranks - 1) / (told + ranks - 1)
-            if with_it > most + 1e-9:
-                raise Missed(f"{call} is {told}: the bubble is {with_it:.1%} then")
-            if told > 1 and (ranks - 1) / (told + ranks - 2) <= most + 1e-9:
-                raise Missed(f"{call} is {told}: {told - 1} would do")
+        for max_bubble in (0.5, 0.27, 0.1, 0.02):
+            call = f"microbatches_for({ranks}, {max_bubble})"
+            answer = written(answers.microbatches_for(ranks, max_bubble), call)  # type: ignore[attr-defined]
+            if not isinstance(answer, int) or answer < 1:
+                raise Missed(f"{call} is {answer!r}: give a whole number of 1 or more")
+            with_it = (ranks - 1) / (answer + ranks - 1)
+            if with_it > max_bubble + 1e-9:
+                raise Missed(f"{call} is {answer}: the bubble is {with_it:.1%} then")
+            if answer > 1 and (ranks - 1) / (answer + ranks - 2) <= max_bubble + 1e-9:
+                raise Missed(f"{call} is {answer}: {answer - 1} would do")
     return Passed("the formula is the simulator's, on every P and M tried")

@@ -32,15 +32,15 @@ EXPLANATION = """1F1 waits for 0F1, 0F1 stands behind 0B0, 0B0 waits for 1B0, an
 such circles in any table, before it runs, and names them rank by rank; with sends that wait, messages are part of them too."""
 
 
-def check(mine: object) -> Passed:
+def check(answers: object) -> Passed:
     """The circle, then the repaired table."""
     circle = {"0B0", "0F1", "1F1", "1B0"}
-    told = set(written(mine.CIRCLE, "CIRCLE"))  # type: ignore[attr-defined]
-    if extra := sorted(told - circle - {"1F0"}):  # which stands between two of them
+    answer = set(written(answers.CIRCLE, "CIRCLE"))  # type: ignore[attr-defined]
+    if extra := sorted(answer - circle - {"1F0"}):  # which stands between two of them
         raise Missed(f"{', '.join(extra)} is not in the circle: nothing in the circle waits for it")
-    if missing := len(circle - told):
-        raise Missed(f"{missing} more {'actions are' if missing > 1 else 'action is'} in the circle")
-    made = table("repaired", mine.repaired, 2, 2)  # type: ignore[attr-defined]
-    if sorted(map(str, made.actions[0])) != sorted(map(str, build("gpipe", ranks=2, microbatches=2).actions[0])):
+    if num_missing := len(circle - answer):
+        raise Missed(f"{num_missing} more {'actions are' if num_missing > 1 else 'action is'} in the circle")
+    repaired = table("repaired", answers.repaired, 2, 2)  # type: ignore[attr-defined]
+    if sorted(map(str, repaired.actions[0])) != sorted(map(str, build("gpipe", ranks=2, microbatches=2).actions[0])):
         raise Missed("rank 0 has other actions than before")
-    return Passed("the circle is found, and the repaired table ends", timed(made))
+    return Passed("the circle is found, and the repaired table ends", timed(repaired))

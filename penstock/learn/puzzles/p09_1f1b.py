@@ -35,12 +35,12 @@ EXPLANATION = """Rank r runs P-1-r forwards ahead. From then on every backward f
 microbatches and never more. The bubble is GPipe's, (P-1) of M+P-1: only the order has changed."""
 
 
-def check(mine: object) -> Passed:
+def check(answers: object) -> Passed:
     """Every P and M of a grid; GPipe's time, and P - r in flight."""
     for ranks in (4, 1, 2, 3, 5, 8):
         for microbatches in (8, 1, 2, 3, 4, 12):
-            made = table("row", mine.row, ranks, microbatches)  # type: ignore[attr-defined]
-            picture = meets("1F1B", 3 * (microbatches + ranks - 1), min(ranks, microbatches), made)
+            schedule = table("row", answers.row, ranks, microbatches)  # type: ignore[attr-defined]
+            picture = meets("1F1B", 3 * (microbatches + ranks - 1), min(ranks, microbatches), schedule)
             if (ranks, microbatches) == (4, 8):
-                drawn = picture
-    return Passed("33 steps and 4 in flight at P = 4, M = 8, and as good for all others tried", drawn)
+                timeline = picture
+    return Passed("33 steps and 4 in flight at P = 4, M = 8, and as good for all others tried", timeline)

@@ -29,16 +29,16 @@ def step(rank: int, ranks: int, microbatches: int, stage: Any, inputs: Tensor, t
     """Forward and backward of one batch."""
     pieces, targets = inputs.tensor_split(microbatches), target.tensor_split(microbatches)
     shares = [len(piece) / len(inputs) for piece in pieces]
-    kept, handles, total = deque[tuple[Tensor, Tensor]](), [], torch.zeros(())
+    activations, handles, total = deque[tuple[Tensor, Tensor]](), [], torch.zeros(())
 
     def forward(m: int) -> Tensor:
         value = pieces[m] if rank == 0 else receive(pieces[m].shape, source=rank - 1).requires_grad_()
         output = stage(value)
         if rank < ranks - 1:
-            handles.append((sent := output.detach(), start_send(sent, to=rank + 1)))
+            handles.append((message := output.detach(), start_send(message, to=rank + 1)))
         else:
             output = loss_fn(output, targets[m])
-        kept.append((value, output))
+        activations.append((value, output))
         return output.detach() * shares[m] if rank == ranks - 1 else torch.zeros(())
 
     ahead = min(ranks - 1 - rank, microbatches)
@@ -47,7 +47,7 @@ def step(rank: int, ranks: int, microbatches: int, stage: Any, inputs: Tensor, t
     for m in range(microbatches):
         if ahead + m < microbatches:
             total = total + forward(ahead + m)
-        value, output = kept.popleft()
+        value, output = activations.popleft()
         gradient = receive(output.shape, source=rank + 1) if rank < ranks - 1 else torch.full_like(output, shares[m])
         output.backward(gradient)
         if rank > 0:
@@ -68,14 +68,16 @@ posts receives ahead too, so that a large message travels while the receiver com
 the order of the sender's table: that both agree on it is what `verify` proves."""
 
 
-def check(mine: Any) -> Passed:
+def check(answers: Any) -> Passed:
     """The bits, and how much is kept."""
-    beside_one_process(mine, 2, 4, "")
-    passed = beside_one_process(mine, 4, 6, "on 2 and 4 ranks the bits of one process, and no more than P-r microbatches kept")
-    for rank, kept in enumerate(on_ranks(_kept, 4, mine)):
-        if kept > 4 - rank:
-            raise Missed(f"rank {rank} of 4 keeps {kept} microbatches at once, 1F1B keeps {4 - rank}")
-    return passed
+    beside_one_process(answers, 2, 4, "")
+    result = beside_one_process(
+        answers, 4, 6, "on 2 and 4 ranks the bits of one process, and no more than P-r microbatches kept"
+    )
+    for rank, num_kept in enumerate(on_ranks(_kept, 4, answers)):
+        if num_kept > 4 - rank:
+            raise Missed(f"rank {rank} of 4 keeps {num_kept} microbatches at once, 1F1B keeps {4 - rank}")
+    return result
 
 
 class _Held(torch.autograd.Function):
@@ -116,10 +118,10 @@ class _Watched(torch.nn.Module):
         return _Held.apply(self.stage(value), self.alive)
 
 
-def _kept(mine: Any) -> int:
+def _kept(answers: Any) -> int:
     """The most microbatches of which this rank keeps something at once."""
     rank = int(os.environ["RANK"])
     parts, inputs, target, loss_fn = problem(4)
     watched = _Watched(parts[rank])
-    mine.step(rank, 4, 8, watched, inputs, target, loss_fn)
+    answers.step(rank, 4, 8, watched, inputs, target, loss_fn)
     return watched.alive[1]

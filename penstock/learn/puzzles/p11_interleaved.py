@@ -37,13 +37,13 @@ EXPLANATION = """The bubble is (P-1) T / V: each of the P-1 steps that a rank wa
 price is V times the messages, and somewhat more in flight. Megatron calls it virtual pipeline stages."""
 
 
-def check(mine: object) -> Passed:
+def check(answers: object) -> Passed:
     """The catalogue's steps and memory."""
     for ranks, microbatches in ((4, 8), (2, 2), (2, 6), (3, 9), (8, 16)):
-        made = table("row", mine.row, ranks, microbatches, "loop")  # type: ignore[attr-defined]
-        known = build("interleaved-1f1b", ranks=ranks, microbatches=microbatches, stages_per_rank=2)
-        best = timed(known)
-        picture = meets("interleaved", best.makespan, max(best.peak_memory), made)
+        schedule = table("row", answers.row, ranks, microbatches, "loop")  # type: ignore[attr-defined]
+        best_schedule = build("interleaved-1f1b", ranks=ranks, microbatches=microbatches, stages_per_rank=2)
+        best = timed(best_schedule)
+        picture = meets("interleaved", best.makespan, max(best.peak_memory), schedule)
         if (ranks, microbatches) == (4, 8):
-            drawn = picture
-    return Passed("28.5 steps at P = 4, M = 8", drawn)
+            timeline = picture
+    return Passed("28.5 steps at P = 4, M = 8", timeline)

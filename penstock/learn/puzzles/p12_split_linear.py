@@ -52,22 +52,22 @@ class _Products(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def check(mine: Any) -> Passed:
+def check(answers: Any) -> Passed:
     """Some shapes, beside autograd; and how many products are taken."""
     for rows, k, n in ((5, 3, 4), (16, 8, 8), (1, 7, 2)):
         torch.manual_seed(rows)
         x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((rows, k), (n, k), (n,)))
         dy = torch.randn(rows, n)
         expected = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias), (x, weight, bias), dy)
-        with torch.no_grad(), _Products() as first:
-            dx = written(mine.backward_input(dy, x, weight), "backward_input()")
-        with torch.no_grad(), _Products() as second:
-            made = written(mine.backward_weight(dy, x, weight), "backward_weight()")
-        if not isinstance(made, tuple) or len(made) != 2:
+        with torch.no_grad(), _Products() as input_products:
+            dx = written(answers.backward_input(dy, x, weight), "backward_input()")
+        with torch.no_grad(), _Products() as weight_products:
+            weight_gradients = written(answers.backward_weight(dy, x, weight), "backward_weight()")
+        if not isinstance(weight_gradients, tuple) or len(weight_gradients) != 2:
             raise Missed("backward_weight() returns two tensors: dW and db")
-        for name, mine_is, wanted in zip(("dx", "dW", "db"), (dx, *made), expected, strict=True):
-            equal(name, mine_is, wanted)
-        for name, told in (("backward_input()", first), ("backward_weight()", second)):
-            if told.count > 1:
-                raise Missed(f"{name} takes {told.count} products, one will do: the other half is for another time")
+        for name, answer, gradient in zip(("dx", "dW", "db"), (dx, *weight_gradients), expected, strict=True):
+            equal(name, answer, gradient)
+        for name, products in (("backward_input()", input_products), ("backward_weight()", weight_products)):
+            if products.count > 1:
+                raise Missed(f"{name} takes {products.count} products, one will do: the other half is for another time")
     return Passed("dx, dW and db have autograd's bits, with one product each")

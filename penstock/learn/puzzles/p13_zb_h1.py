@@ -37,11 +37,11 @@ EXPLANATION = """Rank r puts r of its W off to the end, where the gradients of t
 off more costs memory: zb-h2 does, for a bubble of none by a rank's own span (Qi et al. 2023)."""
 
 
-def check(mine: object) -> Passed:
+def check(answers: object) -> Passed:
     """The catalogue's steps and memory, where there are microbatches enough."""
     for ranks, microbatches in ((4, 8), (2, 4), (3, 6), (4, 5), (8, 16)):
-        made = table("row", mine.row, ranks, microbatches)  # type: ignore[attr-defined]
-        picture = meets("zb-h1", 3 * microbatches + ranks - 1, ranks, made)
+        schedule = table("row", answers.row, ranks, microbatches)  # type: ignore[attr-defined]
+        picture = meets("zb-h1", 3 * microbatches + ranks - 1, ranks, schedule)
         if (ranks, microbatches) == (4, 8):
-            drawn = picture
-    return Passed("27 steps and 4 in flight at P = 4, M = 8", drawn)
+            timeline = picture
+    return Passed("27 steps and 4 in flight at P = 4, M = 8", timeline)

@@ -17,10 +17,10 @@ from penstock.learn.puzzles.judge import Passed, meets, table, yours
 def row(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
     """What the rank does, in order; its stages are `rank` and `2 * ranks - 1 - rank`."""
     down, up, late = rank, 2 * ranks - 1 - rank, 0 if ranks % 3 else 2
-    first = {f"{down}F": down, f"{up}F": up, f"{up}I": 2 * ranks + late + rank, f"{down}I": 4 * ranks + late - 1 - rank}
-    slots = {at + 6 * m: f"{what}{m}" for what, at in first.items() for m in range(microbatches)}
+    first_slots = {f"{down}F": down, f"{up}F": up, f"{up}I": 2 * ranks + late + rank, f"{down}I": 4 * ranks + late - 1 - rank}
+    slots = {at + 6 * m: f"{action}{m}" for action, at in first_slots.items() for m in range(microbatches)}
     free = 0
-    for at in sorted(at for at, what in slots.items() if "I" in what):
+    for at in sorted(at for at, action in slots.items() if "I" in action):
         free = max(free, at + 1)
         while free in slots:
             free += 1
@@ -40,7 +40,7 @@ memory is floor((P+4)/3) microbatches. The ends can still be tightened: the cata
 in a V takes fewer with that memory."""
 
 
-def check(mine: object) -> Passed:
+def check(answers: object) -> Passed:
     """The budget first, then the time."""
-    made = table("row", mine.row, 4, 8, "V")  # type: ignore[attr-defined]
-    return Passed("2 microbatches in flight at P = 4, M = 8", meets("the table", 32, 2, made))
+    schedule = table("row", answers.row, 4, 8, "V")  # type: ignore[attr-defined]
+    return Passed("2 microbatches in flight at P = 4, M = 8", meets("the table", 32, 2, schedule))

@@ -42,23 +42,25 @@ uses them apart. Each rank sends 2 (P-1)/P n numbers whatever P is, which is the
 messages, one after the other."""
 
 
-def check(mine: Any) -> Passed:
+def check(answers: Any) -> Passed:
     """The sums, and what was sent."""
     for ranks in (2, 3, 4):
         count = 12 * ranks
-        for rank, (made, sent) in enumerate(on_ranks(_on_rank, ranks, mine, count)):
+        for rank, (answer, sent_counts) in enumerate(on_ranks(_on_rank, ranks, answers, count)):
             expected = torch.arange(count, dtype=torch.float64) * ranks + sum(1000.0 * index for index in range(ranks))
-            if not torch.equal(written(made, "all_reduce()").double(), expected):
-                first = f"the first numbers are {made[:3].tolist()}, not {expected[:3].tolist()}"
-                raise Missed(f"rank {rank} of {ranks} has not the sum: {first}")
-            least = 2 * (ranks - 1) * count // ranks
-            if sum(sent) > least:
-                raise Missed(f"rank {rank} of {ranks} sends {sum(sent)} numbers of a tensor of {count}, the target is {least}")
+            if not torch.equal(written(answer, "all_reduce()").double(), expected):
+                difference = f"the first numbers are {answer[:3].tolist()}, not {expected[:3].tolist()}"
+                raise Missed(f"rank {rank} of {ranks} has not the sum: {difference}")
+            fewest = 2 * (ranks - 1) * count // ranks
+            if sum(sent_counts) > fewest:
+                raise Missed(
+                    f"rank {rank} of {ranks} sends {sum(sent_counts)} numbers of a tensor of {count}, the target is {fewest}"
+                )
     return Passed("the sum on every rank of 2, 3 and 4, with 2 (P-1)/P of the tensor sent")
 
 
-def _on_rank(mine: Any, count: int) -> Any:
+def _on_rank(answers: Any, count: int) -> Any:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     called.clear()
-    made = mine.all_reduce(torch.arange(count, dtype=torch.float64) + 1000 * rank, rank, ranks)
-    return made, [numbers for _, numbers in called]
+    answer = answers.all_reduce(torch.arange(count, dtype=torch.float64) + 1000 * rank, rank, ranks)
+    return answer, [numbers for _, numbers in called]

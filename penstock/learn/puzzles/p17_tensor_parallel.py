@@ -30,9 +30,9 @@ def forward(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 @yours
 def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x (whole), a and b (this rank's parts)."""
-    before = x @ a.t()
-    hidden = torch.relu(before)
-    dhidden = (dy @ b) * (before > 0)
+    preactivation = x @ a.t()
+    hidden = torch.relu(preactivation)
+    dhidden = (dy @ b) * (preactivation > 0)
     return all_reduce(dhidden @ a), dhidden.t() @ x, dy.t() @ hidden
 
 
@@ -46,22 +46,22 @@ ranks along tp sit next to each other. `tensor_parallel={"up": ColwiseParallel()
 Penstock."""
 
 
-def check(mine: Any) -> Passed:
+def check(answers: Any) -> Passed:
     """Beside autograd in one process."""
     for ranks in (2, 4):
         x, a, b, dy = problem()
         leaves = [value.requires_grad_() for value in (x, a, b)]
         y = torch.relu(x @ a.t()) @ b.t()
         dx, da, db = torch.autograd.grad(y, leaves, dy)
-        for rank, (made, gradients, counts) in enumerate(on_ranks(_on_rank, ranks, mine)):
+        for rank, (output, gradients, counts) in enumerate(on_ranks(_on_rank, ranks, answers)):
             part = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
             expected = {"y": y.detach(), "dx": dx, "da": da[part], "db": db[:, part]}
-            for (name, wanted), mine_is in zip(expected.items(), (made, *gradients), strict=True):
-                if mine_is.shape != wanted.shape:
+            for (name, part_of_uncut), answer in zip(expected.items(), (output, *gradients), strict=True):
+                if answer.shape != part_of_uncut.shape:
                     raise Missed(
-                        f"rank {rank} of {ranks}: {name} has the shape {tuple(mine_is.shape)}, not {tuple(wanted.shape)}"
+                        f"rank {rank} of {ranks}: {name} has the shape {tuple(answer.shape)}, not {tuple(part_of_uncut.shape)}"
                     )
-                if (apart := (mine_is - wanted).abs().max().item()) > 1e-12:
+                if (apart := (answer - part_of_uncut).abs().max().item()) > 1e-12:
                     raise Missed(f"rank {rank} of {ranks}: {name} is off by {apart:.3g}: is it a part of a sum?")
             if max(counts) > 1:
                 raise Missed(f"forward takes {counts[0]} all-reduces and backward {counts[1]}: one each will do")
@@ -74,12 +74,12 @@ def problem() -> list[Tensor]:
     return [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((5, 4), (8, 4), (4, 8), (5, 4))]
 
 
-def _on_rank(mine: Any) -> Any:
+def _on_rank(answers: Any) -> Any:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x, a, b, dy = problem()
     a, b = a.chunk(ranks)[rank].clone(), b.chunk(ranks, 1)[rank].clone()
     called.clear()
-    y = written(mine.forward(x, a, b), "forward()")
+    y = written(answers.forward(x, a, b), "forward()")
     forwards = len(called)
-    gradients = written(mine.backward(dy, x, a, b), "backward()")
+    gradients = written(answers.backward(dy, x, a, b), "backward()")
     return y, tuple(gradients), (forwards, len(called) - forwards)

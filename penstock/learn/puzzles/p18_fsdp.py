@@ -41,28 +41,26 @@ gradients, and holds a P-th. In a pipeline one gathers a stage's weights once a 
 `Pipeline(.., data_parallel="fsdp")`."""
 
 
-def check(mine: Any) -> Passed:
+def check(answers: Any) -> Passed:
     """Beside one process."""
     for ranks in (2, 4):
         weight, x, dy = problem(ranks)
-        expected = dy.t() @ x / ranks
-        for rank, (y, gradient, asked, left) in enumerate(on_ranks(_on_rank, ranks, mine)):
+        full_gradient = dy.t() @ x / ranks
+        for rank, (y, gradient, calls, is_held) in enumerate(on_ranks(_on_rank, ranks, answers)):
             rows = slice(rank * 3, rank * 3 + 3)
             if y.shape != (3, 8) or (y - (x @ weight.t())[rows]).abs().max() > 1e-12:
                 raise Missed(f"rank {rank} of {ranks}: y is not x Wt of the whole weight")
-            wanted = expected.chunk(ranks)[rank]
-            if gradient.shape != wanted.shape:
-                raise Missed(
-                    f"rank {rank} of {ranks}: the gradient is {tuple(gradient.shape)}, the shard {tuple(wanted.shape)}"
-                )
-            if (gradient - wanted).abs().max() > 1e-12:
-                ratio = (gradient.norm() / wanted.norm()).item()
+            shard = full_gradient.chunk(ranks)[rank]
+            if gradient.shape != shard.shape:
+                raise Missed(f"rank {rank} of {ranks}: the gradient is {tuple(gradient.shape)}, the shard {tuple(shard.shape)}")
+            if (gradient - shard).abs().max() > 1e-12:
+                ratio = (gradient.norm() / shard.norm()).item()
                 raise Missed(f"rank {rank} of {ranks}: the gradient is off; its norm is {ratio:.3g} times the mean's")
-            if asked != ["gather", "reduce_scatter"]:
+            if calls != ["gather", "reduce_scatter"]:
                 raise Missed(
-                    f"rank {rank} of {ranks} calls {', '.join(asked) or 'nothing'}: one gather, then one reduce-scatter"
+                    f"rank {rank} of {ranks} calls {', '.join(calls) or 'nothing'}: one gather, then one reduce-scatter"
                 )
-            if left:
+            if is_held:
                 raise Missed(f"rank {rank} of {ranks} still holds the whole weight when step returns")
     return Passed("the numbers of one process, with a P-th of the weight on each rank")
 
@@ -73,9 +71,11 @@ def problem(ranks: int) -> list[Tensor]:
     return [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((8, 5), (3 * ranks, 5), (3 * ranks, 8))]
 
 
-def _on_rank(mine: Any) -> Any:
+def _on_rank(answers: Any) -> Any:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     weight, x, dy = problem(ranks)
     called.clear()
-    y, gradient = written(mine.step(weight.chunk(ranks)[rank].clone(), x.chunk(ranks)[rank], dy.chunk(ranks)[rank]), "step()")
-    return y.clone(), gradient, [what for what, _ in called], any(whole() is not None for whole in gathered)
+    y, gradient = written(
+        answers.step(weight.chunk(ranks)[rank].clone(), x.chunk(ranks)[rank], dy.chunk(ranks)[rank]), "step()"
+    )
+    return y.clone(), gradient, [call_name for call_name, _ in called], any(reference() is not None for reference in gathered)

@@ -31,12 +31,12 @@ def forward(stage: Any, x: Tensor) -> tuple[Tensor, Any]:
 def backward(stage: Any, kept: Any, dy: Tensor) -> Tensor:
     """The gradient of the input."""
     x, state = kept
-    now = torch.get_rng_state()
+    current_state = torch.get_rng_state()
     torch.set_rng_state(state)
-    again = x.detach().requires_grad_()
-    stage(again).backward(dy)
-    torch.set_rng_state(now)
-    return again.grad
+    leaf = x.detach().requires_grad_()
+    stage(leaf).backward(dy)
+    torch.set_rng_state(current_state)
+    return leaf.grad
 
 
 HINTS = (
@@ -48,7 +48,7 @@ layer's. Whether it pays depends on the schedule: in 1F1B the first rank holds P
 one."""
 
 
-def check(mine: Any) -> Passed:
+def check(answers: Any) -> Passed:
     """Beside a stage that remembers."""
     torch.manual_seed(8)
     stage = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(0.5), torch.nn.Tanh(), torch.nn.Linear(6, 6))
@@ -57,29 +57,29 @@ def check(mine: Any) -> Passed:
     leaf = x.clone().requires_grad_()
     output = stage(leaf)
     output.backward(dy)
-    after, expected = torch.get_rng_state(), [parameter.grad for parameter in stage.parameters()]
+    random_state, parameter_gradients = torch.get_rng_state(), [parameter.grad for parameter in stage.parameters()]
     stage.zero_grad()
     torch.set_rng_state(state)
-    made, kept = written(mine.forward(stage, x), "forward()")
-    if made.requires_grad:
+    answer, kept = written(answers.forward(stage, x), "forward()")
+    if answer.requires_grad:
         raise Missed("forward keeps the history of its output, and with it all that the layers remember")
     tensors = [value for value in (kept if isinstance(kept, tuple | list) else [kept]) if isinstance(value, Tensor)]
     numbers = sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
     if numbers > x.numel():
         raise Missed(f"forward keeps {numbers} numbers, the input has {x.numel()}")
     torch.randn(3)  # others draw meanwhile
-    now = torch.get_rng_state()
-    dx = written(mine.backward(stage, kept, dy), "backward()")
-    equal("the output", made, output.detach())
-    for name, mine_is, wanted in zip(
+    state_before_backward = torch.get_rng_state()
+    dx = written(answers.backward(stage, kept, dy), "backward()")
+    equal("the output", answer, output.detach())
+    for name, gradient, uncut_gradient in zip(
         ["dx", *dict(stage.named_parameters())],
         [dx, *[p.grad for p in stage.parameters()]],
-        [leaf.grad, *expected],
+        [leaf.grad, *parameter_gradients],
         strict=True,
     ):
-        assert wanted is not None
-        equal(name, mine_is, wanted)
-    if not torch.equal(torch.get_rng_state(), now):
+        assert uncut_gradient is not None
+        equal(name, gradient, uncut_gradient)
+    if not torch.equal(torch.get_rng_state(), state_before_backward):
         raise Missed("the generator is not where it was before the backward: what is drawn next differs")
-    torch.set_rng_state(after)
+    torch.set_rng_state(random_state)
     return Passed("the bits of a stage that remembers, and only the input is kept")

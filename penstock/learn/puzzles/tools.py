@@ -61,9 +61,9 @@ def gather(shard: Tensor) -> Tensor:
     called.append(("gather", shard.numel()))
     parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, shard)
-    whole = torch.cat(parts)
-    gathered.append(weakref.ref(whole))
-    return whole
+    tensor = torch.cat(parts)
+    gathered.append(weakref.ref(tensor))
+    return tensor
 
 
 def reduce_scatter(tensor: Tensor) -> Tensor:

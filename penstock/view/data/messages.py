@@ -42,8 +42,8 @@ def begun(timeline: Timeline, rank: int) -> Iterator[Begun]:
 
 def _messages(timeline: Timeline, taker: Event, free: float) -> list[Message]:
     """What `taker` needed from other ranks, on a rank that had nothing to run since `free`."""
-    away = [source for source in timeline.needed_events(taker) if source.rank != taker.rank]
+    remote = [source for source in timeline.needed_events(taker) if source.rank != taker.rank]
     if timeline.message_costs:
-        return [Message(source, timeline.arrivals[source.action, taker.action.stage].time) for source in away]
-    last = max((source.end for source in away), default=free)
-    return [Message(source, max(last, taker.start) if source.end == last >= free else source.end) for source in away]
+        return [Message(source, timeline.arrivals[source.action, taker.action.stage].time) for source in remote]
+    last_end = max((source.end for source in remote), default=free)
+    return [Message(source, max(last_end, taker.start) if source.end == last_end >= free else source.end) for source in remote]

@@ -16,8 +16,8 @@ def is_huge(timeline: Timeline) -> bool:
 def sums_data(timeline: Timeline) -> Data:
     """What `timeline_data` has, but for every rank sums: the share of each slice that each kind and cause took."""
     ranks = [_sums(timeline, rank) for rank in range(timeline.ranks)]
-    whole = timeline.ranks * SLICES
-    kinds = {kind: sum(sum(row.get(kind, ())) for row in ranks) / whole for kind in "FBIW" if any(kind in row for row in ranks)}
+    total = timeline.ranks * SLICES
+    kinds = {kind: sum(sum(row.get(kind, ())) for row in ranks) / total for kind in "FBIW" if any(kind in row for row in ranks)}
     return {
         "makespan": timeline.makespan,
         "span": timeline.span,

@@ -36,9 +36,9 @@ def timeline_data(timeline: Timeline) -> Data:
 
 def _row(timeline: Timeline, rank: int) -> Data:
     """Return a rank's events, its idle times with their causes, and its memory."""
-    held = dict(timeline.memory_after_actions(rank))
+    memory = dict(timeline.memory_after_actions(rank))
     return {
-        "events": [_event(timeline, start, held[start.event.action]) for start in begun(timeline, rank)],
+        "events": [_event(timeline, start, memory[start.event.action]) for start in begun(timeline, rank)],
         "idle": [[_since(timeline, start), _since(timeline, end), str(cause)] for start, end, cause in timeline.idle[rank]],
         "memory": [[_since(timeline, time), amount] for time, amount in timeline.memory(rank)],
     }
@@ -52,16 +52,16 @@ def verdict_data(explanation: Explanation) -> Data:
         | ({"from_trace": True} if finding in explanation.findings else {})
         for finding in explanation.verdict
     ]
-    others = explanation.alternative_texts
-    return {"text": explanation.verdict_text, "basis": explanation.verdict_basis, "findings": findings, "others": others}
+    alternatives = explanation.alternative_texts
+    return {"text": explanation.verdict_text, "basis": explanation.verdict_basis, "findings": findings, "others": alternatives}
 
 
-def _event(timeline: Timeline, begun: Begun, held: float) -> Data:
+def _event(timeline: Timeline, begun: Begun, memory: float) -> Data:
     event, last = begun.event, begun.last
     data: Data = {"action": str(event.action), "start": _since(timeline, event.start), "end": _since(timeline, event.end)}
     if event.sent is not None:
         data["sent"] = _since(timeline, event.sent)
-    data["held"] = held
+    data["held"] = memory
     if begun.waited:
         data["waited"] = round(begun.waited, 9)
     if last is not None:

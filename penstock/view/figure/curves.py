@@ -20,10 +20,10 @@ def curves(
     left, right, top, bottom = LEFT, width - LEGEND, 34.0, width * 0.55
     lowest = math.floor(math.log10(min(y for _, y in points)))
     highest = max(math.ceil(math.log10(max(y for _, y in points))), lowest + 1)
-    first, last = (math.log2(edge(x for x, _ in points)) for edge in (min, max))
+    low, high = (math.log2(edge(x for x, _ in points)) for edge in (min, max))
 
     def at(x: float, y: float) -> tuple[float, float]:
-        across = (math.log2(x) - first) / ((last - first) or 1)
+        across = (math.log2(x) - low) / ((high - low) or 1)
         up = (math.log10(y) - lowest) / (highest - lowest)
         return left + 10 + across * (right - left - 20), bottom - up * (bottom - top)
 

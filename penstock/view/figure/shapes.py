@@ -80,7 +80,7 @@ def _steps(low: float, high: float, apart: float) -> Iterator[float]:
     return (count * apart for count in range(math.floor(low / apart) + 1, math.ceil(high / apart)))
 
 
-def _mixed(one: str, other: str, share: float) -> str:
-    """`one`, with a `share` of `other` in it."""
-    parts = ((int(one[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5))
+def _mixed(color: str, other_color: str, share: float) -> str:
+    """`color`, with a `share` of `other_color` in it."""
+    parts = ((int(color[at : at + 2], 16), int(other_color[at : at + 2], 16)) for at in (1, 3, 5))
     return "#" + "".join(f"{round((1 - share) * a + share * b):02x}" for a, b in parts)

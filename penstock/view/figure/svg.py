@@ -11,8 +11,8 @@ def svg(figure: Figure) -> str:
     """`figure` as the text of an SVG file; the same text for the same figure."""
     size = f'width="{figure.width:g}" height="{figure.height:g}" viewBox="0 0 {figure.width:g} {figure.height:g}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family={quoteattr(FONT)}>'
-    back = f'<rect width="{figure.width:g}" height="{figure.height:g}" fill="#ffffff"/>'
-    return "\n".join([head, f"<title>{escape(figure.title)}</title>", back, *map(_shape, figure.shapes), "</svg>", ""])
+    background = f'<rect width="{figure.width:g}" height="{figure.height:g}" fill="#ffffff"/>'
+    return "\n".join([head, f"<title>{escape(figure.title)}</title>", background, *map(_shape, figure.shapes), "</svg>", ""])
 
 
 def _shape(shape: Shape) -> str:

@@ -46,8 +46,8 @@ def figure(record: Record, extras: Collection[str] = (), width: float = 720.0) -
         )
     timeline = _data(record.usual, dense)
     planned = None if record.planned is None else _data(record.planned, dense)
-    whole = max(timeline["makespan"], planned["makespan"] if planned else 0) or 1
-    scale = (width - LABEL - PAD) / whole
+    duration = max(timeline["makespan"], planned["makespan"] if planned else 0) or 1
+    scale = (width - LABEL - PAD) / duration
     shapes: list[Shape] = []
     y = PAD
     memory = (bool(timeline["memory_unit"]) or "memory" in extras) and not dense
@@ -70,7 +70,7 @@ def figure(record: Record, extras: Collection[str] = (), width: float = 720.0) -
         y += GAP
     if "path" in extras or "arrows" in extras:
         shapes += _marks(timeline, scale, tops, extras)
-    shapes += _axis(whole, scale, y, record.unit)
+    shapes += _axis(duration, scale, y, record.unit)
     legend = list(_legend(timeline, planned, width, y + 34, memory))
     height = max((shape.y for shape in legend), default=y + 34) + 14
     return Figure(record.name, width, height, (*shapes, *legend))
@@ -85,9 +85,11 @@ def _marks(timeline: Data, scale: float, tops: list[float], extras: Collection[s
     """Lines over the rows: along the critical path, and from each action that sends to the one that receives."""
     at = {event["action"]: (rank, event) for rank, row in enumerate(timeline["ranks"]) for event in row["events"]}
     pairs = [(message["action"], name) for name, (_, event) in at.items() for message in event.get("receives", ())]
-    wanted = [(pairs, MUTED)] * ("arrows" in extras) + [([*pairwise(timeline["critical_path"])], INK)] * ("path" in extras)
-    for lines, color in wanted:
-        for (rank, source), (taker, event) in ((at[one], at[other]) for one, other in lines):
+    lines_and_colors = [(pairs, MUTED)] * ("arrows" in extras) + [([*pairwise(timeline["critical_path"])], INK)] * (
+        "path" in extras
+    )
+    for lines, color in lines_and_colors:
+        for (rank, source), (taker, event) in ((at[source_event], at[target_event]) for source_event, target_event in lines):
             down = taker > rank
             start, end = LABEL + source["end"] * scale, LABEL + event["start"] * scale
             if rank != taker:
@@ -137,9 +139,9 @@ def _proportions(sums: Data, scale: float, y: float, height: float) -> Iterator[
 
 def _memory(curve: list[list[float]], timeline: Data, scale: float, y: float) -> Iterator[Shape]:
     """What is held from each change to the next; the fullest rank reaches the top."""
-    most = max(timeline["peak_memory"]) or 1
+    peak = max(timeline["peak_memory"]) or 1
     for (start, amount), (end, _) in pairwise([*curve, [timeline["makespan"], 0]]):
-        if high := MEMORY * amount / most:
+        if high := MEMORY * amount / peak:
             yield Box(LABEL + start * scale, y + MEMORY - high, (end - start) * scale, high, SHADE)
 
 
@@ -149,28 +151,28 @@ def _names(action: str, several: bool) -> list[str]:
     return [action] * several + [kind + microbatch, microbatch]
 
 
-def _axis(whole: float, scale: float, y: float, unit: str) -> Iterator[Shape]:
+def _axis(duration: float, scale: float, y: float, unit: str) -> Iterator[Shape]:
     """A line with ticks at round numbers, about 80 pixels apart."""
-    factor, unit = _unit(whole) if unit == "s" else (1.0, unit)
-    rough = whole * factor / max(2, whole * scale / 80)
+    factor, unit = _unit(duration) if unit == "s" else (1.0, unit)
+    rough = duration * factor / max(2, duration * scale / 80)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(round_one * power for round_one in (1, 2, 5, 10) if round_one * power >= rough * 0.999)
-    yield Line(LABEL, y, LABEL + whole * scale, y)
-    for count in range(int(whole * factor / step + 1e-9) + 1):
+    yield Line(LABEL, y, LABEL + duration * scale, y)
+    for count in range(int(duration * factor / step + 1e-9) + 1):
         x = LABEL + count * step / factor * scale
         yield Line(x, y, x, y + 4)
         yield Text(x, y + 12, f"{count * step:.10g}", TEXT - 1, "middle", MUTED)
     yield Text(LABEL - 8, y + 12, f"time ({unit})" if unit else "time", TEXT - 1, "end", MUTED)
 
 
-def _unit(whole: float) -> tuple[float, str]:
-    return (1.0, "s") if whole >= 1 else (1e3, "ms") if whole >= 1e-3 else (1e6, "µs")
+def _unit(duration: float) -> tuple[float, str]:
+    return (1.0, "s") if duration >= 1 else (1e3, "ms") if duration >= 1e-3 else (1e6, "µs")
 
 
 def _legend(timeline: Data, planned: Data | None, width: float, y: float, memory: bool) -> Iterator[Box | Text]:
     """What is there of kinds and of causes of idle time, in as many lines as are needed."""
-    drawn = [timeline, *([planned] if planned else [])]
-    rows = [row for value in drawn for row in value["ranks"]]
+    timelines = [timeline, *([planned] if planned else [])]
+    rows = [row for value in timelines for row in value["ranks"]]
     kinds, causes = {_kind(event) for row in rows for event in row["events"]}, {idle[2] for row in rows for idle in row["idle"]}
     parts = {part for row in rows if "sums" in row for part in row["sums"]["parts"]}  # not hatched
     items = [(color, "", NAMES[kind]) for kind, color in KINDS.items() if kind in kinds | parts]

@@ -80,7 +80,7 @@ def _table(request: Mapping[str, object]) -> Schedule:
     if "rows" in request:
         return _from_rows(name, question.items(request["rows"], "rows"), request.get("placement"))
     name = question.text(request.get("schedule"), "schedule", 100)
-    ranks, microbatches = (question.whole(request, what, MOST[what]) for what in ("ranks", "microbatches"))
+    ranks, microbatches = (question.whole(request, count_name, MOST[count_name]) for count_name in ("ranks", "microbatches"))
     has_stages = request.get("stages_per_rank") is not None
     stages_per_rank = question.whole(request, "stages_per_rank", MOST["stages_per_rank"]) if has_stages else None
     family = FAMILIES.get(name)
@@ -141,10 +141,10 @@ def _answer_for_run(request: Mapping[str, object]) -> Data:
         verdict = record.explanation and verdict_data(record.explanation)  # of all steps, as on the run's page
     schedule = replace(measured.schedule, name=name)
     _check_size(schedule)
-    costs, shown = data_of(measured), Record((timeline,), None, "s", (label,)).data() | {"verdict": verdict}
+    costs, data = data_of(measured), Record((timeline,), None, "s", (label,)).data() | {"verdict": verdict}
     return _answer_for(schedule, {**request, "costs": costs, "unit": "ms"}) | {
         "costs": costs,
-        "measured": shown,
+        "measured": data,
         "source": source,
     }
 
@@ -172,16 +172,16 @@ def _verify(schedule: Schedule, max_in_flight: int | None) -> _Verdict:
         return _Verdict(True, str(verify(schedule, max_in_flight)), [], [])
     except ScheduleError as error:
         text = str(error)
-    found = [match.groups() for clause in text.split(";") if (match := _WAIT.search(clause))]
-    waits = [(awaited, waiting) if awaited else (needed, early) for awaited, waiting, early, needed in found]
+    clauses = [match.groups() for clause in text.split(";") if (match := _WAIT.search(clause))]
+    waits = [(awaited, waiter) if awaited else (needed, early) for awaited, waiter, early, needed in clauses]
     return _Verdict(False, text, list(dict.fromkeys(_ACTION.findall(text))), waits)
 
 
 def _answer_for(schedule: Schedule, request: Mapping[str, object]) -> Data:
-    ran = None
+    timed = None
     verdict = _verify(schedule, _limit(request))
     try:
-        ran = _simulate(schedule, request)
+        timed = _simulate(schedule, request)
     except ScheduleError:
         if verdict.holds:
             raise
@@ -197,25 +197,29 @@ def _answer_for(schedule: Schedule, request: Mapping[str, object]) -> Data:
         "csv": buffer.getvalue(),
         "unit": "s" if request.get("unit") == "ms" else "",
         "proof": verdict._asdict(),
-        **_timeline_parts(ran),
+        **_timeline_parts(timed),
     }
 
 
-def _timeline_parts(ran: Timed | None) -> Data:
+def _timeline_parts(timed: Timed | None) -> Data:
     """Return the timeline, or the sums of a huge one, and the actions that never run."""
-    if ran is None:
+    if timed is None:
         return {"stopped": False, "stuck": [], "timeline": None}
-    left = sum(map(len, ran.table.actions)) - len(ran.timeline.events)
-    shown = sums_data if is_huge(ran.timeline) else timeline_data
-    return {"stopped": left > 0, "stuck": list(_stuck(*ran)) if left < MOST_STUCK else [], "timeline": shown(ran.timeline)}
+    num_unfinished = sum(map(len, timed.table.actions)) - len(timed.timeline.events)
+    to_data = sums_data if is_huge(timed.timeline) else timeline_data
+    return {
+        "stopped": num_unfinished > 0,
+        "stuck": list(_stuck(*timed)) if num_unfinished < MOST_STUCK else [],
+        "timeline": to_data(timed.timeline),
+    }
 
 
 def _answer_with_better_table(schedule: Schedule, request: Mapping[str, object], report: ReportProgress) -> Data:
     """Return the answer for a better table, and the result of the search as "found"."""
-    limit, before = _limit(request), _simulate(schedule, request)
-    found = find_better(schedule, before.costs, limit, report)
+    limit, timed = _limit(request), _simulate(schedule, request)
+    result = find_better(schedule, timed.costs, limit, report)
     name = f"{schedule.name.removesuffix(SEARCHED)}{SEARCHED}"
-    return _answer_for(replace(found.schedule, name=name), request) | {"found": found_data(found)}
+    return _answer_for(replace(result.schedule, name=name), request) | {"found": found_data(result)}
 
 
 def _limit(request: Mapping[str, object]) -> int | None:
@@ -230,10 +234,10 @@ def _stuck(schedule: Table, costs: Costs, timeline: Timeline) -> Iterator[Data]:
     """Yield the actions that never run, at the time when their rank would run them without waiting."""
     table = costs.action_costs(schedule.num_stages)
     for rank, row in enumerate(timeline.rows):
-        free, ran = (row[-1].end if row else timeline.start) - timeline.start, {event.action for event in row}
+        free, actions_run = (row[-1].end if row else timeline.start) - timeline.start, {event.action for event in row}
         for cell in schedule.cells(rank):
             actions = (cell,) if isinstance(cell, Action) else cell
-            if actions[0] not in ran:
+            if actions[0] not in actions_run:
                 end = free + sum(table[action.kind][action.stage] for action in actions)
                 for half, action in enumerate(actions):
                     halves = {"half": half} if len(actions) > 1 else {}

@@ -27,16 +27,16 @@ def find_better(schedule: Schedule, costs: Costs, limit: int | None, report: Rep
     def progress(share: float, makespan: float) -> None:
         report({"share": share, "makespan": makespan})
 
-    counted = replace(costs, act=1, keep=None)  # the limit counts activations
+    unit_costs = replace(costs, act=1, keep=None)  # the limit counts activations
     start = schedule if _runs(schedule) else None
     peaks = simulate(schedule, costs).peak_in_flight if start else None
     limits: float | Sequence[float] | None = limit or peaks
-    return search(counted, schedule.placement, schedule.microbatches, limits, "quick", start=start, progress=progress)
+    return search(unit_costs, schedule.placement, schedule.microbatches, limits, "quick", start=start, progress=progress)
 
 
-def found_data(found: Found) -> Data:
+def found_data(result: Found) -> Data:
     """Return the result of a search as data for the page."""
-    return {"makespan": found.makespan, "bound": found.bound, "because": found.bound_reason, "proven": found.proven}
+    return {"makespan": result.makespan, "bound": result.bound, "because": result.bound_reason, "proven": result.proven}
 
 
 def _runs(schedule: Schedule) -> bool:

@@ -36,22 +36,22 @@ class Timed(NamedTuple):
     timeline: Timeline
 
 
-def timed(schedule: Schedule, said: Mapping[str, object], unit: object) -> Timed:
-    """`schedule` at the costs that the page `said`. Raises PenstockError for costs that are none, or not of this table."""
+def timed(schedule: Schedule, answers: Mapping[str, object], unit: object) -> Timed:
+    """`schedule` at the costs that the page `answers`. Raises PenstockError for costs that are none, or not of this table."""
     if unit not in ("", "ms"):
         raise PenstockError(f"unit is {question.shown(unit)}: use '' or 'ms'")
-    slower = _slower(schedule, said)
-    if "measured" in said:
-        return _predicted(schedule, _measurement(said), slower)
-    share = question.number(said.get("share", 1), "share")
+    slower = _slower(schedule, answers)
+    if "measured" in answers:
+        return _predicted(schedule, _measurement(answers), slower)
+    share = question.number(answers.get("share", 1), "share")
     scale = MILLI if unit == "ms" else 1.0
-    own = _own(said, schedule.num_stages)
+    stage_costs = _own(answers, schedule.num_stages)
     forward, inputs, weights = (
-        [scale * share * time * factor for time, factor in zip(own[name], slower, strict=True)] for name in STAGE_COSTS
+        [scale * share * time * factor for time, factor in zip(stage_costs[name], slower, strict=True)] for name in STAGE_COSTS
     )
-    sizes = _sizes(said, schedule.num_stages)
+    sizes = _sizes(answers, schedule.num_stages)
     act, keep = zip(*sizes, strict=True) if sizes else (share, None)
-    costs = Costs(forward, inputs, weights, send=scale * _send(said), act=act, keep=keep)
+    costs = Costs(forward, inputs, weights, send=scale * _send(answers), act=act, keep=keep)
     timeline = simulate_until_deadlock(schedule, costs)
     return Timed(schedule, costs, replace(timeline, memory_unit="" if keep is None else "bytes"))
 
@@ -62,7 +62,10 @@ def data_of(measured: Measurement) -> Data:
     value = {name: [time / MILLI for time in measured.seconds[kind]] for name, kind in STAGE_COSTS.items()}
     usual = fmean(measured.message_seconds) if measured.message_seconds else 0.0
     halves = [value["backward_input"][stage] + value["backward_weight"][stage] for stage in stages]
-    full = [both / MILLI / half if half else 1.0 for both, half in zip(measured.seconds[Kind.B], halves, strict=True)]
+    full = [
+        full_backward / MILLI / half if half else 1.0
+        for full_backward, half in zip(measured.seconds[Kind.B], halves, strict=True)
+    ]
     return {
         **{name: fmean(times) for name, times in value.items()},
         "send": usual / MILLI,
@@ -82,36 +85,36 @@ def data_of(measured: Measurement) -> Data:
 # ---- by hand
 
 
-def _own(said: Mapping[str, object], stages: int) -> dict[str, list[float]]:
+def _own(answers: Mapping[str, object], stages: int) -> dict[str, list[float]]:
     """Of every stage: its own cost, else what holds for all."""
-    own = question.mapping(said.get("stages", {}), "the costs of single stages")
+    costs_of_stages = question.mapping(answers.get("stages", {}), "the costs of single stages")
 
     def of(name: str, stage: int) -> float:
-        here = question.mapping(own.get(str(stage), {}), f"the cost of stage {stage}")
-        return question.number(here.get(name, said.get(name, 1)), f"{name} of stage {stage}")
+        stage_cost = question.mapping(costs_of_stages.get(str(stage), {}), f"the cost of stage {stage}")
+        return question.number(stage_cost.get(name, answers.get(name, 1)), f"{name} of stage {stage}")
 
     times = {name: [of(name, stage) for stage in range(stages)] for name in STAGE_COSTS}
     for name in STAGE_COSTS:
-        question.number(said.get(name, 1), name)  # also where every stage has its own
+        question.number(answers.get(name, 1), name)  # also where every stage has its own
     return times
 
 
-def _slower(schedule: Schedule, said: Mapping[str, object]) -> list[float]:
+def _slower(schedule: Schedule, answers: Mapping[str, object]) -> list[float]:
     """How many times as long every stage takes because of its rank."""
-    ranks = question.mapping(said.get("ranks", {}), "the factors of single ranks")
+    ranks = question.mapping(answers.get("ranks", {}), "the factors of single ranks")
     factors = [question.number(ranks.get(str(rank), 1), f"the factor of rank {rank}") for rank in range(schedule.ranks)]
     return [factors[rank] for rank in schedule.placement]
 
 
-def _send(said: Mapping[str, object]) -> float:
-    return question.number(said.get("send", 0), "send")
+def _send(answers: Mapping[str, object]) -> float:
+    return question.number(answers.get("send", 0), "send")
 
 
-def _sizes(said: Mapping[str, object], stages: int) -> list[list[float]]:
+def _sizes(answers: Mapping[str, object], stages: int) -> list[list[float]]:
     """Of every stage; none if they are of another number of stages."""
     sizes = [
         [question.number(size, "a size", 1e18) for size in question.items(pair, "a size")]
-        for pair in question.items(said.get("sizes", []), "sizes")
+        for pair in question.items(answers.get("sizes", []), "sizes")
     ]
     if any(len(pair) != 2 for pair in sizes):
         raise PenstockError("sizes has other than two numbers for each stage: give what it takes, and what W still needs")
@@ -123,40 +126,40 @@ def _sizes(said: Mapping[str, object], stages: int) -> list[list[float]]:
 
 def _predicted(schedule: Schedule, measured: Measurement, slower: list[float]) -> Timed:
     """As on the run's ranks: its layers cut for this table; I and W run as one B, and pairs one after the other."""
-    here = measured.recut(schedule.num_stages)
+    recut = measured.recut(schedule.num_stages)
     seconds = {
-        kind: tuple(time * factor for time, factor in zip(times, slower, strict=True)) for kind, times in here.seconds.items()
+        kind: tuple(time * factor for time, factor in zip(times, slower, strict=True)) for kind, times in recut.seconds.items()
     }
     table = replace(with_full_backwards(schedule), overlaps=frozenset())
-    here = replace(here, schedule=table, seconds=seconds)
+    recut = replace(recut, schedule=table, seconds=seconds)
     try:
-        timeline = here.predict(schedule)
+        timeline = recut.predict(schedule)
     except ScheduleError:  # it stops: as far as it comes
-        stopped = simulate_until_deadlock(table, here.costs)
-        timeline = replace(stopped, memory_unit="bytes" if here.activation_sizes else "")
-    return Timed(table, here.costs, replace(timeline, name=schedule.name))
+        partial_timeline = simulate_until_deadlock(table, recut.costs)
+        timeline = replace(partial_timeline, memory_unit="bytes" if recut.activation_sizes else "")
+    return Timed(table, recut.costs, replace(timeline, name=schedule.name))
 
 
-def _measurement(said: Mapping[str, object]) -> Measurement:
-    run = question.mapping(said["measured"], "measured")
+def _measurement(answers: Mapping[str, object]) -> Measurement:
+    run = question.mapping(answers["measured"], "measured")
     homes = [int(question.number(rank, "a rank", MOST_STAGES)) for rank in question.items(run.get("placement"), "placement")]
     if not 1 <= len(homes) <= MOST_STAGES:
         raise PenstockError(f"the run has {len(homes)} stages: the studio takes 1 to {MOST_STAGES}")
-    stages, own = len(homes), _own(said, len(homes))
+    stages, stage_costs = len(homes), _own(answers, len(homes))
     layers, full = _list(run, "layers", stages), _list(run, "full", stages)
     if not all(layers):
         raise PenstockError("layers has a 0: give every stage of the run a part of the model")
     engine = [_numbers(times, "engine", len(Kind)) for times in question.items(run.get("engine"), "engine")]
     if len(engine) != stages:
         raise PenstockError(f"engine has {len(engine)} rows for {stages} stages")
-    seconds = {kind: tuple(MILLI * time for time in own[name]) for name, kind in STAGE_COSTS.items()}
+    seconds = {kind: tuple(MILLI * time for time in stage_costs[name]) for name, kind in STAGE_COSTS.items()}
     halves = zip(full, seconds[Kind.I], seconds[Kind.W], strict=True)
     seconds[Kind.B] = tuple(part * (inputs + weights) for part, inputs, weights in halves)
     between = {kind: tuple(MILLI * time for time in times) for kind, times in zip(Kind, zip(*engine, strict=True), strict=True)}
-    sends = tuple(MILLI * _send(said) * part for part in _list(run, "sends", stages - 1))
-    ran = Schedule("run", tuple(homes), 0, ((),) * (1 + max(homes)), frozenset())
-    sizes = tuple(ActivationSize(*size) for size in _sizes(said, stages))
-    return Measurement(ran, seconds, between, sends, 0.0, tuple(layers), sizes)
+    sends = tuple(MILLI * _send(answers) * part for part in _list(run, "sends", stages - 1))
+    schedule = Schedule("run", tuple(homes), 0, ((),) * (1 + max(homes)), frozenset())
+    sizes = tuple(ActivationSize(*size) for size in _sizes(answers, stages))
+    return Measurement(schedule, seconds, between, sends, 0.0, tuple(layers), sizes)
 
 
 def _list(run: Mapping[str, object], name: str, count: int) -> list[float]:

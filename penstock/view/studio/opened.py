@@ -14,18 +14,18 @@ class Opened:
 
     def __init__(self, path: Path, reader: Reader) -> None:
         self.path, self._reader = path, reader
-        self._read = "", Data()  # the file's time when it was read, and its question
+        self._last_read = "", Data()  # the file's time when it was read, and its question
 
     def data(self) -> Data:
-        """Return the question for the file's table, or the error; `changed` differs after a change of the file."""
+        """Return the question for the file's table, or the error; `version` differs after a change of the file."""
         try:
-            changed = str(self.path.stat().st_mtime_ns)
+            version = str(self.path.stat().st_mtime_ns)
         except OSError:
             return {"changed": "", "error": f"{self.path} is gone"}
-        if changed != self._read[0]:
+        if version != self._last_read[0]:
             try:
                 data = self._reader()
             except PenstockError as error:
                 data = {"error": str(error)}
-            self._read = changed, data
-        return {"changed": changed, **self._read[1]}
+            self._last_read = version, data
+        return {"changed": version, **self._last_read[1]}

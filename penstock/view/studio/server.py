@@ -41,15 +41,15 @@ def part(name: str) -> str:
 
 def page(opened: Opened | None = None) -> str:
     """The page, with its first answer inside, so that there is a picture before any question."""
-    first = answer(START)
-    record = {"name": first["name"], "unit": "", "planned": None}
+    first_answer = answer(START)
+    record = {"name": first_answer["name"], "unit": "", "planned": None}
     inside = {
         "styles": "\n".join(f'<link rel="stylesheet" href="{name}">' for name in STYLES),
         "scripts": "\n".join(f'<script src="{name}"></script>' for name in (*DRAWN_BY, *OWN)),
-        "records": _embedded([record | {"steps": [{"label": "planned", "timeline": first["timeline"]}]}]),
-        "choices": _embedded({**choices(), "start": START, "first": first, "opened": opened is not None}),
+        "records": _embedded([record | {"steps": [{"label": "planned", "timeline": first_answer["timeline"]}]}]),
+        "choices": _embedded({**choices(), "start": START, "first": first_answer, "opened": opened is not None}),
     }
-    return re.sub(r"\$(\w+)", lambda found: inside[found[1]], part("studio.html"))
+    return re.sub(r"\$(\w+)", lambda match: inside[match[1]], part("studio.html"))
 
 
 def _embedded(data: object) -> str:

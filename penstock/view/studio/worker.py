@@ -29,19 +29,19 @@ class Workers:
 
     def __init__(self) -> None:
         self._free: list[subprocess.Popen[bytes]] = []
-        self.started: list[subprocess.Popen[bytes]] = []  # that have not ended
+        self.processes: list[subprocess.Popen[bytes]] = []  # that have not ended
         self._closed = False
 
     def answer(self, question: object) -> Iterator[bytes]:
         """Yield the lines for a question, in parts, with an empty line now and then. Closing the generator ends the process."""
-        worker, done = self._take(), False
+        worker, is_done = self._take(), False
         try:
             yield from _parts(worker, question)
-            done = True
+            is_done = True
         except OSError:
             yield b"\n" + _line({"error": DIED})  # after an unfinished line
         finally:
-            if done:
+            if is_done:
                 self._free.append(worker)
             else:
                 self._end(worker)
@@ -56,7 +56,7 @@ class Workers:
         """End all processes."""
         self._closed = True
         self._free.clear()
-        for worker in list(self.started):
+        for worker in list(self.processes):
             self._end(worker)
 
     def _take(self) -> "subprocess.Popen[bytes]":
@@ -68,13 +68,13 @@ class Workers:
         """Start a process in a new session, which Ctrl-C does not reach. It ends when its input ends."""
         command = [sys.executable, "-P", "-c", PROGRAM.format(path=sys.path)]
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self.started.append(worker)
+        self.processes.append(worker)
         return worker
 
     def _end(self, worker: "subprocess.Popen[bytes]") -> None:
         worker.kill()
         with suppress(ValueError):  # another thread has ended it too
-            self.started.remove(worker)
+            self.processes.remove(worker)
             worker.communicate()
 
 

@@ -21,9 +21,9 @@ class GrowingRun:
         self._forget(file=0)
 
     def _forget(self, file: int) -> None:
-        self._file, self._read = file, 0  # its number on the disk, and the bytes that were read of it
+        self._file, self._num_read = file, 0  # its number on the disk, and the bytes that were read of it
         self._losses: list[tuple[int, float | None]] = []  # of every step; None: it was not finite
-        self._last: dict[str, Any] | None = None
+        self._last_record: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
         """Return the last step's record, the losses so far, and the time of the newest timeline."""
@@ -32,7 +32,7 @@ class GrowingRun:
             self._read_on()
             return {
                 "name": self._folder.name,
-                "last": self._last,
+                "last": self._last_record,
                 "losses": self._losses[:: 1 + len(self._losses) // MAX_CURVE_POINTS],
                 "timeline": timeline.stat().st_mtime_ns if timeline.is_file() else None,
             }
@@ -42,13 +42,13 @@ class GrowingRun:
         if not path.is_file():
             return
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_ino != self._file or found.st_size < self._read:  # the run was resumed, and begins another file
-                self._forget(found.st_ino)
-            file.seek(self._read)
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._file or status.st_size < self._num_read:  # the run was resumed, and begins another file
+                self._forget(status.st_ino)
+            file.seek(self._num_read)
             new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]  # the last line may be being written
-        self._read += len(whole)
-        for line in whole.splitlines():
-            self._last = record = json.loads(line, parse_constant=lambda _: None)  # the browser's JSON has no NaN
+        lines = new[: new.rfind(b"\n") + 1]  # the last line may be being written
+        self._num_read += len(lines)
+        for line in lines.splitlines():
+            self._last_record = record = json.loads(line, parse_constant=lambda _: None)  # the browser's JSON has no NaN
             self._losses.append((record["step"], record["loss"]))

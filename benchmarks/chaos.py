@@ -48,7 +48,7 @@ PREEMPTED = 75  # the exit code of a program that was asked to leave, and did
 
 
 @dataclass(frozen=True)
-class Options:
+class ChaosOptions:
     """Disturb trainings until the time is over, and say what came of each."""
 
     seconds: float = 60.0
@@ -74,7 +74,7 @@ class ChaosError(Exception):
     """What a rank is made to raise."""
 
 
-class Fault(NamedTuple):
+class InjectedFault(NamedTuple):
     """What was done to whom."""
 
     kind: str
@@ -157,7 +157,7 @@ def program(job: Job) -> None:
 # ---- the processes of a program
 
 
-class Program:
+class DisturbedProgram:
     """A program that is disturbed: its ranks, and what is left when it has ended."""
 
     def __init__(self, job: Job, torchrun: bool, temporary: Path) -> None:
@@ -229,9 +229,11 @@ def _described(pid: int) -> str:
 # ---- disturbing
 
 
-def disturb(job: Job, torchrun: bool, temporary: Path, draw: random.Random, most: int) -> tuple[list[Fault], Program]:
+def disturb(
+    job: Job, torchrun: bool, temporary: Path, draw: random.Random, most: int
+) -> tuple[list[InjectedFault], DisturbedProgram]:
     """Start one program and hit its ranks until it has ended, at most once an attempt and `most` times."""
-    program, faults = Program(job, torchrun, temporary), list[Fault]()
+    program, faults = DisturbedProgram(job, torchrun, temporary), list[InjectedFault]()
     known: set[int] = set()  # ranks of attempts that were hit
     begin = time.monotonic()
     while program.process.poll() is None:
@@ -251,7 +253,7 @@ def disturb(job: Job, torchrun: bool, temporary: Path, draw: random.Random, most
     return faults, program
 
 
-def _wait(program: Program, known: set[int], draw: random.Random) -> None:
+def _wait(program: DisturbedProgram, known: set[int], draw: random.Random) -> None:
     """Until some moment of an attempt: of its start, or after so many steps."""
     if draw.random() < 0.4:
         return time.sleep(draw.uniform(0, 8.0 if program.torchrun else 1.5))
@@ -261,7 +263,7 @@ def _wait(program: Program, known: set[int], draw: random.Random) -> None:
     time.sleep(draw.uniform(0, 0.05))
 
 
-def _hit(program: Program, alive: dict[int, int | None], draw: random.Random) -> Fault | None:
+def _hit(program: DisturbedProgram, alive: dict[int, int | None], draw: random.Random) -> InjectedFault | None:
     pid = draw.choice(sorted(alive))
     kind = draw.choices(list(FAULTS), [4, 2, 1, 2, 1])[0]
     if alive[pid] is None and kind not in ("SIGKILL", "SIGSEGV", "SIGSTOP"):  # it could not take the others as what they are
@@ -271,7 +273,7 @@ def _hit(program: Program, alive: dict[int, int | None], draw: random.Random) ->
         os.kill(pid, FAULTS[kind])
     except ProcessLookupError:
         return None
-    return Fault(kind, pid, alive[pid], when, len(alive), steps)
+    return InjectedFault(kind, pid, alive[pid], when, len(alive), steps)
 
 
 def done(folder: Path) -> list[tuple[float, int, int]]:
@@ -284,14 +286,14 @@ def done(folder: Path) -> list[tuple[float, int, int]]:
 # ---- what came of it
 
 
-class Run:
+class DisturbedTraining:
     """One training, from its first program to its end, and what was wrong with it."""
 
     def __init__(self, name: str, job: Job, torchrun: bool, temporary: Path) -> None:
         self.name, self.job, self.torchrun, self.temporary = name, job, torchrun, temporary
         self.folder = Path(job.folder)
         self.folder.mkdir()
-        self.faults: list[Fault] = []
+        self.faults: list[InjectedFault] = []
         self.wrong: list[str] = []
 
     def disturb(self, draw: random.Random, most: int) -> None:
@@ -303,7 +305,7 @@ class Run:
             if self._ended(program, faults):
                 return
 
-    def _ended(self, program: Program, faults: list[Fault]) -> bool:
+    def _ended(self, program: DisturbedProgram, faults: list[InjectedFault]) -> bool:
         """Whether the program came to its end; who was named is compared with who was hit."""
         if self.torchrun:
             if program.process.returncode and len(faults) <= self.job.restarts:
@@ -350,7 +352,7 @@ def undisturbed(job: Job, folder: Path) -> dict[str, Any]:
     return load_file(folder / "weights.safetensors")
 
 
-def preempt(options: Options) -> None:
+def preempt(options: ChaosOptions) -> None:
     """Ask programs to leave, at random moments, and start them again until the training is done; then the next training."""
     draw, root, count, again, codes = random.Random(options.seed), Path(mkdtemp(prefix="chaos-")), 0, 0, Counter[int | None]()
     job = Job("", options.steps, restarts=0)
@@ -360,7 +362,7 @@ def preempt(options: Options) -> None:
         folder = root / str(runs)
         folder.mkdir()
         while not (folder / "weights.safetensors").exists():
-            program = Program(replace(job, folder=str(folder)), torchrun=False, temporary=folder)
+            program = DisturbedProgram(replace(job, folder=str(folder)), torchrun=False, temporary=folder)
             whom = _moment(program, draw)
             if count < options.preemptions and program.process.poll() is None:
                 os.kill(whom if whom in program.ranks() else program.process.pid, signal.SIGTERM)
@@ -377,7 +379,7 @@ def preempt(options: Options) -> None:
     sys.exit(int(again + different > 0))
 
 
-def _moment(program: Program, draw: random.Random) -> int:
+def _moment(program: DisturbedProgram, draw: random.Random) -> int:
     """Wait for some moment of a program; whom to hit then: it, or one of its ranks."""
     if draw.random() < 0.3:
         time.sleep(draw.uniform(0, 3))
@@ -388,7 +390,7 @@ def _moment(program: Program, draw: random.Random) -> int:
     return draw.choice([program.process.pid, *sorted(program.ranks())])
 
 
-def main(options: Options) -> None:
+def main(options: ChaosOptions) -> None:
     """Disturb one run after the other, and say what came of them all."""
     if options.preemptions:
         return preempt(options)
@@ -403,7 +405,7 @@ def main(options: Options) -> None:
         name, torchrun = draw.choice(list(kinds)), draw.random() < options.torchrun
         temporary = root / f"{runs}-temporary"
         temporary.mkdir()
-        run = Run(name, replace(kinds[name], folder=str(root / str(runs))), torchrun, temporary)
+        run = DisturbedTraining(name, replace(kinds[name], folder=str(root / str(runs))), torchrun, temporary)
         run.disturb(draw, min(draw.randint(1, MOST_FAULTS), options.faults - counts.total()))
         run.compare(expected[name])
         counts.update(fault.kind for fault in run.faults)
@@ -431,4 +433,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--job"]:
         program(Job(**json.loads(sys.argv[2])))
     else:
-        main(tyro.cli(Options))
+        main(tyro.cli(ChaosOptions))

@@ -23,7 +23,7 @@ SHARED = (*SINGLE_STAGE, "interleaved-1f1b", "looped-bfs", "interleaved-zb", "zb
 
 
 @dataclass(frozen=True)
-class Case:
+class EngineCase:
     """One configuration to compare."""
 
     subject: Subject
@@ -43,7 +43,7 @@ class Case:
         return replace(self.table(), overlaps=frozenset())
 
 
-class Engine(Protocol):
+class TrainingEngine(Protocol):
     """Something that trains the model of a case, step by step."""
 
     modules: list[nn.Module]  # this rank's
@@ -55,7 +55,7 @@ class Engine(Protocol):
 class Penstock:
     """`penstock.Pipeline`, as a user would build it."""
 
-    def __init__(self, case: Case, rank: int) -> None:
+    def __init__(self, case: EngineCase, rank: int) -> None:
         table = case.table()
         stages = case.subject.stages(table.num_stages)
         self.pipe = ps.Pipeline(stages, case.subject.loss, schedule=table, merge_weight_gradients=case.merge)
@@ -70,7 +70,7 @@ class Penstock:
 class Peer:
     """`torch.distributed.pipelining`, as its documentation sets it up; it is not asked for the outputs."""
 
-    def __init__(self, case: Case, rank: int) -> None:
+    def __init__(self, case: EngineCase, rank: int) -> None:
         table, cpu = case.table(), torch.device("cpu")
         modules = case.subject.stages(table.num_stages)
         self.stages = [PipelineStage(modules[index], index, table.num_stages, cpu) for index in table.stages_of(rank)]
@@ -120,10 +120,10 @@ def _recording(ran: list[Event], kind: Kind, stage: PipelineStage, function: Any
     return recorded
 
 
-class OneProcess:
+class OneProcessEngine:
     """The whole model on rank 0, gradients accumulated over microbatches; the other ranks do nothing."""
 
-    def __init__(self, case: Case, rank: int, microbatches: int) -> None:
+    def __init__(self, case: EngineCase, rank: int, microbatches: int) -> None:
         self.modules: list[nn.Module] = case.subject.stages(case.table().num_stages) if rank == 0 else []
         self.loss, self.microbatches = case.subject.loss, microbatches
         self.input, self.target = case.subject.batch(case.microbatches)
@@ -143,13 +143,13 @@ class OneProcess:
         return loss.detach()
 
 
-def forget_gradients(engine: Engine) -> None:
+def forget_gradients(engine: TrainingEngine) -> None:
     """What an optimizer's `zero_grad` does."""
     for module in engine.modules:
         module.zero_grad()
 
 
-def check_same(ours: Penstock, peer: Peer, case: Case, rank: int) -> tuple[Event, ...]:
+def check_same(ours: Penstock, peer: Peer, case: EngineCase, rank: int) -> tuple[Event, ...]:
     """Both engines run the table and make the same loss and gradients. Raises AssertionError if not.
 
     Returns what the peer ran on this rank.

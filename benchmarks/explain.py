@@ -5,8 +5,8 @@ from itertools import pairwise
 from statistics import fmean, median, quantiles
 from typing import NamedTuple
 
-from engines import Case
-from measure import Lap, Record
+from engines import EngineCase
+from measure import Lap, RankMeasurements
 
 from penstock.commands.machine.steps import action_costs
 from penstock.schedule import Costs, Kind, Measurement, Timeline, simulate
@@ -23,19 +23,19 @@ class Excess(NamedTuple):
     end: float  # after the last
 
 
-def step_times(records: Sequence[Record], engine: str) -> list[float]:
+def step_times(records: Sequence[RankMeasurements], engine: str) -> list[float]:
     """Seconds of each step of `engine`, from the first rank's start to the last one's end."""
     steps: list[tuple[Lap, ...]] = list(zip(*(record.laps[engine] for record in records), strict=True))
     return [max(lap.end for lap in step) - min(lap.start for lap in step) for step in steps]
 
 
-def ideal(case: Case) -> float:
+def ideal(case: EngineCase) -> float:
     """Seconds `simulate` predicts if every action takes what is nominal and messages take nothing."""
     assert case.subject.nominal is not None
     return simulate(case.one_by_one(), Costs(*case.subject.nominal)).makespan
 
 
-def fed(case: Case, timeline: Timeline, send: float) -> float:
+def fed(case: EngineCase, timeline: Timeline, send: float) -> float:
     """Seconds `simulate` predicts for this send cost and the times that one step's actions took."""
     return simulate(case.one_by_one(), action_costs(Measurement.from_timelines(timeline), send)).makespan
 
@@ -45,7 +45,7 @@ def times_of(timeline: Timeline, kind: Kind, stage: int) -> list[float]:
     return [end - start for _, action, start, end, _ in timeline.events if action[:2] == (kind, stage)]
 
 
-def excess(case: Case, timeline: Timeline, laps: Sequence[Lap], send: float) -> Excess:
+def excess(case: EngineCase, timeline: Timeline, laps: Sequence[Lap], send: float) -> Excess:
     """The parts of one step's time beyond the ideal; `laps`: of all ranks."""
     path = timeline.critical_path
     work = sum(event.end - event.start for event in path)
@@ -62,7 +62,7 @@ def excess(case: Case, timeline: Timeline, laps: Sequence[Lap], send: float) -> 
     )
 
 
-def typical_excess(case: Case, records: Sequence[Record]) -> Excess:
+def typical_excess(case: EngineCase, records: Sequence[RankMeasurements]) -> Excess:
     """The mean of the parts over the middle half of our steps, by time."""
     times = step_times(records, "ours")
     order = sorted(range(len(times)), key=times.__getitem__)

@@ -29,7 +29,7 @@ STEPS = 3
 
 
 @dataclass
-class Options:
+class FlipOptions:
     """Flip bits and look for them."""
 
     flips: int = 1000  # on each number of ranks
@@ -53,7 +53,7 @@ def flip_bit(tensor: Tensor, rng: random.Random) -> None:
     data.view(torch.uint8).flatten()[rng.randrange(data.nbytes)] ^= 1 << rng.randrange(8)
 
 
-class Subject:
+class FlipSubject:
     """A pipeline that is trained from the same start again and again."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Subject:
 def rank_flips(folder: Path, count: int, seed: int) -> tuple[Counter[str], list[str]]:
     """How many flips of each kind were found and traced, and what of those that were not was said; run on every rank."""
     ranks = ps.comms.init_distributed().world_size
-    subject, rng = Subject(), random.Random(seed)
+    subject, rng = FlipSubject(), random.Random(seed)
     subject.run(folder / "undisturbed")
     found, missed = Counter[str](), list[str]()
     for number in range(count):
@@ -117,7 +117,7 @@ def rank_flips(folder: Path, count: int, seed: int) -> tuple[Counter[str], list[
     return found, missed
 
 
-def main(options: Options) -> None:
+def main(options: FlipOptions) -> None:
     """Flip, and print what was found."""
     print(f"seed {options.seed}: {options.flips} flips on each number of ranks, {STEPS} steps a run, digests of every step")
     lost = 0
@@ -135,4 +135,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(FlipOptions))

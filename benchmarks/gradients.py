@@ -35,7 +35,7 @@ TRIED = 8  # all-reduces by which the bandwidth is measured
 
 
 @dataclass
-class Options:
+class GradientOptions:
     """Measure steps of two replicas with a slow link between them, beside what is predicted."""
 
     rate: str = "100mbit"  # of the cable in each direction, as `tc` writes it
@@ -50,7 +50,7 @@ class Options:
 # ---- on every rank
 
 
-def work(options: Options) -> None:
+def work(options: GradientOptions) -> None:
     """What every rank runs: measures the link, then every configuration. Rank 0 writes down what came out."""
     topology = ps.comms.init_distributed(timeout=60)
     mesh = init_device_mesh("cpu", (2, PIPELINE), mesh_dim_names=("dp", "pp"))  # a replica on each host
@@ -75,7 +75,7 @@ def _bandwidth(mesh: DeviceMesh, kilobytes: int) -> float:
     return found.item()
 
 
-def _measured(options: Options, name: str, mesh: DeviceMesh, position: MeshPosition, bandwidth: float) -> Row:
+def _measured(options: GradientOptions, name: str, mesh: DeviceMesh, position: MeshPosition, bandwidth: float) -> Row:
     """One configuration: its steps both ways, in turns, and what is predicted of both."""
     table = ps.schedule.build(name, ranks=PIPELINE, microbatches=options.microbatches)
     share, floats = PIPELINE / table.stages, 256 * options.kilobytes * 4 // table.stages
@@ -125,13 +125,13 @@ def _step(pipe: ps.Pipeline, mesh: DeviceMesh | None) -> float:
 # ---- on this machine
 
 
-def main(options: Options) -> None:
+def main(options: GradientOptions) -> None:
     """Make two hosts, run the ranks there, print what came out."""
     told, _ = results_of(__file__, PIPELINE, options.rate)
     _print(options, told)
 
 
-def _print(options: Options, told: dict[str, Any]) -> None:
+def _print(options: GradientOptions, told: dict[str, Any]) -> None:
     print(f"two replicas of {PIPELINE} ranks, a host each; the cable lets {options.rate} pass in each direction")
     print(f"all-reduces of {options.kilobytes} KB, two at once, come to {told['bandwidth'] / 1e6:.2f} MB/s of gradients")
     print(f"F {options.milliseconds:g} ms and B {2 * options.milliseconds:g} ms on a rank, {options.microbatches} microbatches")
@@ -149,4 +149,4 @@ def _print(options: Options, told: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    run(Options, work, main)
+    run(GradientOptions, work, main)

@@ -42,7 +42,7 @@ BUFFER = (
 
 
 @dataclass
-class Options:
+class HostOptions:
     """Measure steps whose messages cross a slow link, beside what the simulator predicts."""
 
     rate: str = "100mbit"  # of the cable in each direction, as `tc` writes it
@@ -77,7 +77,7 @@ class WaitingSends(PendingSends):
 # ---- on every rank
 
 
-def work(options: Options) -> None:
+def work(options: HostOptions) -> None:
     """What every rank runs: measures the link, then every configuration. Rank 0 writes down what came out."""
     topology = ps.comms.init_distributed(timeout=60)
     hosts: list[str] = [""] * RANKS
@@ -112,7 +112,7 @@ def _bandwidth(hosts: list[str], kilobytes: int) -> float:
     return found.item()
 
 
-def _measured(options: Options, name: str, kilobytes: int, link: Link) -> Row:
+def _measured(options: HostOptions, name: str, kilobytes: int, link: Link) -> Row:
     """One configuration: its steps both ways, in turns, and what the simulator says of both."""
     table = ps.schedule.build(name, ranks=RANKS, microbatches=options.microbatches)
     part = RANKS / table.num_stages
@@ -192,13 +192,13 @@ def _busiest(table: Schedule, subject: Emulated, link: Link) -> float:
 # ---- on this machine
 
 
-def main(options: Options) -> None:
+def main(options: HostOptions) -> None:
     """Make two hosts, run the ranks there, print what came out."""
     limited = f"echo {BUFFER} > /proc/sys/net/ipv4/tcp_wmem"
     _print(options, *results_of(__file__, RANKS // 2, options.rate, limited))
 
 
-def _print(options: Options, told: dict[str, Any], crossed: int) -> None:
+def _print(options: HostOptions, told: dict[str, Any], crossed: int) -> None:
     megabytes = told["bandwidth"] / 1e6
     print(f"ranks on {', '.join(told['hosts'])}; {crossed / 1e6:.0f} MB left {told['hosts'][0]} over the cable")
     print(f"the cable lets {options.rate} pass; tensors get {megabytes:.2f} MB/s ({8 * megabytes:.1f} Mbit/s)")
@@ -229,4 +229,4 @@ def _compared(row: Row, way: str, said: str) -> Row:
 
 
 if __name__ == "__main__":
-    run(Options, work, main)
+    run(HostOptions, work, main)

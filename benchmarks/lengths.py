@@ -31,7 +31,7 @@ Batch = tuple[list[Tensor], list[Tensor]]  # the entries of a list: inputs and t
 
 
 @dataclass
-class Options:
+class LengthOptions:
     """Measure steps over rows of unequal lengths."""
 
     only: tuple[str, ...] = ("emulated", "shapes", "compute")
@@ -71,7 +71,7 @@ class Sleep(torch.autograd.Function):
         return gradient.view_as(gradient), gradient.flatten()[:1], None
 
 
-class Device(nn.Module):
+class LengthDevice(nn.Module):
     """Sleeps for so long a token, or so long an action."""
 
     def __init__(self, per_token: float = 0.0, per_action: float = 0.0) -> None:
@@ -110,10 +110,10 @@ def timed_step(pipe: ps.Pipeline, batch: Batch, order: str = "given") -> float:
     return max(end for _, end in spans) - min(start for start, _ in spans)
 
 
-def run_emulated(options: Options, source: str) -> list[dict[str, tuple[float, float]]]:
+def run_emulated(options: LengthOptions, source: str) -> list[dict[str, tuple[float, float]]]:
     """Of each batch and kind of step: the fastest step's seconds from first action to last, and those predicted."""
     tokens = [entry.numel() for draw in range(options.draws) for entry in pad(fours(), SOURCES[source](draw))[0]]
-    devices = [Device(per_token=FORWARD_SECONDS / fmean(tokens)) for _ in range(RANKS)]
+    devices = [LengthDevice(per_token=FORWARD_SECONDS / fmean(tokens)) for _ in range(RANKS)]
     pipe = ps.Pipeline(devices, first_loss, "1f1b", MICROBATCHES)
     found = []
     for draw in range(-1, options.draws):
@@ -148,7 +148,7 @@ def predict(pipe: ps.Pipeline, batch: Batch, order: str) -> float:
     return ps.schedule.simulate(pipe.schedule, costs.step_costs(sizes)).makespan
 
 
-def emulated(options: Options) -> None:
+def emulated(options: LengthOptions) -> None:
     """Four devices whose actions take as long as their microbatch is large."""
     rows: list[Row] = []
     for source in SOURCES:
@@ -171,7 +171,7 @@ def emulated(options: Options) -> None:
 
 def run_shapes(steps: int) -> tuple[list[float], list[float]]:
     """Seconds of steps over 16 equal microbatches, and over 16 of shapes that are new in each step."""
-    pipe = ps.Pipeline([Device(per_action=FORWARD_SECONDS) for _ in range(RANKS)], first_loss, "1f1b", MICROBATCHES)
+    pipe = ps.Pipeline([LengthDevice(per_action=FORWARD_SECONDS) for _ in range(RANKS)], first_loss, "1f1b", MICROBATCHES)
     equal: list[float] = []
     unequal: list[float] = []
     for step in range(WARM_UP + steps):
@@ -182,7 +182,7 @@ def run_shapes(steps: int) -> tuple[list[float], list[float]]:
     return equal[WARM_UP:], unequal[WARM_UP:]
 
 
-def shapes(options: Options) -> None:
+def shapes(options: LengthOptions) -> None:
     """What it costs that no shape was seen before."""
     equal, unequal = ps.launch(run_shapes, RANKS, options.shape_steps)[0]
     ideal = ps.schedule.simulate(
@@ -241,7 +241,7 @@ def run_compute(rounds: int) -> tuple[dict[str, float], dict[str, Tensor]]:
     return {kind: tokens / min(times[1:]) for kind, times in seconds.items()}, grads
 
 
-def compute(options: Options) -> None:
+def compute(options: LengthOptions) -> None:
     """A GPT on two ranks, one thread each, beside one process."""
     two = ps.launch(run_compute, 2, options.rounds)
     one, expected = ps.launch(run_compute, 1, options.rounds)[0]
@@ -254,7 +254,7 @@ def compute(options: Options) -> None:
     show(rows, "", "two ranks", "one process", "ratio")
 
 
-def main(options: Options) -> None:
+def main(options: LengthOptions) -> None:
     """Run the parts that were asked for."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for part in (emulated, shapes, compute):
@@ -263,4 +263,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(LengthOptions))

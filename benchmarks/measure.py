@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from engines import Case, Engine, OneProcess, Peer, Penstock, check_same, forget_gradients
+from engines import EngineCase, OneProcessEngine, Peer, Penstock, TrainingEngine, check_same, forget_gradients
 
 import penstock as ps
 from penstock.schedule import Event, Timeline
@@ -27,7 +27,7 @@ class Lap(NamedTuple):
 
 
 @dataclass
-class Record:
+class RankMeasurements:
     """All that one rank measured for one case."""
 
     laps: dict[str, list[Lap]] = field(default_factory=dict)  # engine -> its steps
@@ -36,19 +36,19 @@ class Record:
     send: float = 0.0  # seconds a bare message takes from rank 0 to rank 1, on rank 1
 
 
-def run_cases(cases: list[Case], repeats: int, alone: bool) -> list[Record]:
+def run_cases(cases: list[EngineCase], repeats: int, alone: bool) -> list[RankMeasurements]:
     """What `penstock.launch` calls on every rank. `alone`: one process as well, piece by piece and the batch at once."""
     rank = ps.comms.init_distributed().rank
     return [_run(case, rank, repeats, alone) for case in cases]
 
 
-def _run(case: Case, rank: int, repeats: int, alone: bool) -> Record:
+def _run(case: EngineCase, rank: int, repeats: int, alone: bool) -> RankMeasurements:
     ours, peer = Penstock(case, rank), Peer(case, rank)
-    engines: dict[str, Engine] = {"ours": ours, "peer": peer}
+    engines: dict[str, TrainingEngine] = {"ours": ours, "peer": peer}
     if alone:
-        engines |= {"accumulated": OneProcess(case, rank, case.microbatches), "whole": OneProcess(case, rank, 1)}
+        engines |= {"accumulated": OneProcessEngine(case, rank, case.microbatches), "whole": OneProcessEngine(case, rank, 1)}
     warm_up(engines)
-    record = Record(peer=check_same(ours, peer, case, rank), send=_send_time(case, rank))
+    record = RankMeasurements(peer=check_same(ours, peer, case, rank), send=_send_time(case, rank))
     for name, lap in laps(engines, repeats):
         record.laps.setdefault(name, []).append(lap)
         if name == "ours":
@@ -57,21 +57,21 @@ def _run(case: Case, rank: int, repeats: int, alone: bool) -> Record:
     return record
 
 
-def warm_up(engines: dict[str, Engine]) -> None:
+def warm_up(engines: dict[str, TrainingEngine]) -> None:
     """Steps that do not count."""
     for _ in range(WARM_UP):
         for engine in engines.values():
             engine.step()
 
 
-def laps(engines: dict[str, Engine], repeats: int) -> Iterator[tuple[str, Lap]]:
+def laps(engines: dict[str, TrainingEngine], repeats: int) -> Iterator[tuple[str, Lap]]:
     """Steps of all engines in turns, each with the name of its engine."""
     for repeat in range(repeats):
         for name in engines if repeat % 2 else reversed(engines):  # nobody always goes first
             yield name, _lap(engines[name])
 
 
-def _lap(engine: Engine) -> Lap:
+def _lap(engine: TrainingEngine) -> Lap:
     """One step, begun by all ranks together."""
     forget_gradients(engine)
     dist.barrier()
@@ -81,7 +81,7 @@ def _lap(engine: Engine) -> Lap:
     return Lap(start, end, time.thread_time() - threads, time.process_time() - process)
 
 
-def _send_time(case: Case, rank: int) -> float:
+def _send_time(case: EngineCase, rank: int) -> float:
     """What the transport takes to bring a message to a receive that waits for it, no engine involved.
 
     Before it sends, the sender sleeps as long as a forward does where devices are emulated: after a sleep all is slower.
@@ -98,7 +98,7 @@ def _send_time(case: Case, rank: int) -> float:
     return median(end - start for start, end in zip(*everyone[:2], strict=True)) if times else 0.0
 
 
-def _send(case: Case) -> float:
+def _send(case: EngineCase) -> float:
     message = torch.ones(case.subject.message // 4)
     time.sleep(case.subject.nominal[0] if case.subject.nominal else 0.002)
     start = time.perf_counter()
@@ -106,7 +106,7 @@ def _send(case: Case) -> float:
     return start
 
 
-def _receive(case: Case) -> float:
+def _receive(case: EngineCase) -> float:
     message = torch.empty(case.subject.message // 4)
     dist.recv(message, 0)
     return time.perf_counter()

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from engines import SHARED, Case, Engine, OneProcess, Peer, Penstock
+from engines import SHARED, EngineCase, OneProcessEngine, Peer, Penstock, TrainingEngine
 from explain import ratio, step_times
-from measure import Record, laps, warm_up
+from measure import RankMeasurements, laps, warm_up
 from subjects import Perceptron
 from tables import Row, show
 
@@ -28,9 +28,9 @@ def merge(counts: Sequence[int], repeats: int) -> list[Row]:
 
 
 def _rows(microbatches: int, repeats: int) -> list[Row]:
-    cases = {("ours", f"{name} +W"): Case(Perceptron(), name, RANKS, microbatches, True, True) for name in LAST}
-    cases |= {("ours", name): Case(Perceptron(), name, RANKS, microbatches, merge=True) for name in AS_IT_IS}
-    cases |= {("peer", name): Case(Perceptron(), name, RANKS, microbatches) for name in SHARED}
+    cases = {("ours", f"{name} +W"): EngineCase(Perceptron(), name, RANKS, microbatches, True, True) for name in LAST}
+    cases |= {("ours", name): EngineCase(Perceptron(), name, RANKS, microbatches, merge=True) for name in AS_IT_IS}
+    cases |= {("peer", name): EngineCase(Perceptron(), name, RANKS, microbatches) for name in SHARED}
     records = ps.launch(_run, RANKS, cases, repeats)
     steps = {key: step_times(records, " ".join(key)) for key in cases}
     middle = {key: ratio([1.0] * repeats, steps[key]).middle for key in cases}
@@ -48,23 +48,23 @@ def _rows(microbatches: int, repeats: int) -> list[Row]:
     ]
 
 
-def _run(cases: dict[tuple[str, str], Case], repeats: int) -> Record:
+def _run(cases: dict[tuple[str, str], EngineCase], repeats: int) -> RankMeasurements:
     rank = ps.comms.init_distributed().rank
     _check_exact([case for (engine, _), case in cases.items() if engine == "ours"], rank)
-    engines: dict[str, Engine] = {
+    engines: dict[str, TrainingEngine] = {
         " ".join(key): (Penstock if key[0] == "ours" else Peer)(case, rank) for key, case in cases.items()
     }
     warm_up(engines)
-    record = Record()
+    record = RankMeasurements()
     for name, lap in laps(engines, repeats):
         record.laps.setdefault(name, []).append(lap)
     return record
 
 
-def _check_exact(cases: list[Case], rank: int) -> None:
+def _check_exact(cases: list[EngineCase], rank: int) -> None:
     """Our gradients in float64 are those of the whole batch at once. Raises AssertionError if not."""
     cases = [replace(case, subject=Perceptron(dtype=torch.float64)) for case in cases]
-    whole = OneProcess(cases[0], 0, microbatches=1)
+    whole = OneProcessEngine(cases[0], 0, microbatches=1)
     whole.step()
     exact = {name: parameter.grad for module in whole.modules for name, parameter in module.named_parameters()}
     for case in cases:

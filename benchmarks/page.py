@@ -39,7 +39,7 @@ MOVED = """
 
 
 @dataclass
-class Options:
+class PageOptions:
     """Measure the page of a simulated step."""
 
     schedule: str = "1f1b"
@@ -68,7 +68,7 @@ def answered() -> float:
     return time.perf_counter() - begin
 
 
-def main(options: Options) -> None:
+def main(options: PageOptions) -> None:
     """Make the page, open it, move it, ask the studio, print."""
     step = simulate(build(options.schedule, options.ranks, options.microbatches), Costs(send=0.1))
     begin = time.perf_counter()
@@ -95,4 +95,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(PageOptions))

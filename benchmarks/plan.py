@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import tyro
-from planned_models import Alike, large_models, limit_of
+from planned_models import UniformLayerChain, large_models, limit_of
 from tables import Row, show
 from torch import Tensor, nn
 
@@ -56,7 +56,7 @@ Pairs = list[bool]  # of each two plans, whether the one that is planned to be f
 
 
 @dataclass
-class Options:
+class PlanOptions:
     """Plan, run, and compare with the default."""
 
     ranks: tuple[int, ...] = (4, 8)
@@ -70,7 +70,7 @@ class Options:
     json: Path | None = None
 
 
-class Asleep(EmulatedDevice):
+class SleepingDevice(EmulatedDevice):
     """An emulated device that needs its own output for its backward, and so sleeps once more if that is recomputed."""
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def seconds_of(ranks: int) -> list[tuple[float, float, float]]:
 
 def model_of(ranks: int) -> nn.Sequential:
     """The layers, asleep."""
-    return nn.Sequential(*(Asleep(*seconds, parameters=DIM) for seconds in seconds_of(ranks)))
+    return nn.Sequential(*(SleepingDevice(*seconds, parameters=DIM) for seconds in seconds_of(ranks)))
 
 
 def layers_of(ranks: int) -> ModelProfile:
@@ -111,7 +111,7 @@ def default_of(layers: ModelProfile, ranks: int, batch: int, terms: Limits) -> F
     way: Literal["stage"] | None
     table = ps.schedule.build("1f1b", ranks, MICROBATCHES)
     for way in (None, "stage"):
-        line = Alike(layers.costs_at(batch / MICROBATCHES), way)
+        line = UniformLayerChain(layers.costs_at(batch / MICROBATCHES), way)
         begins = tuple(balanced_starts(line.layer_seconds, ranks))
         found = PartitionSearch(line, ScheduleTimer(table), terms).evaluate(begins)
         if not found.excess_bytes:
@@ -157,7 +157,7 @@ def run_plans(plans: Sequence[PlanLike], make: Callable[[int], Task], steps: int
     return usual
 
 
-def emulated(options: Options) -> tuple[list[Row], Pairs]:
+def emulated(options: PlanOptions) -> tuple[list[Row], Pairs]:
     """Every number of ranks and share of memory: the plan beside the default; and pairs of the best of some families."""
     rows, pairs = [], []
     for ranks, share in product(options.ranks, options.shares):
@@ -171,7 +171,7 @@ def emulated(options: Options) -> tuple[list[Row], Pairs]:
     return rows, pairs
 
 
-def real(options: Options) -> tuple[list[Row], Pairs]:
+def real(options: PlanOptions) -> tuple[list[Row], Pairs]:
     """Two ranks whose layers compute, measured here."""
     ranks = ps.launch(measured, 2)
     layers, beside = ModelProfile.mean_of([layers for layers, _ in ranks]), ranks[0][1]
@@ -212,7 +212,7 @@ def planned(layers: ModelProfile, batch: int, terms: Limits, effort: Effort) -> 
     return plans
 
 
-def compared(plans: Sequence[Plan], default: Fixed, make: Callable[[int], Task], options: Options) -> tuple[Row, Pairs]:
+def compared(plans: Sequence[Plan], default: Fixed, make: Callable[[int], Task], options: PlanOptions) -> tuple[Row, Pairs]:
     """All run in turn: the first plan beside the default, and every pair of which one is planned to be notably faster."""
     every: list[Plan | Fixed] = [*plans, default]
     rounds, begin = list[list[float]](), time.perf_counter()
@@ -243,7 +243,7 @@ def compared(plans: Sequence[Plan], default: Fixed, make: Callable[[int], Task],
     return row, pairs
 
 
-def main(options: Options) -> None:
+def main(options: PlanOptions) -> None:
     """Plan, run, tell."""
     rows, pairs = (large_models(options.effort), []) if options.models else (real if options.real else emulated)(options)
     show(rows, *rows[0])
@@ -254,4 +254,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(PlanOptions))

@@ -89,7 +89,7 @@ MODELS: dict[str, Callable[[], ModelProfile]] = {
 }
 
 
-class Alike(LayerChain):
+class UniformLayerChain(LayerChain):
     """The layers in a row, where all stages have one recomputation, whether that fits or not."""
 
     def __init__(self, layers: Sequence[LayerCost], recompute: Recompute) -> None:
@@ -107,7 +107,7 @@ def even_cut(layers: ModelProfile, terms: Limits, batch: int, counts: Sequence[i
     """Seconds of the best of these families on cuts whose slowest stage is the fastest, with all recomputed or nothing."""
     best = math.inf
     for count, name in product(counts, names):
-        lines = [Alike(layers.costs_at(batch / count), way) for way in (None, "stage", "block")]
+        lines = [UniformLayerChain(layers.costs_at(batch / count), way) for way in (None, "stage", "block")]
         for table in family_timers([name], len(terms.memory_bytes), count, len(layers.layer_names)):
             starts = tuple(balanced(lines[0].layer_seconds, len(table.placement)))
             for candidate in (PartitionSearch(line, table, terms).evaluate(starts) for line in lines):
@@ -117,7 +117,7 @@ def even_cut(layers: ModelProfile, terms: Limits, batch: int, counts: Sequence[i
 
 def limit_of(layers: ModelProfile, ranks: int, batch: int, count: int, share: float) -> float:
     """Bytes: this `share` of what 1f1b on an even cut takes on its fullest rank."""
-    line = Alike(layers.costs_at(batch / count), None)
+    line = UniformLayerChain(layers.costs_at(batch / count), None)
     cutting = PartitionSearch(line, ScheduleTimer(build("1f1b", ranks, count)), Limits((math.inf,) * ranks))
     return share * max(choice.peak_bytes for choice in cutting.evaluate(tuple(balanced(line.layer_seconds, ranks))).choices)
 

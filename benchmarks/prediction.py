@@ -37,7 +37,7 @@ DIFFERENT = 0.05  # two schedules whose steps differ by more than this are to be
 
 
 @dataclass
-class Options:
+class PredictionOptions:
     """Predict the steps of emulated devices from the costs of one configuration, and measure them."""
 
     ranks: tuple[int, ...] = (2, 4, 8)
@@ -50,7 +50,7 @@ class Options:
     json: Path | None = None  # write all numbers there
 
 
-class Case(NamedTuple):
+class PredictionCase(NamedTuple):
     """One configuration."""
 
     schedule: str
@@ -81,13 +81,13 @@ class Ran(NamedTuple):
         return median(step - line.makespan for step, line in zip(self.seconds, self.timelines, strict=True))
 
 
-def run_cases(cases: list[Case], steps: int) -> list[Ran]:
+def run_cases(cases: list[PredictionCase], steps: int) -> list[Ran]:
     """What `penstock.launch` calls on every rank."""
     ps.comms.init_distributed()
     return [_run(case, steps) for case in cases]
 
 
-def _run(case: Case, steps: int) -> Ran:
+def _run(case: PredictionCase, steps: int) -> Ran:
     stages = [nn.Sequential(*(EmulatedLayer(DIM, *SECONDS) for _ in range(size))) for size in case.layers()]
     pipe = ps.Pipeline(stages, nn.functional.mse_loss, schedule=case.table())
     inputs, target = torch.randn(2, ROWS * case.microbatches, DIM)
@@ -148,16 +148,16 @@ def _straggler(steps: int) -> None:
     print(f"; where all are alike: {'nobody' if fair.explain().straggler is None else 'one, wrongly'}")
 
 
-def main(options: Options) -> None:
+def main(options: PredictionOptions) -> None:
     """Measure one configuration and the others, predict these, print all and what it comes to."""
-    source = Case(options.source, options.source_ranks, 8)
+    source = PredictionCase(options.source, options.source_ranks, 8)
     cases = [
-        Case(name, ranks, count, even)
+        PredictionCase(name, ranks, count, even)
         for ranks in options.ranks
         for count, even in _sizes(options)
         for name in options.schedules
     ]
-    ran: dict[Case, Ran] = {case: Ran([], []) for case in [source, *cases]}
+    ran: dict[PredictionCase, Ran] = {case: Ran([], []) for case in [source, *cases]}
     for _ in range(options.rounds):
         _add(ran, source.ranks, [source], 2 * options.steps)
         for ranks in options.ranks:
@@ -175,17 +175,17 @@ def main(options: Options) -> None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
-def _add(ran: dict[Case, Ran], ranks: int, cases: list[Case], steps: int) -> None:
+def _add(ran: dict[PredictionCase, Ran], ranks: int, cases: list[PredictionCase], steps: int) -> None:
     for case, result in zip(cases, ps.launch(run_cases, ranks, cases, steps)[0], strict=True):
         ran[case].seconds.extend(result.seconds)
         ran[case].timelines.extend(result.timelines)
 
 
-def _sizes(options: Options) -> list[tuple[int, bool]]:
+def _sizes(options: PredictionOptions) -> list[tuple[int, bool]]:
     return [*((count, True) for count in options.microbatches), (options.microbatches[0], False)]
 
 
-def _row(case: Case, ran: Ran, source: Case, known: Ran) -> Row:
+def _row(case: PredictionCase, ran: Ran, source: PredictionCase, known: Ran) -> Row:
     row: Row = {"P": case.ranks, "M": case.microbatches, "cut": "even" if case.even else "uneven", "schedule": case.schedule}
     best = known.timelines[known.seconds.index(min(known.seconds))]
     took = {"": min(ran.seconds), "median ": median(ran.seconds)}
@@ -214,4 +214,4 @@ def _summary(rows: list[Row], took: str, told: str) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(PredictionOptions))

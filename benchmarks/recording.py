@@ -25,7 +25,7 @@ WARM_UP = 5  # steps
 
 
 @dataclass
-class Options:
+class RecordingOptions:
     """Measure steps with and without the record of their actions."""
 
     ranks: int = 2
@@ -52,7 +52,7 @@ def silent(device: torch.device, offset: float = 0.0, previous_end: object = Non
     return Silent()
 
 
-def steps(options: Options) -> list[tuple[float, float]]:
+def steps(options: RecordingOptions) -> list[tuple[float, float]]:
     """Seconds of a step (with, without) the record, turn by turn. Run on every rank."""
     ps.comms.init_distributed(backend="gloo")
     seconds = options.action_ms / 1e3
@@ -90,7 +90,7 @@ def alone() -> float:
     return (time.perf_counter() - begin) / CALLS
 
 
-def main(options: Options) -> None:
+def main(options: RecordingOptions) -> None:
     """Measure and print both."""
     turns = ps.launch(steps, options.ranks, options)[0]
     with_record, without = zip(*turns, strict=True)
@@ -106,4 +106,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(RecordingOptions))

@@ -30,7 +30,7 @@ MOST = {"steps": 1e6 / 1000, "pipelines": 8e3}  # bytes that one may leave
 
 
 @dataclass(frozen=True)
-class Options:
+class SoakOptions:
     """Run until something would have grown."""
 
     steps: int = 20_000
@@ -74,7 +74,7 @@ def looks(count: int, do: Callable[[int], None]) -> list[Look]:
     return found
 
 
-def soak(options: Options) -> dict[str, list[Look]]:
+def soak(options: SoakOptions) -> dict[str, list[Look]]:
     """What one rank does."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (options.descriptors, options.descriptors))
     ps.comms.init_distributed(timeout=60)
@@ -111,7 +111,7 @@ def is_flat(found: list[Look]) -> bool:
     return len({(timeline.descriptors, timeline.threads) for timeline in settled}) == 1
 
 
-def main(options: Options) -> None:
+def main(options: SoakOptions) -> None:
     """Soak, and say what grew."""
     grown = False
     for rank, told in enumerate(ps.launch(soak, options.ranks, options)):
@@ -125,4 +125,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(SoakOptions))

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from explain import ratio
-from subjects import Perceptron, Subject, Transformer
+from subjects import Perceptron, Subject, TransformerSubject
 from tables import Row, show
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
@@ -19,8 +19,8 @@ from penstock.stage.stage import Stage
 
 MICROBATCHES = 8  # of the batch
 CUT = 4  # stages of the model; the second of them is measured
-WIDE = Transformer(name="gpt 256", config=GPTConfig(width=256))
-TURNS: dict[Subject, int] = {Perceptron(): 20, Transformer(): 20, WIDE: 8, Perceptron(dim=16): 500}  # for each repeat
+WIDE = TransformerSubject(name="gpt 256", config=GPTConfig(width=256))
+TURNS: dict[Subject, int] = {Perceptron(): 20, TransformerSubject(): 20, WIDE: 8, Perceptron(dim=16): 500}  # for each repeat
 
 Lap = tuple[float, float]  # seconds of a forward, and of its backward
 

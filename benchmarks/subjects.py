@@ -164,7 +164,7 @@ class Perceptron:
 
 
 @dataclass(frozen=True)
-class Transformer:
+class TransformerSubject:
     """The small GPT on random tokens."""
 
     rows: int = 32

@@ -109,7 +109,7 @@ def run_fault(fault: str, rank: int, ranks: int, path: Path) -> None:
     if fault == "receive posted too early" and rank == 0:
         post_early(runtime)
     if fault == "slow link":
-        schedules._batch_p2p = partial(send_late, batch_p2p, Line(), rank)
+        schedules._batch_p2p = partial(send_late, batch_p2p, DelayedLink(), rank)
     parameters = [nn.Parameter(torch.ones(8)) for _ in range(400 if fault == "unfused optimizer" else 1)]
     for parameter in parameters:
         parameter.grad = torch.ones(8)
@@ -223,14 +223,14 @@ def post_early(runtime: Any) -> None:
     batch_p2p: Any = schedules._batch_p2p
 
     def post(operations: list[dist.P2POp], desc: str | None = None) -> list[Any]:
-        works = [Once(work) for work in batch_p2p(operations, desc)]
+        works = [RepeatableWork(work) for work in batch_p2p(operations, desc)]
         PENDING.extend(work for work, operation in zip(works, operations, strict=True) if operation.op is dist.irecv)
         return works
 
     setattr(schedules, "_batch_p2p", post)  # noqa: B010, which mypy asks for
 
 
-class Once:
+class RepeatableWork:
     """A work that may be waited for more than once."""
 
     def __init__(self, work: dist.Work) -> None:
@@ -243,7 +243,7 @@ class Once:
             work.wait()
 
 
-class Line:
+class DelayedLink:
     """Sends messages from a thread, each a while after it was handed over, in order."""
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ class Done:
         """Return at once."""
 
 
-def send_late(batch_p2p: Any, line: Line, rank: int, operations: list[dist.P2POp], desc: str | None = None) -> list[Any]:
+def send_late(batch_p2p: Any, line: DelayedLink, rank: int, operations: list[dist.P2POp], desc: str | None = None) -> list[Any]:
     """Post `operations` as torch does, but hand what rank 0 sends to the slow line."""
     works: list[Any] = []
     for operation in operations:

@@ -13,12 +13,12 @@ from statistics import fmean, median
 from typing import Literal
 
 import tyro
-from engines import SHARED, Case
+from engines import SHARED, EngineCase
 from explain import Spread, fed, ideal, ratio, step_times, times_of, typical_excess
-from measure import Record, run_cases
+from measure import RankMeasurements, run_cases
 from merge import merge
 from split import split
-from subjects import Emulated, Perceptron, Subject, Transformer, Trivial
+from subjects import Emulated, Perceptron, Subject, TransformerSubject, Trivial
 from tables import Row, show
 
 import penstock as ps
@@ -31,7 +31,7 @@ DRIVEN = ("gpipe", "1f1b", "zb-v")  # schedules of the trivial stage
 
 
 @dataclass
-class Options:
+class ComparisonOptions:
     """Compare Penstock with torch.distributed.pipelining."""
 
     only: Literal["emulated", "compute", "engine", "split", "merge"] | None = None  # one part; default all
@@ -42,7 +42,7 @@ class Options:
     json: Path | None = None  # write all numbers there
 
 
-def main(options: Options) -> None:
+def main(options: ComparisonOptions) -> None:
     """Run the parts asked for and print their tables."""
     if options.quick:
         options.ranks, options.repeats = (4,), 3
@@ -58,7 +58,7 @@ def main(options: Options) -> None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def emulated(options: Options) -> list[Row]:
+def emulated(options: ComparisonOptions) -> list[Row]:
     """Stages that sleep: what the schedule and the engine cost when devices are not the machine's cores."""
     rows: list[Row] = []
     for ranks in options.ranks:
@@ -78,9 +78,9 @@ def emulated(options: Options) -> list[Row]:
     return rows
 
 
-def _emulated(width: int, schedule: str, ranks: int, microbatches: int) -> Case:
+def _emulated(width: int, schedule: str, ranks: int, microbatches: int) -> EngineCase:
     stages_per_rank = ps.schedule.build(schedule, ranks=ranks, microbatches=microbatches).num_stages // ranks
-    return Case(Emulated(width, FORWARD / stages_per_rank), schedule, ranks, microbatches)
+    return EngineCase(Emulated(width, FORWARD / stages_per_rank), schedule, ranks, microbatches)
 
 
 def _summary(rows: list[Row]) -> Iterator[Row]:
@@ -98,8 +98,8 @@ def _summary(rows: list[Row]) -> Iterator[Row]:
 
 def compute(repeats: int) -> list[Row]:
     """Real compute on two ranks, with one process beside it."""
-    subjects: list[Subject] = [Perceptron(), Transformer()]
-    cases = [Case(subject, schedule, 2, 8) for subject in subjects for schedule in COMPUTED]
+    subjects: list[Subject] = [Perceptron(), TransformerSubject()]
+    cases = [EngineCase(subject, schedule, 2, 8) for subject in subjects for schedule in COMPUTED]
     rows = [_compute_row(*pair) for pair in _run(cases, repeats, alone=True)]
     print("\nReal compute, one thread a rank. Times in ms; in one process: 'accumulated' over 8 microbatches, 'whole' batch.")
     print("Gain: 'accumulated' / step, each from the same turn.")
@@ -112,7 +112,7 @@ def engine(repeats: int) -> list[Row]:
     """Stages without compute: what the engine costs for each action."""
     rows: list[Row] = []
     for ranks in (1, 2):
-        cases = [Case(Trivial(), schedule, ranks, count) for schedule in DRIVEN for count in (8, 32)]
+        cases = [EngineCase(Trivial(), schedule, ranks, count) for schedule in DRIVEN for count in (8, 32)]
         rows += [_engine_row(*pair) for pair in _run(cases, repeats, alone=True)]
     print("\nA trivial stage: us for each action of a rank (step / actions), then its CPU time, of the main thread and of all.")
     print("'autograd': the CPU time of one process that runs the same stages with no engine.")
@@ -121,13 +121,13 @@ def engine(repeats: int) -> list[Row]:
     return rows
 
 
-def _run(cases: list[Case], repeats: int, alone: bool = False) -> list[tuple[Case, list[Record]]]:
+def _run(cases: list[EngineCase], repeats: int, alone: bool = False) -> list[tuple[EngineCase, list[RankMeasurements]]]:
     """The cases, all of the same number of ranks, each with every rank's record."""
     everyone = ps.launch(run_cases, cases[0].ranks, cases, repeats, alone)
     return list(zip(cases, map(list, zip(*everyone, strict=True)), strict=True))
 
 
-def _common(case: Case, records: list[Record]) -> Row:
+def _common(case: EngineCase, records: list[RankMeasurements]) -> Row:
     ours, peer = (step_times(records, name) for name in ("ours", "peer"))
     return {
         "P": case.ranks,
@@ -141,7 +141,7 @@ def _common(case: Case, records: list[Record]) -> Row:
     }
 
 
-def _emulated_row(case: Case, records: list[Record]) -> Row:
+def _emulated_row(case: EngineCase, records: list[RankMeasurements]) -> Row:
     row = _common(case, records)
     bare, send = ideal(case), records[0].send
     with_measured = median(fed(case, timeline, send) for timeline in records[0].timelines)
@@ -153,7 +153,7 @@ def _emulated_row(case: Case, records: list[Record]) -> Row:
     return row | {"message": case.subject.name} | times | multiples | parts | {"sum": sum(parts.values())} | taken
 
 
-def _taken(case: Case, kind: Kind, timelines: tuple[Timeline, ...]) -> tuple[float, ...] | None:
+def _taken(case: EngineCase, kind: Kind, timelines: tuple[Timeline, ...]) -> tuple[float, ...] | None:
     """Mean time of the actions of `kind`, as a multiple of the nominal one; None if there are none."""
     assert case.subject.nominal is not None
     forward, inputs, weights = case.subject.nominal
@@ -163,7 +163,7 @@ def _taken(case: Case, kind: Kind, timelines: tuple[Timeline, ...]) -> tuple[flo
     return tuple(fmean(duration) / nominal for duration in times) if all(times) else None
 
 
-def _compute_row(case: Case, records: list[Record]) -> Row:
+def _compute_row(case: EngineCase, records: list[RankMeasurements]) -> Row:
     row = _common(case, records)
     steps = row["steps"]
     with_measured = median(fed(case, timeline, records[0].send) for timeline in records[0].timelines)
@@ -179,7 +179,7 @@ def _compute_row(case: Case, records: list[Record]) -> Row:
     }
 
 
-def _engine_row(case: Case, records: list[Record]) -> Row:
+def _engine_row(case: EngineCase, records: list[RankMeasurements]) -> Row:
     row = _common(case, records)
     actions = len(case.table().actions[0])
     for name in ("ours", "peer"):
@@ -193,4 +193,4 @@ def _engine_row(case: Case, records: list[Record]) -> Row:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(ComparisonOptions))

@@ -39,7 +39,7 @@ INTERVALS = {DIGESTS: STEPS_BETWEEN_DIGESTS, LOOK: 1}  # steps
 
 
 @dataclass
-class Options:
+class WatchingOptions:
     """Measure steps that are watched, and steps that are not."""
 
     ranks: int = 2
@@ -50,7 +50,7 @@ class Options:
     turns: int = 20  # steps of each kind
 
 
-class Times(NamedTuple):
+class StepTimes(NamedTuple):
     """Of one step, in seconds."""
 
     clock: float
@@ -60,13 +60,13 @@ class Times(NamedTuple):
 class Measured(NamedTuple):
     """What a rank has measured."""
 
-    turns: list[dict[str, Times]]  # by what watches
+    turns: list[dict[str, StepTimes]]  # by what watches
     forward: float  # seconds
     digested: int  # bytes
     heartbeat: float  # seconds of processor time a second
 
 
-def steps(options: Options, folder: str) -> Measured:
+def steps(options: WatchingOptions, folder: str) -> Measured:
     """All turns, on one rank."""
     ps.comms.init_distributed(backend="gloo")
     width, names = options.width, [BARE, *INTERVALS]
@@ -91,7 +91,7 @@ def steps(options: Options, folder: str) -> Measured:
     return Measured(turns[WARM_UP:], median(forwards), digested, heartbeat)
 
 
-def _step(pipe: ps.Pipeline, optimizer: Any, batch: torch.Tensor, trail: checkpoint.DigestLog | None) -> Times:
+def _step(pipe: ps.Pipeline, optimizer: Any, batch: torch.Tensor, trail: checkpoint.DigestLog | None) -> StepTimes:
     dist.barrier()
     begin, used = time.perf_counter(), time.process_time()
     pipe.step(batch[0], target=batch[1])
@@ -99,7 +99,7 @@ def _step(pipe: ps.Pipeline, optimizer: Any, batch: torch.Tensor, trail: checkpo
     if trail is not None:
         trail.record_step()
     optimizer.zero_grad()
-    return Times(time.perf_counter() - begin, time.process_time() - used)
+    return StepTimes(time.perf_counter() - begin, time.process_time() - used)
 
 
 def hashes() -> dict[str, float]:
@@ -131,7 +131,7 @@ def shares(everyone: list[Measured], name: str, interval: int) -> str:
     return f"{told[0]:24} {told[1]}"
 
 
-def main(options: Options) -> None:
+def main(options: WatchingOptions) -> None:
     """Measure and print."""
     print(f"one core hashes, GB/s: {', '.join(f'{name} {speed / 1e9:.1f}' for name, speed in hashes().items())}")
     with tempfile.TemporaryDirectory() as folder:
@@ -147,4 +147,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(WatchingOptions))

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import penstock as ps
 
 
-class OneProcess(LightningEnvironment):
+class OneProcessEnvironment(LightningEnvironment):
     """What Lightning is told: that this process is alone."""
 
     def world_size(self) -> int:
@@ -74,8 +74,8 @@ def train(epochs: int = 3) -> list[float]:
     inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
     dataset = TensorDataset(inputs, inputs.argmax(1) % 3)
     trainer = lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", devices=1, plugins=[OneProcess()], enable_checkpointing=False, logger=False,
-        enable_progress_bar=False, enable_model_summary=rank == 0,
+        max_epochs=epochs, accelerator="cpu", devices=1, plugins=[OneProcessEnvironment()], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=rank == 0,
     )  # fmt: skip
     trainer.fit(piped, DataLoader(dataset, batch_size=16, sampler=piped.pipe.sampler(dataset)))
     return piped.losses

@@ -16,7 +16,7 @@ import penstock as ps
 VOCABULARY, WIDTH, HEADS = 1000, 64, 4
 
 
-class Transformer(nn.Module):
+class TutorialTransformer(nn.Module):
     """Decoder layers between an embedding and a head. A stage cut by hand leaves out what the others have."""
 
     def __init__(self, layers: int) -> None:
@@ -35,7 +35,7 @@ class Transformer(nn.Module):
         return hidden if self.norm is None or self.head is None else self.head(self.norm(hidden))
 
 
-def by_hand(model: Transformer, stages: int) -> list[nn.Module]:
+def by_hand(model: TutorialTransformer, stages: int) -> list[nn.Module]:
     """For every stage a copy of the model without what belongs to the others."""
     parts = [copy.deepcopy(model) for _ in range(stages)]
     for stage, part in enumerate(parts):
@@ -59,7 +59,7 @@ def train(cut: str, schedule: str, steps: int, layers: int, microbatches: int = 
     topology = ps.comms.init_distributed()
     table = ps.schedule.build(schedule, topology.world_size, microbatches)
     torch.manual_seed(0)
-    model, tokens = Transformer(layers), torch.randint(VOCABULARY, (32, 16))
+    model, tokens = TutorialTransformer(layers), torch.randint(VOCABULARY, (32, 16))
     if cut == "manual":
         pipe = ps.Pipeline(by_hand(model, table.num_stages), tokenwise_loss, table)
     else:

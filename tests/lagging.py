@@ -64,7 +64,7 @@ class AtOnce:
 AT_ONCE = AtOnce()
 
 
-class Stream(AtOnce):
+class LaggingStream(AtOnce):
     """What the host has told the device to do: one after the other, each a moment later."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def compute() -> AtOnce:
 
 
 @contextmanager
-def ahead(stream: Stream, modules: Iterable[nn.Module]) -> Iterator[None]:
+def ahead(stream: LaggingStream, modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, the host runs ahead of a device that has the parameters of `modules`; at the end it waits for it."""
     for key in [key for key, memory in _there.items() if memory.expired()]:
         del _there[key]
@@ -227,7 +227,7 @@ def _reads(name: str) -> None:
     method = getattr(Tensor, name)
 
     def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(compute(), Stream) and is_there(self):
+        if isinstance(compute(), LaggingStream) and is_there(self):
             waits.append(_place())
             compute().synchronize()
             with _disable_current_modes():
@@ -241,7 +241,7 @@ for value in ("tolist", "numpy", "cpu"):
     _reads(value)
 
 
-class Event:
+class LaggingEvent:
     """In the place of `torch.cuda.Event`."""
 
     def __init__(self, enable_timing: bool = False) -> None:
@@ -258,11 +258,15 @@ class Event:
         if not self.reached.is_set():
             compute().synchronize()
 
-    def elapsed_time(self, other: "Event") -> float:
+    def elapsed_time(self, other: "LaggingEvent") -> float:
         return (other.time - self.time) * 1e3
 
 
-class Clock(GpuActionClock):
+# The module stands in for `torch.cuda`, which has them by these names.
+Stream, Event = LaggingStream, LaggingEvent
+
+
+class LaggingClock(GpuActionClock):
     """A step's clock on such a device."""
 
     def __init__(self, *args: Any) -> None:
@@ -284,7 +288,7 @@ def install() -> None:
     """From now on pipelines of this rank run on such a device."""
     torch.UntypedStorage.resize_ = _settled(torch.UntypedStorage.resize_)
     fsdp._averaging_pool.submit = _settled(fsdp._averaging_pool.submit)
-    stream = Stream()
+    stream = LaggingStream()
 
     def within(method: Any) -> Any:
         def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -295,4 +299,4 @@ def install() -> None:
 
     for name in ("_run", "generate", "clip_grad_norm_"):
         setattr(Pipeline, name, within(getattr(Pipeline, name)))
-    step.make_clock = Clock
+    step.make_clock = LaggingClock

@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     kwargs: Mapping[str, Any] = {}
 
 
-class Case(NamedTuple):
+class ModelCase(NamedTuple):
     """A model, always the same, its loss, and batches of any number of rows."""
 
     build: Callable[[], nn.Module]
@@ -86,7 +86,7 @@ def token_batch(rows: int, seed: int) -> Batch:
 # -- the transformer of PyTorch's pipeline tutorial ------------------------------------------------------------------
 
 
-class Transformer(nn.Module):
+class DecoderModel(nn.Module):
     """Decoder layers in a ModuleDict between an embedding and a head; what a stage does not have is None."""
 
     def __init__(self, layers: int = 4, dropout: float = 0.0) -> None:
@@ -106,7 +106,7 @@ class Transformer(nn.Module):
         return self.output(hidden).clone() if self.output else hidden
 
 
-def by_hand(model: Transformer, stage: int, stages: int) -> Transformer:
+def by_hand(model: DecoderModel, stage: int, stages: int) -> DecoderModel:
     """The tutorial's way: what belongs to other stages is deleted."""
     keep = torch.arange(len(model.layers)).tensor_split(stages)[stage].tolist()
     for name in list(model.layers):
@@ -193,7 +193,7 @@ def translation_loss(output: dict[str, Any], target: Tensor) -> Tensor:
 # -- tied ------------------------------------------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
+class TiedModel(nn.Module):
     """One matrix is the embedding, the head, and (`owners` 3) what a layer in the middle looks at as well."""
 
     def __init__(self, owners: int = 2, layers: int = 4) -> None:
@@ -218,7 +218,7 @@ class Tied(nn.Module):
         return self.head(self.norm(hidden + start))
 
 
-class Recurrent(nn.Module):
+class RepeatedBlockModel(nn.Module):
     """The same block again and again, with others between; the gradient of its weights comes from every stage."""
 
     def __init__(self) -> None:
@@ -267,15 +267,15 @@ def wide_batch(rows: int, seed: int) -> Batch:
 
 
 CASES = {
-    "transformer": Case(Transformer, token_loss, token_batch),
-    "transformer with dropout": Case(lambda: Transformer(dropout=0.3), token_loss, token_batch),
-    "u-net": Case(UNet, functional.cross_entropy, image_batch),
-    "encoder-decoder": Case(EncoderDecoder, translation_loss, translation_batch),
-    "encoder-decoder with dropout": Case(lambda: EncoderDecoder(0.3, decoders=2), translation_loss, translation_batch),
-    "tied": Case(Tied, token_loss, token_batch),
-    "tied three times": Case(lambda: Tied(3), token_loss, token_batch),
-    "recurrent": Case(Recurrent, token_loss, token_batch),
-    "wide": Case(Wide, functional.cross_entropy, wide_batch),
+    "transformer": ModelCase(DecoderModel, token_loss, token_batch),
+    "transformer with dropout": ModelCase(lambda: DecoderModel(dropout=0.3), token_loss, token_batch),
+    "u-net": ModelCase(UNet, functional.cross_entropy, image_batch),
+    "encoder-decoder": ModelCase(EncoderDecoder, translation_loss, translation_batch),
+    "encoder-decoder with dropout": ModelCase(lambda: EncoderDecoder(0.3, decoders=2), translation_loss, translation_batch),
+    "tied": ModelCase(TiedModel, token_loss, token_batch),
+    "tied three times": ModelCase(lambda: TiedModel(3), token_loss, token_batch),
+    "recurrent": ModelCase(RepeatedBlockModel, token_loss, token_batch),
+    "wide": ModelCase(Wide, functional.cross_entropy, wide_batch),
 }
 
 

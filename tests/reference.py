@@ -54,7 +54,7 @@ def assert_same(ours: dict[str, Any], expected: dict[str, Any]) -> None:
     assert not different, different
 
 
-class Twice(nn.Module):
+class RepeatedMatrix(nn.Module):
     """One matrix, used twice."""
 
     def __init__(self, width: int) -> None:
@@ -68,7 +68,13 @@ class Twice(nn.Module):
 
 def mixed(depth: int) -> nn.Sequential:
     """A frozen part, convolutions, norms, tied weights: (B, 12) -> (B, 3), `depth` layers between."""
-    kinds = [lambda: nn.Conv1d(2, 2, 3, padding=1), lambda: nn.LayerNorm(6), lambda: Twice(6), nn.Tanh, lambda: nn.Linear(6, 6)]
+    kinds = [
+        lambda: nn.Conv1d(2, 2, 3, padding=1),
+        lambda: nn.LayerNorm(6),
+        lambda: RepeatedMatrix(6),
+        nn.Tanh,
+        lambda: nn.Linear(6, 6),
+    ]
     layers = [kinds[index % len(kinds)]() for index in range(depth)]
     model = nn.Sequential(nn.Unflatten(1, (2, 6)), nn.Linear(6, 6), *layers, nn.Flatten(), nn.Linear(12, 3))
     model[1].requires_grad_(False)

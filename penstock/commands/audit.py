@@ -11,7 +11,7 @@ from penstock.errors import PenstockError
 
 
 @command(run_a="RUN_A", run_b="RUN_B")
-class Audit:
+class AuditCommand:
     """Find the first step in which two runs differ.
 
     Exit code 0: the same to the bit. 1: different. 2: not comparable, or different where no equal bits are promised.

@@ -16,28 +16,28 @@ from penstock import __version__
 from penstock.errors import PenstockError
 
 GROUPS = {  # group -> command -> its class, whose docstring is its help and whose fields are its options
-    "learn": {"lab": "learn.Lab", "puzzle": "learn.Puzzle"},
+    "learn": {"lab": "learn.LabCommand", "puzzle": "learn.PuzzleCommand"},
     "schedules": {
-        "schedules": "show.Schedules",
-        "show": "show.Show",
-        "compare": "show.Compare",
-        "search": "search.Search",
-        "studio": "pages.Studio",
+        "schedules": "show.SchedulesCommand",
+        "show": "show.ShowCommand",
+        "compare": "show.CompareCommand",
+        "search": "search.SearchCommand",
+        "studio": "pages.StudioCommand",
     },
     "train": {
-        "train": "train.command.Train",
-        "plan": "plan.Plan",
-        "watch": "pages.Watch",
-        "generate": "trained.Generate",
-        "eval": "trained.Eval",
-        "export": "trained.Export",
-        "export-costs": "traces.ExportCosts",
-        "audit": "audit.Audit",
+        "train": "train.command.TrainCommand",
+        "plan": "plan.PlanCommand",
+        "watch": "pages.WatchCommand",
+        "generate": "trained.GenerateCommand",
+        "eval": "trained.EvalCommand",
+        "export": "trained.ExportCommand",
+        "export-costs": "traces.ExportCostsCommand",
+        "audit": "audit.AuditCommand",
     },
     "machine": {
-        "doctor": "machine.command.Doctor",
-        "bench steps": "machine.command.Steps",
-        "bench collectives": "machine.command.Collectives",
+        "doctor": "machine.command.DoctorCommand",
+        "bench steps": "machine.command.BenchStepsCommand",
+        "bench collectives": "machine.command.BenchCollectivesCommand",
     },
 }
 COMMANDS = {name: path for group in GROUPS.values() for name, path in group.items()}

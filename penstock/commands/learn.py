@@ -21,7 +21,7 @@ POLL_SECONDS = 0.2  # between looks at a watched file
 
 
 @command(number="[NUMBER]", file="[FILE]")
-class Lab:
+class LabCommand:
     """Run a lab, a script that explains and checks one idea."""
 
     number: tyro.conf.Positional[Optional[int]] = None
@@ -43,7 +43,7 @@ class Lab:
 
 
 @command(what="[NUMBER] [watch | hint | reset | solution]")
-class Puzzle:
+class PuzzleCommand:
     """Complete a small file; its target is checked in numbers.
 
     The command `penstock puzzle` lists the twenty puzzles. `penstock puzzle 1` hands out the first. Complete the file, then
@@ -103,7 +103,7 @@ def _list(folder: Folder, fast: bool) -> None:
     print(f"\nnext: penstock puzzle {following}" if following else "\nAll puzzles are passed.")
 
 
-def _check(folder: Folder, book_puzzle: BookPuzzle, options: Puzzle) -> bool:
+def _check(folder: Folder, book_puzzle: BookPuzzle, options: PuzzleCommand) -> bool:
     """Hand the puzzle out if the folder has no file for it, else check the file. Return whether it is passed."""
     path = folder.file(book_puzzle)
     if folder.hand_out(book_puzzle):
@@ -137,7 +137,7 @@ def _draw(timeline: Timeline | None, html: Path | None) -> None:
         print(f"wrote {path}")
 
 
-def _watch(folder: Folder, book_puzzle: BookPuzzle, options: Puzzle) -> None:
+def _watch(folder: Folder, book_puzzle: BookPuzzle, options: PuzzleCommand) -> None:
     """Check whenever the file has changed, until it is passed or Ctrl-C."""
     folder.hand_out(book_puzzle)
     path, checked_version = folder.file(book_puzzle), None

@@ -11,7 +11,7 @@ from penstock.errors import PenstockError
 
 
 @command(file="[FILE]")
-class Studio:
+class StudioCommand:
     """Open the playground: edit and prove schedules on a page."""
 
     file: tyro.conf.Positional[str | None] = None
@@ -39,7 +39,7 @@ class Studio:
 
 
 @command(run_folder="RUN")
-class Watch:
+class WatchCommand:
     """Open the page of a run, while it trains or afterwards."""
 
     run_folder: tyro.conf.Positional[Path]

@@ -35,7 +35,7 @@ NOISE, DRAWS = 0.1, 200  # relative change of action times, and how often they a
     ranks="P", dp="N[,N]", memory="BYTES", batch="ROWS", microbatches="M[,M]", schedules="NAME[,NAME]",
     send="MS", bandwidth="GB/S", speed="TFLOPS", costs="FILE | RUN | TRACES", save_costs="FILE", out="FILE",
 )  # fmt: skip
-class Plan:
+class PlanCommand:
     """Find the fastest way to run a model on given ranks.
 
     A plan is a cut, a schedule, a number of microbatches and what is recomputed. It must fit the memory of the ranks.

@@ -15,7 +15,7 @@ from penstock.view.terminal import summary
 
 
 @command(costs="FILE", ranks="P", microbatches="M", memory="BYTES", send="MS", csv="FILE")
-class Search:
+class SearchCommand:
     """Search for the shortest table that fits the memory.
 
     The cut into stages is given; `penstock plan` also chooses the cut.

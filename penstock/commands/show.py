@@ -82,7 +82,7 @@ def _is_lowered(path: Path) -> bool:
 
 
 @command()
-class Schedules:
+class SchedulesCommand:
     """List the schedules with their bubbles and memory."""
 
     def run(self) -> None:
@@ -114,7 +114,7 @@ def _schedules(width: int | None) -> Iterator[str]:
 
 
 @command()
-class Simulated:
+class SimulationOptions:
     """Options that build a schedule and give the simulator its costs."""
 
     ranks: int = 4
@@ -162,7 +162,7 @@ class Simulated:
     png="FILE",
     **COSTS,
 )
-class Show(Simulated):
+class ShowCommand(SimulationOptions):
     """Draw a schedule, a plan or a run, with bubble and memory.
 
     A schedule is timed by the simulator, at the costs that the options give. A run is drawn as it was measured.
@@ -239,7 +239,7 @@ class Show(Simulated):
 
 
 @command(first="[SCHEDULE | RUN | FILE | TRACES]", second="[SCHEDULE | RUN | FILE | TRACES]", html="FILE", **COSTS)
-class Compare(Simulated):
+class CompareCommand(SimulationOptions):
     """Draw two schedules or runs, and list how they differ.
 
     Both are drawn at one scale. Costs are those of a rank, however many stages a schedule puts on it. A schedule beside a run

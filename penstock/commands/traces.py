@@ -44,7 +44,7 @@ def layer_costs(record: Record, rows: int = 1) -> ModelProfile:
 
 
 @command(source="RUN | TRACES", out="[FILE]", rows="ROWS")
-class ExportCosts:
+class ExportCostsCommand:
     """Write what each stage of a run or of traces cost to a file.
 
     `penstock plan --costs` and `penstock search --costs` read it.

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @command(source="RUN", prompt="TEXT", ranks="P")
-class Generate:
+class GenerateCommand:
     """Continue a text with the GPT of a run."""
 
     source: tyro.conf.Positional[Path]
@@ -51,7 +51,7 @@ class Generate:
 
 
 @command(source="RUN", ranks="P", batch="ROWS")
-class Eval:
+class EvalCommand:
     """Compute the loss of a run's GPT on a text."""
 
     source: tyro.conf.Positional[Path]
@@ -78,7 +78,7 @@ class Eval:
 
 
 @command(source="RUN", out="[FILE | FOLDER]", max_shard_size="BYTES")
-class Export:
+class ExportCommand:
     """Write a run's weights to safetensors files.
 
     The weights are those of the run's newest whole checkpoint.

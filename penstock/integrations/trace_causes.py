@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import median
 
 from penstock.integrations.rank_trace import RankTrace, TimedAction
-from penstock.integrations.trace_marks import Collective, Range
+from penstock.integrations.trace_marks import CollectiveCall, Range
 from penstock.schedule import Action, Improvement, Kind, Timeline
 from penstock.schedule.timing.explanation import NOTABLE_SHARE
 from penstock.schedule.timing.replay import replay
@@ -111,7 +111,7 @@ def _blocked_collectives(step: Timeline, traces: Sequence[RankTrace], usual: Seq
             yield Improvement("blocked", text, gain, timeline, rank)
 
 
-def _blocks(receive: Range, collective: Collective) -> bool:
+def _blocks(receive: Range, collective: CollectiveCall) -> bool:
     """Whether `collective` was posted while `receive` was under way, and could go on when that had ended."""
     if not receive.start <= collective.posted < receive.end:
         return False
@@ -121,7 +121,7 @@ def _blocks(receive: Range, collective: Collective) -> bool:
     return 0 <= delay <= max(CLOSE_SECONDS, SHORT_REST_SHARE * (receive.end - collective.posted))
 
 
-def _collectives_in(trace: RankTrace, row: RankStep) -> Iterator[Collective]:
+def _collectives_in(trace: RankTrace, row: RankStep) -> Iterator[CollectiveCall]:
     """The collectives that began in the actions of `row`."""
     collectives = trace.marks.collectives
     begins = [collective.began for collective in collectives]

@@ -40,7 +40,7 @@ class Range(NamedTuple):
     end: float
 
 
-class Collective(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective, in seconds of the rank's clock: when it was posted, when it began on its device, and when it ended."""
 
     name: str
@@ -72,8 +72,8 @@ class Marks:
         self.launches: list[tuple[float, int]] = []  # of kernels: when, and their correlation ids
         self.kernels: dict[int, Range] = {}
         self.calls: list[tuple[Range, Kind]] = []  # forwards and backwards that say no microbatch
-        self.collectives: list[Collective] = []
-        self.collective_kernels: dict[int, Collective] = {}  # correlation id -> posted when it is launched
+        self.collectives: list[CollectiveCall] = []
+        self.collective_kernels: dict[int, CollectiveCall] = {}  # correlation id -> posted when it is launched
         self.transfers: list[Range] = []  # sends and receives on the device
         self.loading: list[Range] = []  # a data loader's next()
         self.optimizer: list[OptimizerStep] = []
@@ -113,7 +113,7 @@ class Marks:
         """Keep a kernel of NCCL; without the name of a collective it is a message."""
         name, elements = args.get("Collective name"), args.get("In msg nelems")
         if isinstance(name, str) and name.lstrip("_") not in _TRANSFERS:
-            self.collective_kernels[correlation] = Collective(name.lstrip("_"), when.start, *when)
+            self.collective_kernels[correlation] = CollectiveCall(name.lstrip("_"), when.start, *when)
             return
         self.transfers.append(when)
         if isinstance(elements, int):
@@ -145,7 +145,7 @@ class Marks:
             self.receives.append(when)
             self._add_shape(args)
         elif (match := _COLLECTIVE.fullmatch(name)) and match[1] not in _TRANSFERS:
-            self.collectives.append(Collective(match[1], when.start, *when))
+            self.collectives.append(CollectiveCall(match[1], when.start, *when))
         elif name.startswith("enumerate(DataLoader)#"):
             self.loading.append(when)
         elif name.startswith("Optimizer.step#"):

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import Tied, token_batch
+from models import TiedModel, token_batch
 from reference import data, make
 from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
 from penstock.checkpoint.training_digests import RunsNotComparableError, compare_runs, value_digest
-from penstock.commands.audit import Audit
+from penstock.commands.audit import AuditCommand
 from penstock.commands.train.setup import token_loss
 from penstock.engine.checks.digest import block_sums
 from penstock.stage.dtensor import gather_full_tensor
@@ -64,7 +64,7 @@ def rank_digests(name, schedule, steps=3, microbatches=4):
     """Of every step, the same on all ranks."""
     if name == "tied":
         torch.manual_seed(7)
-        model, loss_fn, (args, target, _) = Tied(), token_loss, token_batch(8, 1)
+        model, loss_fn, (args, target, _) = TiedModel(), token_loss, token_batch(8, 1)
         options = {"cuts": ["blocks.2"]} if ps.comms.init_distributed().world_size == 2 else {}
     else:
         (model, loss_fn), (inputs, target), options = make(name), data(name, 8), {}
@@ -276,7 +276,7 @@ def test_a_full_disk_is_told_on_every_rank(tmp_path):
     assert [result.startswith(message) for result in ps.launch(rank_has_no_room, 2, tmp_path)] == [True, True]
 
 
-class Once(nn.Module):
+class NaNOnce(nn.Module):
     """Gives NaN the first time, if it is to."""
 
     def __init__(self, spoiled):
@@ -292,7 +292,7 @@ def test_a_step_that_was_run_again_is_the_same_as_one_that_was_not(tmp_path):
     runs = []
     for spoiled in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(2, 2), Once(spoiled), nn.Linear(2, 2))
+        model = nn.Sequential(nn.Linear(2, 2), NaNOnce(spoiled), nn.Linear(2, 2))
         pipe = ps.Pipeline(model, nn.functional.mse_loss, microbatches=2, on_nonfinite="retry")
         trail = checkpoint.DigestLog(tmp_path / str(spoiled), pipe, every=1)
         with pytest.warns(RuntimeWarning, match="was transient") if spoiled else nullcontext():
@@ -311,7 +311,7 @@ def test_the_command_ends_with_0_if_runs_are_the_same_1_if_not_2_if_that_cannot_
     (tmp_path / "broken" / "digests.jsonl").write_text('{"step": 2, "weights": {"0.weight": "00000000"}}\n')
     for other in ("a", "b", "c", "d", "", "nowhere", "broken"):
         with pytest.raises(SystemExit) as ended:
-            Audit(tmp_path / "a", tmp_path / other).run()
+            AuditCommand(tmp_path / "a", tmp_path / other).run()
         codes.append(ended.value.code)
     assert codes == [0, 0, 1, 2, 2, 2, 2]
     output = capsys.readouterr()

@@ -24,7 +24,7 @@ STEPS = 1, 2
 NEWEST = "step-00000002"
 
 
-class Run:
+class CheckpointedRun:
     """A pipeline of one process with all that a checkpoint keeps."""
 
     def __init__(self, fill):
@@ -59,7 +59,7 @@ def same(one, other):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile") / "run"
-    run = Run(1.0)
+    run = CheckpointedRun(1.0)
     for step in STEPS:
         run.pipe.step_count = step
         checkpoint.save(folder, *run.given, extra={"epoch": step, "seen": {1: torch.ones(2)}, "betas": (1, 2.5)})
@@ -82,7 +82,7 @@ def rewritten(folder, change):
 
 def passed_over(folder, *message):
     """`resume` takes the checkpoint before, and says why in a sentence."""
-    run = Run(2.0)
+    run = CheckpointedRun(2.0)
     with pytest.warns(UserWarning, match="is passed over") as caught:
         checkpoint.resume(folder, *run.given)
     assert run.pipe.step_count == 1
@@ -93,7 +93,7 @@ def passed_over(folder, *message):
 
 
 def refused(folder, *message):
-    run = Run(2.0)
+    run = CheckpointedRun(2.0)
     before = run.state()
     with pytest.raises(ps.MismatchError) as caught:
         checkpoint.resume(folder, *run.given)
@@ -176,7 +176,7 @@ def test_state_that_could_not_be_read_again_is_not_saved(tmp_path):
     for _ in range(150):
         deep = {"next": deep}
     with pytest.raises(ps.MismatchError, match=r"cannot keep this state: .* more than 100 lists or dicts deep"):
-        checkpoint.save(tmp_path, Run(1.0).pipe, extra=deep)
+        checkpoint.save(tmp_path, CheckpointedRun(1.0).pipe, extra=deep)
     assert [path.name for path in tmp_path.iterdir()] == [".writer"]
 
 
@@ -203,7 +203,7 @@ class Stubborn(torch.optim.Adam):
 
 
 def test_an_optimizer_that_refuses_its_state_has_what_it_had(saved):
-    run = Run(2.0)
+    run = CheckpointedRun(2.0)
     run.optimizer = Stubborn(run.pipe.parameters())
     run.optimizer.__class__.__name__ = "Adam"
     before = run.state()
@@ -248,7 +248,7 @@ def test_what_is_no_file_is_passed_over_without_waiting(copy, name, make, messag
 
 @pytest.mark.parametrize(("make", "expected_message"), [kind for kind in KINDS if kind[0] is not link])
 def test_weights_of_others_may_be_links_but_must_be_files(copy, make, expected_message, monkeypatch):
-    pipe = Run(1.0).pipe
+    pipe = CheckpointedRun(1.0).pipe
     checkpoint.export(pipe, copy / "blob.safetensors")
     (copy / "model.safetensors").symlink_to("blob.safetensors")
     checkpoint.import_weights(pipe, copy)
@@ -267,7 +267,7 @@ def test_weights_of_others_may_be_links_but_must_be_files(copy, make, expected_m
 def test_a_link_among_the_steps_is_passed_over(copy):
     (copy / NEWEST).rename(copy.parent / "elsewhere")
     (copy / NEWEST).symlink_to(copy.parent / "elsewhere")
-    run = Run(2.0)
+    run = CheckpointedRun(2.0)
     with pytest.warns(UserWarning, match="step-00000002 is a link, and a checkpoint is a folder"):
         checkpoint.resume(copy, *run.given)
     assert run.pipe.step_count == 1
@@ -286,7 +286,7 @@ def test_left_overs_that_are_links_or_files_are_deleted_and_not_what_they_lead_t
     os.mkfifo(copy / ".step-00000005.part")
     (copy / "step-00000003").symlink_to(outside)
     (copy / "step-00000000").symlink_to(outside)
-    run = Run(2.0)
+    run = CheckpointedRun(2.0)
     run.pipe.step_count = 3
     checkpoint.save(copy, *run.given, keep=2)
     assert sorted(path.name for path in copy.iterdir()) == [".writer", NEWEST, "step-00000003"]
@@ -318,7 +318,7 @@ def outcome(run, folder):
         warnings.simplefilter("ignore")
         try:
             checkpoint.resume(folder, *run.given)
-            Run.__init__(run, 2.0)  # it may hold anything now: a hash is no signature
+            CheckpointedRun.__init__(run, 2.0)  # it may hold anything now: a hash is no signature
             return
         except ps.MismatchError:
             pass
@@ -334,7 +334,7 @@ def fuzzed(saved, tmp_path_factory):
     content = json.loads((around / "run" / NEWEST / "manifest.json").read_bytes())
     del content["sha256"]
     (tensors,) = (around / "run" / NEWEST).glob("*.safetensors")
-    yield around / "run" / NEWEST, content, tensors, tensors.read_bytes(), Run(2.0)
+    yield around / "run" / NEWEST, content, tensors, tensors.read_bytes(), CheckpointedRun(2.0)
     assert sorted(path.name for path in around.iterdir()) == ["outside.safetensors", "run"]
     assert (around / "outside.safetensors").read_text() == "outside"
 

@@ -11,8 +11,8 @@ import pytest
 
 from penstock import PenstockError
 from penstock.commands import cli
-from penstock.commands.plan import Plan, SearchBar, built
-from penstock.commands.search import Search
+from penstock.commands.plan import PlanCommand, SearchBar, built
+from penstock.commands.search import SearchCommand
 from penstock.commands.source import question_of
 from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.planned import advice, with_plan
@@ -101,13 +101,13 @@ def test_ctrl_c_takes_the_best_so_far():
 
 
 def test_search_writes_a_table_that_keeps_the_limit(costs, tmp_path, capsys):
-    Search(costs, ranks=4, microbatches=4, memory="64MB", effort="quick", csv=tmp_path / "found.csv").run()
+    SearchCommand(costs, ranks=4, microbatches=4, memory="64MB", effort="quick", csv=tmp_path / "found.csv").run()
     output = capsys.readouterr().out
     assert "no table within the limit is below" in output
     assert "the best published table" in output
     assert Schedule.from_csv(tmp_path / "found.csv").num_stages == 8
     with pytest.raises(PenstockError, match="8 stages, which do not divide by --ranks 0"):
-        Search(costs, ranks=0).run()
+        SearchCommand(costs, ranks=0).run()
 
 
 @pytest.mark.parametrize(
@@ -124,15 +124,15 @@ def test_memory_is_written_with_a_unit(text, size):
 
 def test_plan_takes_a_model_or_costs(tmp_path):
     with pytest.raises(PenstockError, match="give a model to measure"):
-        Plan().run()
+        PlanCommand().run()
     with pytest.raises(PenstockError, match=r"has no costs\.json: a run of `penstock train` without --plan"):
-        Plan(costs=tmp_path).run()
+        PlanCommand(costs=tmp_path).run()
     with pytest.raises(PenstockError, match=r"^there is no config\.jsn\.json"):
-        Plan("transformers:config.jsn.json").run()
+        PlanCommand("transformers:config.jsn.json").run()
     with pytest.raises(PenstockError, match=r"plan\.json cannot be written: there is no folder /not/there"):
-        Plan("model.py:build", out=Path("/not/there/plan.json")).run()
+        PlanCommand("model.py:build", out=Path("/not/there/plan.json")).run()
     with pytest.raises(PenstockError, match="cannot be written: it is a folder"):
-        Plan("model.py:build", out=tmp_path).run()
+        PlanCommand("model.py:build", out=tmp_path).run()
 
 
 def test_the_command_that_a_run_ends_with_writes_the_plan_that_it_tells(tmp_path, monkeypatch, capsys):

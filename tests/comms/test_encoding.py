@@ -56,7 +56,7 @@ torch.export.register_dataclass(Registered)
 
 
 @dataclasses.dataclass
-class Own:
+class UnregisteredNode:
     """Not told to torch."""
 
     hidden: int
@@ -133,8 +133,11 @@ def cannot_be_sent():
     return {
         "an open file": (sys.stdout, "an object of class .* cannot be sent to another rank: give tensors, numbers"),
         "a function": (len, "class builtin_function_or_method cannot"),
-        "a class": (Own, "an object of class type cannot"),
-        "an object": (Own(1), r"an object of class Own .*or call torch.export.register_dataclass\(Own\) on every rank"),
+        "a class": (UnregisteredNode, "an object of class type cannot"),
+        "an object": (
+            UnregisteredNode(1),
+            r"an object of class UnregisteredNode .*or call torch.export.register_dataclass\(UnregisteredNode\) on every rank",
+        ),
         "a local class": (inside(1), "an object of class .*Inside .*or define .*Inside at the top level of a module"),
         "what is nested": (json.loads("[" * 200 + "]" * 200), "more than 100 containers inside each other"),
         "a long number": (10**5000, "a value cannot be sent to another rank: .*4300 digits"),

@@ -165,7 +165,7 @@ def rank_comes():
 def test_a_ctrl_c_while_a_rank_starts_leaves_none_behind(monkeypatch):
     begun = []
 
-    class Rank:
+    class StartedRank:
         """A process that is there when it has been started."""
 
         def __init__(self, **_):
@@ -191,7 +191,7 @@ def test_a_ctrl_c_while_a_rank_starts_leaves_none_behind(monkeypatch):
             raise KeyboardInterrupt  # which has come meanwhile
 
     monkeypatch.setattr(rank_processes, "hold_signals", held)
-    context = types.SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Rank)
+    context = types.SimpleNamespace(Pipe=multiprocessing.Pipe, Process=StartedRank)
     with (
         pytest.raises(KeyboardInterrupt),
         rank_processes.start_ranks(LaunchSpec(b"", 2, {}), context, torch.distributed.HashStore()),

@@ -198,14 +198,14 @@ def test_a_rank_that_is_stopped_amid_its_answer_keeps_nobody_waiting(monkeypatch
         ps.launch(rank_is_stopped_while_it_answers, 2)
 
 
-class Asleep(NamedTuple):
+class SleepingProcess(NamedTuple):
     pid: int
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how another process is")
 def test_looks_in_a_row_and_not_the_clock_tell_that_a_rank_was_stopped():
     with subprocess.Popen(["sleep", "60"]) as process:
-        stops = rank_processes._SuspendedRankKiller([Asleep(process.pid)])
+        stops = rank_processes._SuspendedRankKiller([SleepingProcess(process.pid)])
         for number, looks in (
             (signal.SIGSTOP, rank_processes.KILL_SUSPENDED_AFTER_CHECKS - 1),
             (signal.SIGCONT, 1),

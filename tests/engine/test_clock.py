@@ -73,13 +73,13 @@ def test_processes_of_one_machine_share_its_clock():
 # ---- a GPU's clock, told by a device that counts for itself
 
 
-class Device:
+class DelayedDevice:
     """A stream that does what it is told 10 s after it was told so; times in seconds, waits of the host counted."""
 
     def __init__(self):
         self.now, self.waits, device = 50.0, 0, self
 
-        class Event:
+        class DelayedEvent:
             def __init__(self, enable_timing):
                 assert enable_timing
 
@@ -94,14 +94,14 @@ class Device:
             def elapsed_time(self, other):
                 return (other.at - self.at) * 1e3
 
-        self.Event = Event
+        self.Event = DelayedEvent
 
     def perf_counter(self):
         return self.now
 
 
 def test_a_gpus_clock_counts_from_the_end_of_the_step_before_and_waits_for_nothing_in_between(monkeypatch):
-    device = Device()
+    device = DelayedDevice()
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     monkeypatch.setattr(clock, "time", device)
     first = clock.make_clock(torch.device("cuda"))

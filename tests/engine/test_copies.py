@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import CASES, Recurrent, Tied, accumulate, token_batch
+from models import CASES, RepeatedBlockModel, TiedModel, accumulate, token_batch
 from reference import assert_same, merged
 from together import together
 from torch import nn
@@ -106,13 +106,13 @@ def test_the_name_is_the_first_of_the_uncut_models_wherever_that_runs_and_that_o
 
 
 def rank_loads(strict):
-    state = dict(Tied().state_dict())
+    state = dict(TiedModel().state_dict())
     state["head.weight"] = state["head.weight"] + 1  # as files have it that do not know of the tie
     if not strict:
         del state["token.weight"]
-    pipe = ps.Pipeline(Tied(), token_loss, "1f1b", M, cuts=["blocks.2"])
+    pipe = ps.Pipeline(TiedModel(), token_loss, "1f1b", M, cuts=["blocks.2"])
     pipe.load_state_dict(state, strict)
-    model = Tied()
+    model = TiedModel()
     model.load_state_dict(state, strict)
     own = pipe.state_dict()
     return [name for name, value in own.items() if not torch.equal(value, model.state_dict()[name])], len(own)
@@ -231,11 +231,11 @@ def test_copies_are_looked_at_after_few_steps_and_then_every_64():
 
 
 def rank_loads_alone(folder):
-    pipe = ps.Pipeline(Tied(), token_loss, "1f1b", M, cuts=["blocks.2"])
+    pipe = ps.Pipeline(TiedModel(), token_loss, "1f1b", M, cuts=["blocks.2"])
     args, target, _ = token_batch(ROWS, 0)
     if pipe.topology.rank == 0:
-        pipe.load_state_dict(dict(Tied().state_dict()))
-    other = ps.Pipeline(Recurrent(), token_loss, "1f1b", M, cuts=["between.1"])
+        pipe.load_state_dict(dict(TiedModel().state_dict()))
+    other = ps.Pipeline(RepeatedBlockModel(), token_loss, "1f1b", M, cuts=["between.1"])
     if other.topology.rank == 0:
         with torch.no_grad():
             next(p for name, p in other.named_parameters() if name == "block.linear1.weight").add_(1)
@@ -266,7 +266,7 @@ def test_copies_in_replicas_are_compared_too():
 
 
 def rank_in_two_groups(folder):
-    pipe = ps.Pipeline(Tied(), token_loss, "1f1b", M, cuts=["blocks.2"])
+    pipe = ps.Pipeline(TiedModel(), token_loss, "1f1b", M, cuts=["blocks.2"])
     named = list(pipe.named_parameters())
     first = [p for name, p in named if ("token" in name) != bool(pipe.topology.rank)]
     optimizer = torch.optim.SGD(

@@ -47,7 +47,7 @@ def every_rank_is_heard(monkeypatch):
     monkeypatch.setattr(rank_processes, "ERROR_REPORT_SECONDS", 1000.0)
 
 
-class Faulty(nn.Module):
+class FaultyLayer(nn.Module):
     """Passes its input on, until it is told to fail."""
 
     fault = None  # what the next forward or backward does
@@ -86,7 +86,15 @@ class _Backward(torch.autograd.Function):
 
 def model():
     torch.manual_seed(3)
-    layers = [nn.Linear(12, 12), Faulty(), nn.Linear(12, 12), Faulty(), nn.Linear(12, 12), Faulty(), nn.Linear(12, 3)]
+    layers = [
+        nn.Linear(12, 12),
+        FaultyLayer(),
+        nn.Linear(12, 12),
+        FaultyLayer(),
+        nn.Linear(12, 12),
+        FaultyLayer(),
+        nn.Linear(12, 3),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -96,11 +104,11 @@ FAULTY = {0: "1", 1: "3", 2: "5"}  # rank -> its layer that can fail
 
 def build(loss_fn=nn.functional.cross_entropy, schedule="1f1b", microbatches=8, **options):
     pipe = ps.Pipeline(model(), loss_fn, schedule=schedule, microbatches=microbatches, cuts=CUTS, **options)
-    faulty = [m for stage in pipe.stages.values() for m in stage if isinstance(m, Faulty)]
-    return pipe, faulty[0] if faulty else Faulty()
+    faulty = [m for stage in pipe.stages.values() for m in stage if isinstance(m, FaultyLayer)]
+    return pipe, faulty[0] if faulty else FaultyLayer()
 
 
-class Loss:
+class FaultyLoss:
     fault = None
 
     def __call__(self, output, target):
@@ -111,7 +119,7 @@ class Loss:
 
 def rank_fails_and_goes_on(where, fault):
     """A good step, one with a fault on rank `where`, and a good one again: the error, the loss, the gradients."""
-    loss_fn = Loss()
+    loss_fn = FaultyLoss()
     pipe, faulty = build(loss_fn)
     inputs, target = data("mlp", 16)
     pipe.step(inputs, target=target)

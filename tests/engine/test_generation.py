@@ -43,7 +43,7 @@ def uncut(model: nn.Module, tokens: Tensor, new: int, context: int = 1000) -> Te
     return tokens
 
 
-class Attention(nn.Module):
+class RunningMean(nn.Module):
     """A layer of the user's own: a running mean over the tokens before, by the cache if it is told to use it."""
 
     def __init__(self, cached: bool) -> None:
@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
 def own(cached: bool) -> nn.Sequential:
     torch.manual_seed(7)
-    layers = [Attention(cached), nn.Tanh(), Attention(cached)]
+    layers = [RunningMean(cached), nn.Tanh(), RunningMean(cached)]
     return nn.Sequential(nn.Embedding(17, 8), *layers, nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 17)))
 
 
@@ -81,7 +81,7 @@ def rank_gpt() -> dict[str, Any]:
         model = own(cached)
         pipe = ps.Pipeline(model, microbatches=2)
         text = pipe.generate(prompts(), max_new_tokens=4)
-        found[f"own, {cached}"] = text, [layer.times[::2] for layer in model if isinstance(layer, Attention) and layer.times]
+        found[f"own, {cached}"] = text, [layer.times[::2] for layer in model if isinstance(layer, RunningMean) and layer.times]
     return found
 
 
@@ -262,7 +262,7 @@ def test_a_model_without_values_generates_nothing():
     assert pipe.generate(prompts(), max_new_tokens=1).shape == (5, PROMPT + 1)
 
 
-class Masked(nn.Module):
+class MaskedLogits(nn.Module):
     """Gives logits that depend on how much of the text the mask lets it see."""
 
     def __init__(self) -> None:
@@ -275,7 +275,7 @@ class Masked(nn.Module):
 
 
 def test_the_prompts_mask_grows_with_the_text():
-    model, text = Masked(), prompts()
+    model, text = MaskedLogits(), prompts()
     mask = (torch.arange(PROMPT) >= torch.arange(5)[:, None] % 3).long()
     made = ps.Pipeline([model]).generate(text, max_new_tokens=4, attention_mask=mask)
     for _ in range(4):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 TIME, WIDTH, ROWS, M, VOCABULARY = 6, 4, 7, 3, 11
 
 
-class Recurrent(nn.Module):
+class RecurrentLayer(nn.Module):
     """(time, batch, width) -> the same; `last`: -> (batch, width)."""
 
     def __init__(self, last: bool = False) -> None:
@@ -38,7 +38,7 @@ class Folded(nn.Module):
         return self.linear(hidden.view(-1, WIDTH)).view(hidden.shape)
 
 
-class Masked(nn.Module):
+class MaskedPositions(nn.Module):
     """Tokens with a table of positions (1, time) and a mask (time, time), which are the same for all rows."""
 
     def __init__(self) -> None:
@@ -65,17 +65,17 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 def sequences() -> nn.Sequential:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0)
-    return nn.Sequential(Folded(), Recurrent(), layer, nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(Folded(), RecurrentLayer(), layer, nn.Linear(WIDTH, WIDTH))
 
 
 def classifier() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Folded(), Recurrent(), Recurrent(last=True), nn.Linear(WIDTH, 3))
+    return nn.Sequential(Folded(), RecurrentLayer(), RecurrentLayer(last=True), nn.Linear(WIDTH, 3))
 
 
-def masked() -> Masked:
+def masked() -> MaskedPositions:
     torch.manual_seed(0)
-    return Masked()
+    return MaskedPositions()
 
 
 def time_first(first: bool = True) -> nn.Sequential:

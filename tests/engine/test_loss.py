@@ -153,7 +153,7 @@ def test_sums_of_replicas_are_added_up(way):
             assert (grad - whole.get_parameter(name).grad).abs().max() < 1e-12
 
 
-class Wrapped(nn.Module):
+class WrappedLoss(nn.Module):
     """A loss of one's own around one of torch's."""
 
     def __init__(self, inner):
@@ -203,11 +203,11 @@ def test_a_sum_inside_a_loss_of_ones_own_is_a_warning_since_that_may_divide_it()
     with pytest.warns(
         UserWarning, match=r"loss_fn has a CrossEntropyLoss with reduction='sum', and .* a mean: if .* sum, pass"
     ):
-        ps.Pipeline(model(), Wrapped(SUM))
+        ps.Pipeline(model(), WrappedLoss(SUM))
     for options in (
-        {"loss_fn": Wrapped(SUM), "reduction": "sum"},
-        {"loss_fn": Wrapped(NONE)},
-        {"loss_fn": Wrapped(SUM), "loss_weight": len},
+        {"loss_fn": WrappedLoss(SUM), "reduction": "sum"},
+        {"loss_fn": WrappedLoss(NONE)},
+        {"loss_fn": WrappedLoss(SUM), "loss_weight": len},
     ):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -318,10 +318,10 @@ BOTH = partial(F.cross_entropy, weight=WEIGHT, ignore_index=2)
 WARNED = [  # loss, target, what is said
     (F.cross_entropy, UNEQUAL, "2, 1, 0 values that are not -100, .. loss_weight=ps.tokens())"),
     (nn.CrossEntropyLoss(), {"labels": UNEQUAL, "name": "a"}, "loss_weight=ps.tokens())"),
-    (Wrapped(nn.CrossEntropyLoss(ignore_index=1)), UNEQUAL, "1, 1, 2 values that are not 1, .. ps.tokens(ignore_index=1))"),
+    (WrappedLoss(nn.CrossEntropyLoss(ignore_index=1)), UNEQUAL, "1, 1, 2 values that are not 1, .. ps.tokens(ignore_index=1))"),
     (nn.NLLLoss(WEIGHT), torch.tensor([0, 1, 1]), "class weights .. 0.2, 1.7, 1.7, .. ps.tokens(weight=class_weights))"),
     (BOTH, torch.tensor([0, 1, 2]), "(ignore_index=2, weight=class_weights))"),
-    (Wrapped(nn.NLLLoss(WEIGHT)), torch.tensor([-7, 9, -100]), "1, 1, 0 values that are not -100"),
+    (WrappedLoss(nn.NLLLoss(WEIGHT)), torch.tensor([-7, 9, -100]), "1, 1, 0 values that are not -100"),
 ]
 
 

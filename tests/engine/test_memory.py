@@ -29,7 +29,7 @@ class WeakIdSet:
         return sum(reference() is not None for reference in self.references)
 
 
-class Watched(nn.Module):
+class OutputCounter(nn.Module):
     """Counts, each time it runs, its earlier outputs whose memory is still held, and activations saved for the backward."""
 
     def __init__(self, sends):
@@ -48,7 +48,7 @@ class Watched(nn.Module):
         return _Owned.apply(hidden, self)
 
 
-class Memory(bytearray):
+class ReferencedMemory(bytearray):
     """Memory one can hold a weak reference to."""
 
 
@@ -57,7 +57,7 @@ class _Owned(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, watched):
-        memory = Memory(hidden.numel() * hidden.element_size())
+        memory = ReferencedMemory(hidden.numel() * hidden.element_size())
         watched.outputs.add(memory)
         return torch.frombuffer(memory, dtype=hidden.dtype).view(hidden.shape).copy_(hidden)
 
@@ -66,14 +66,14 @@ class _Owned(torch.autograd.Function):
         return gradient, None
 
 
-class Held:
+class SavedActivation:
     """Stands for what one microbatch saved for its backward; alive as long as the graph is."""
 
 
 class _Saving(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, watched):
-        ctx.held = Held()
+        ctx.held = SavedActivation()
         watched.saved.add(ctx.held)
         return hidden.clone()
 
@@ -84,7 +84,10 @@ class _Saving(torch.autograd.Function):
 
 def rank_watch(schedule):
     pipe = ps.Pipeline(
-        [Watched(sends=stage < 2) for stage in range(3)], nn.functional.mse_loss, schedule=schedule, microbatches=MICROBATCHES
+        [OutputCounter(sends=stage < 2) for stage in range(3)],
+        nn.functional.mse_loss,
+        schedule=schedule,
+        microbatches=MICROBATCHES,
     )
     batch, posted = torch.ones(MICROBATCHES, 4, requires_grad=True), [0]
     take = channels.ReceiveChannel.receive

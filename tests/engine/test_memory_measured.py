@@ -104,7 +104,7 @@ def test_of_a_whole_model_it_is_what_autograd_saves(kind):
     assert size == ActivationSize(saved, saved)
 
 
-class Checkpointed(nn.Module):
+class InputOnlyLayer(nn.Module):
     """Of the user's own: keeps its input only."""
 
     def __init__(self):
@@ -126,7 +126,7 @@ class Shares(nn.Module):
 def rank_others():
     frozen = nn.Linear(WIDTH, WIDTH)
     frozen.weight.requires_grad_(False)
-    layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), Checkpointed(), nn.Identity()]
+    layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), InputOnlyLayer(), nn.Identity()]
     one = timeline_of([*layers, frozen, nn.Tanh(), Shares(), nn.Flatten()], "1f1b", 3, cuts=["4"])
     return one.activation_sizes
 

@@ -36,7 +36,7 @@ def rank():
     return ps.comms.init_distributed().rank
 
 
-class Net(nn.Module):
+class LayerListNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(layers())
@@ -122,7 +122,7 @@ REFUSED = {
     ),
     "a loss's name": (lambda: pipe(loss_fn="mse"), "loss_fn is a function or a module, not a str"),
     "a model's class": (
-        lambda: pipe(Net),
+        lambda: pipe(LayerListNet),
         "for each stage, or {stage: module}, not the class Net",
     ),
     "a list of functions": (
@@ -137,9 +137,9 @@ REFUSED = {
         lambda: pipe(mesh=(2, 1)),
         "mesh= takes a DeviceMesh, for instance of ps.comms.init_mesh(pp=2, dp=2)",
     ),
-    "numbers as cuts": (lambda: pipe(Net(), cuts=[2]), "cannot cut before 2: Net has"),
+    "numbers as cuts": (lambda: pipe(LayerListNet(), cuts=[2]), "cannot cut before 2: LayerListNet has"),
     "keywords as a list": (
-        lambda: pipe(Net(), example_kwargs=[X]),
+        lambda: pipe(LayerListNet(), example_kwargs=[X]),
         "example_kwargs are a dict of the forward's keywords, got list",
     ),
     "inference_mode": (inferring, "step() trains, which torch.inference_mode() rules out"),
@@ -206,11 +206,11 @@ def saves_the_loss():
 
 
 def traces_a_tensor():
-    return pipe(Net(), example_args=X).step(X, target=X).item() > 0
+    return pipe(LayerListNet(), example_args=X).step(X, target=X).item() > 0
 
 
 def cuts_at_one_name():
-    return pipe(Net(), cuts="layers.2").step(X, target=X).item() > 0
+    return pipe(LayerListNet(), cuts="layers.2").step(X, target=X).item() > 0
 
 
 def takes_a_list_of_modules():
@@ -300,7 +300,7 @@ def test_what_one_would_expect_is_done(everyone, act):
     assert [done[act.__name__] for _, done in everyone] == [DONE[act]] * 2
 
 
-class Branch(Net):
+class Branch(LayerListNet):
     def forward(self, hidden):
         return super().forward(hidden) if hidden.sum() > 0 else hidden
 
@@ -309,7 +309,7 @@ def test_an_export_that_fails_prints_nothing_beside_its_error(capfd):
     with pytest.raises(ps.MismatchError, match="cannot export the forward of Branch"):
         ps.partition.split(Branch(), 2, example_args=X)
     with pytest.raises(ps.MismatchError, match="cannot export the forward of Net"):
-        ps.partition.split(Net(), 2, example_args=torch.ones(4, 5))
+        ps.partition.split(LayerListNet(), 2, example_args=torch.ones(4, 5))
     assert capfd.readouterr() == ("", "")
 
 

@@ -19,7 +19,7 @@ NAN, INF = float("nan"), float("inf")
 BLOCKS, MICROBATCHES, ROWS = 7, 4, 8
 
 
-class Fault:
+class NonFiniteFault:
     """Something that goes wrong in microbatch 2 of as many steps as `times` says."""
 
     def __init__(self):
@@ -54,7 +54,7 @@ class Inner(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.fault = nn.Linear(12, 12), Fault()
+        self.linear, self.fault = nn.Linear(12, 12), NonFiniteFault()
         self.linear.bias.register_hook(lambda gradient: gradient * NAN if self.fault.strikes("gradient") else None)
 
     def forward(self, hidden):
@@ -64,7 +64,7 @@ class Inner(nn.Module):
         return Spoiled.apply(output) if self.fault.strikes("backward") else output
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual block with statistics and random numbers in it."""
 
     def __init__(self):
@@ -75,24 +75,24 @@ class Block(nn.Module):
         return hidden + self.drop(torch.tanh(self.inner(self.norm(hidden))))
 
 
-class Loss:
+class NonFiniteLoss:
     """Cross entropy that may go wrong."""
 
     def __init__(self):
-        self.fault = Fault()
+        self.fault = NonFiniteFault()
 
     def __call__(self, output, target):
         loss = nn.functional.cross_entropy(output, target)
         return loss * NAN if self.fault.strikes("loss") else loss
 
 
-class Run:
+class NonFiniteRun:
     """A pipeline in training, with faults on demand in block 3 and in the loss."""
 
     def __init__(self, schedule, **options):
         torch.manual_seed(3)
-        self.model = nn.Sequential(*[Block() for _ in range(BLOCKS)], nn.Linear(12, 3))
-        self.loss_fn = Loss()
+        self.model = nn.Sequential(*[ResidualBlock() for _ in range(BLOCKS)], nn.Linear(12, 3))
+        self.loss_fn = NonFiniteLoss()
         self.pipe = ps.Pipeline(self.model, self.loss_fn, schedule=schedule, microbatches=MICROBATCHES, **options)
         self.optimizer = torch.optim.Adam(self.pipe.parameters(), lr=1e-2)
 
@@ -130,7 +130,7 @@ BLAME = {  # rank R and stage S are those of block 3, L and Z those of the loss
 
 def raised(schedule):
     """What each kind of fault is told as, and whether all is as it was before the step; and the pattern it should have."""
-    run, expected_message = Run(schedule, on_nonfinite="raise"), {}
+    run, expected_message = NonFiniteRun(schedule, on_nonfinite="raise"), {}
     run.step(0)
     table = run.pipe.schedule
     stage = next((s for s, module in run.pipe.stages.items() if any(name == "3" for name, _ in module.named_children())), -1)
@@ -146,7 +146,7 @@ def raised(schedule):
 
 def skipped(schedule):
     """Whether weights and statistics are those of a run without the batch, and what the report says of it."""
-    run, without = Run(schedule, on_nonfinite="skip"), Run(schedule)
+    run, without = NonFiniteRun(schedule, on_nonfinite="skip"), NonFiniteRun(schedule)
     alike, losses = [], []
     for kind in ("backward", "inputs"):
         for item in (run, without):
@@ -163,7 +163,7 @@ def skipped(schedule):
 
 def retried(schedule):
     """Whether bits are as if nothing had been when it goes away, and what is told when it does not."""
-    run, undisturbed, alike, expected_message = Run(schedule, on_nonfinite="retry"), Run(schedule), [], []
+    run, undisturbed, alike, expected_message = NonFiniteRun(schedule, on_nonfinite="retry"), NonFiniteRun(schedule), [], []
     for kind in ("forward", "backward"):
         run.spoil(kind)
         with warnings.catch_warnings(record=True) as caught:
@@ -233,7 +233,7 @@ def on_a_mesh(data_parallel, tensor_parallel):
             options = (
                 {"tensor_parallel": {"*.inner.linear": ColwiseParallel(output_layouts=Replicate())}} if tensor_parallel else {}
             )
-            runs.append(Run("1f1b", mesh=mesh, data_parallel=data_parallel, on_nonfinite=on_nonfinite, **options))
+            runs.append(NonFiniteRun("1f1b", mesh=mesh, data_parallel=data_parallel, on_nonfinite=on_nonfinite, **options))
         run, undisturbed = runs
         for item in runs:
             item.step(0)

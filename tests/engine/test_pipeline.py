@@ -160,13 +160,13 @@ def test_a_token_mean_weighs_microbatches_by_counted_tokens_and_an_empty_one_add
 # -- evaluation, other sizes ----------------------------------------------------------------------------------------
 
 
-class Counting(nn.BatchNorm1d):
+class StatisticsNorm(nn.BatchNorm1d):
     """A BatchNorm, whose running statistics an evaluation must not touch."""
 
 
 def with_norm():
     torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(12, 6), Counting(6), nn.ReLU(), nn.Linear(6, 6), Counting(6), nn.Linear(6, 3))
+    return nn.Sequential(nn.Linear(12, 6), StatisticsNorm(6), nn.ReLU(), nn.Linear(6, 6), StatisticsNorm(6), nn.Linear(6, 3))
 
 
 def rank_norm_and_eval():

@@ -38,7 +38,7 @@ class Setting(NamedTuple):
         return {"schedule": self.schedule, **dict(self.options)}
 
 
-class Result(NamedTuple):
+class RebuildResult(NamedTuple):
     """What a training came to on one rank."""
 
     told: list[Tensor]  # losses and norms
@@ -47,14 +47,16 @@ class Result(NamedTuple):
     groups: list[list[str]]  # of the optimizer, by name
 
 
-def result(message: list[Tensor], pipe: Any, optimizer: Any) -> Result:
+def result(message: list[Tensor], pipe: Any, optimizer: Any) -> RebuildResult:
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     kept = {names[id(p)]: dict(optimizer.state[p]) for p in pipe.parameters() if id(p) in names and p in optimizer.state}
     state = {name: value.clone() if isinstance(value, Tensor) else value for name, value in pipe.state_dict().items()}
-    return Result(message, state, kept, [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups])
+    return RebuildResult(
+        message, state, kept, [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+    )
 
 
-def assert_goes_on(ours: list[Result], straight: list[Result]) -> None:
+def assert_goes_on(ours: list[RebuildResult], straight: list[RebuildResult]) -> None:
     """On every rank to the bit; `straight`: the training that was so from the start."""
     for mine, theirs in zip(ours, straight, strict=True):
         assert [float(message) for message in mine.told] == [float(message) for message in theirs.told]
@@ -82,7 +84,7 @@ def grouped(pipe: Any) -> list[dict[str, Any]]:
     ]
 
 
-def rank_gpt(settings: tuple[Setting, ...]) -> Result:
+def rank_gpt(settings: tuple[Setting, ...]) -> RebuildResult:
     """A GPT with dropout, AdamW in groups by name, a learning rate that changes, clipping."""
     model, loss_fn = make("gpt", dropout=0.2, depth=7)
     first = settings[0]
@@ -125,7 +127,7 @@ def cuts(case: str, stages: int) -> tuple[str, ...]:
     return tuple(order[len(order) * stage // stages] for stage in range(1, stages))
 
 
-def rank_case(case: str, settings: tuple[Setting, ...], by: str, meta: bool = False) -> Result:
+def rank_case(case: str, settings: tuple[Setting, ...], by: str, meta: bool = False) -> RebuildResult:
     """One of `models.py`, cut by names or on an example, from the meta device too; SGD with momentum, and evaluation."""
     kind = CASES[case]
     with torch.device("meta" if meta else "cpu"):
@@ -178,7 +180,7 @@ def test_a_cut_inside_a_layer_has_the_random_numbers_of_one_that_was_so_from_the
     assert_goes_on(*together(rank_case, 2, ((case, settings, "names"), (case, straight, "names"))).values())
 
 
-def rank_measured() -> tuple[int, Result]:
+def rank_measured() -> tuple[int, RebuildResult]:
     """How often layers were measured here."""
     from penstock.partition import cutting
 
@@ -245,7 +247,7 @@ def test_each_tensor_goes_once_from_its_rank_to_the_next_and_leaves_no_memory_be
 # ---- every optimizer
 
 
-def rank_optimizers(settings: tuple[Setting, ...]) -> dict[str, Result]:
+def rank_optimizers(settings: tuple[Setting, ...]) -> dict[str, RebuildResult]:
     """Oddities in two groups by name, with a gradient that is not yet stepped with when the pipeline is rebuilt."""
     results = {}
     for name, make_optimizer in OPTIMIZERS.items():
@@ -373,7 +375,7 @@ def stages_of(ranks: int) -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)) for _ in range(2 * ranks)]
 
 
-def rank_listed(settings: tuple[Setting, ...]) -> Result:
+def rank_listed(settings: tuple[Setting, ...]) -> RebuildResult:
     """A list with one module for each stage, which may go to other ranks but stay the stages that they are."""
     first, results = settings[0], list[Tensor]()
     pipe = ps.Pipeline(stages_of(2), nn.functional.mse_loss, microbatches=M, **first.named())
@@ -422,7 +424,7 @@ def test_checkpoints_of_a_rebuilt_pipeline_are_those_of_any(tmp_path):
 # ---- where else a pipeline may be
 
 
-def rank_replicas(settings: tuple[Setting, ...]) -> Result:
+def rank_replicas(settings: tuple[Setting, ...]) -> RebuildResult:
     """Two replicas, held equal by DistributedDataParallel, with rows of their own and a gradient not yet stepped with."""
     model, loss_fn = make("mlp", depth=6)
     pipe = ps.Pipeline(model, loss_fn, microbatches=M, mesh=ps.comms.init_mesh(pp=2, dp=2), **settings[0].named())
@@ -485,7 +487,7 @@ def test_stages_that_a_rank_was_given_alone_go_on_where_they_are_and_are_refused
     assert ours == straight
 
 
-def rank_planned(by_plan: bool) -> Result:
+def rank_planned(by_plan: bool) -> RebuildResult:
     """A plan in the place of schedule, cuts and recomputation; it, and what is said beside it, may be left again."""
     model, loss_fn = make("mlp", depth=6)
     table, order = ps.schedule.build("zb-v", ranks=2, microbatches=M), ps.partition.CuttableModel(model).unit_order

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ranks
 DEPTH = 8  # layers: two for each stage of the deepest schedules on two ranks
 
 
-class Fails(nn.Module):
+class FailingBackward(nn.Module):
     """Passes its input on; the backward number `countdown` raises."""
 
     countdown = 0
@@ -30,14 +30,14 @@ class Fails(nn.Module):
 
 def model():
     torch.manual_seed(3)
-    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(12, 12), Fails())]
+    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(12, 12), FailingBackward())]
     return nn.Sequential(nn.BatchNorm1d(12), *layers, nn.Linear(12, 3))
 
 
 def gradients_around_a_failed_step(schedule):
     """Of a step whose fourth backward of one layer raises: those before and after, without and with sums begun before."""
     pipe = ps.Pipeline(model(), nn.functional.cross_entropy, schedule=schedule, microbatches=6)
-    faulty = [module for stage in pipe.stages.values() for module in stage.modules() if isinstance(module, Fails)]
+    faulty = [module for stage in pipe.stages.values() for module in stage.modules() if isinstance(module, FailingBackward)]
     inputs, target = data("mlp", 12)
     results = []
     for accumulates in (False, True):

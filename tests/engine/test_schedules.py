@@ -76,7 +76,7 @@ def test_every_schedule_has_the_loss_and_the_gradients_of_one_process(kind: str,
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 
-class Memory(bytearray):
+class TrackedMemory(bytearray):
     """Memory one can hold a weak reference to."""
 
 
@@ -84,8 +84,8 @@ class _Fresh(torch.autograd.Function):
     """The same numbers in memory that is watched."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, alive: list[weakref.ref[Memory]]) -> Tensor:
-        memory = Memory(hidden.numel() * hidden.element_size())
+    def forward(ctx: Any, hidden: Tensor, alive: list[weakref.ref[TrackedMemory]]) -> Tensor:
+        memory = TrackedMemory(hidden.numel() * hidden.element_size())
         alive.append(weakref.ref(memory))
         return torch.frombuffer(memory, dtype=hidden.dtype).view(hidden.shape).copy_(hidden)
 
@@ -94,10 +94,10 @@ class _Fresh(torch.autograd.Function):
         return gradient, None
 
 
-class Watched(nn.Module):
+class InputCounter(nn.Module):
     """A layer that needs its input for its weight's gradient, and counts the inputs, of all stages here, still in memory."""
 
-    alive: ClassVar[list[weakref.ref[Memory]]] = []
+    alive: ClassVar[list[weakref.ref[TrackedMemory]]] = []
     peak: ClassVar[int] = 0
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Watched(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         output = self.linear(_Fresh.apply(hidden, self.alive))
-        Watched.peak = max(Watched.peak, sum(reference() is not None for reference in self.alive))
+        InputCounter.peak = max(InputCounter.peak, sum(reference() is not None for reference in self.alive))
         return output
 
 
@@ -115,12 +115,12 @@ def rank_peaks(microbatches: int) -> dict[str, tuple[int, tuple[int, ...], tuple
     peaks = {}
     for name in ps.schedule.names():
         table = ps.schedule.build(name, 3, microbatches)
-        pipe = ps.Pipeline([Watched() for _ in range(table.stages)], nn.functional.mse_loss, table)
+        pipe = ps.Pipeline([InputCounter() for _ in range(table.stages)], nn.functional.mse_loss, table)
         for _ in range(2):
-            Watched.peak = 0
+            InputCounter.peak = 0
             pipe.step(torch.ones(microbatches, 4), target=torch.zeros(microbatches, 4))
         planned = ps.schedule.simulate(table).peak_in_flight
-        peaks[name] = Watched.peak, planned, pipe.timeline().peak_in_flight
+        peaks[name] = InputCounter.peak, planned, pipe.timeline().peak_in_flight
     return peaks
 
 

@@ -14,7 +14,7 @@ X = torch.ones(4, 4)
 mse = nn.functional.mse_loss
 
 
-class Held(nn.Module):
+class LayerInList(nn.Module):
     """Uses the weight of a layer, which it has in a plain list."""
 
     def __init__(self, layer, registers=False):
@@ -30,7 +30,7 @@ class Held(nn.Module):
 def model(registers=False, frozen=False):
     torch.manual_seed(0)
     first = nn.Linear(4, 4).requires_grad_(not frozen)
-    return nn.Sequential(first, nn.Linear(4, 4), nn.Linear(4, 4), Held(first, registers))
+    return nn.Sequential(first, nn.Linear(4, 4), nn.Linear(4, 4), LayerInList(first, registers))
 
 
 def trained_before():
@@ -43,7 +43,7 @@ def stages(made):
     return [nn.Sequential(made[0], made[1]), nn.Sequential(made[2], made[3])]
 
 
-class Loss:
+class WeightLoss:
     """Has a parameter of the first stage's."""
 
     def __init__(self, weight):
@@ -55,7 +55,7 @@ class Loss:
 
 def with_a_loss():
     whole = nn.Sequential(*model()[:3])
-    return ps.Pipeline(whole, Loss(whole[0].weight), "1f1b", 2)
+    return ps.Pipeline(whole, WeightLoss(whole[0].weight), "1f1b", 2)
 
 
 REFUSED = {  # a name -> the pipeline, the parameter that is told

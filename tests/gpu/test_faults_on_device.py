@@ -15,7 +15,7 @@ HUGE = 1 << 50  # bytes
 CYCLES = 10**10  # seconds of a device
 
 
-class Fails(nn.Module):
+class FailingLayer(nn.Module):
     """A layer whose sixth forward fails, the second of the second step."""
 
     def __init__(self, how):
@@ -42,7 +42,7 @@ class Fails(nn.Module):
 
 def rank_faults(device, how):
     """What three steps come to."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Fails(how))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), FailingLayer(how))
     pipe = ps.Pipeline(model, nn.functional.mse_loss, "1f1b", M, topology=on(device), seed=None)
     results = []
     for _ in range(3):

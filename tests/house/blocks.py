@@ -43,7 +43,7 @@ _PARTS = re.compile(
 )
 
 
-class Block(NamedTuple):
+class CodeBlock(NamedTuple):
     """One block: `python`, `sh`, `setup` or `text`; `printed` is what the page says that it prints."""
 
     language: str
@@ -57,22 +57,22 @@ class Listing(NamedTuple):
 
     name: str
     ranks: int
-    blocks: list[Block]
+    blocks: list[CodeBlock]
 
 
 def page(path: Path) -> Listing:
     """What is on the page at `path`."""
     text = path.read_text(encoding="utf-8")
-    ranks, blocks, end = 1, list[Block](), 0
+    ranks, blocks, end = 1, list[CodeBlock](), 0
     for part in _PARTS.finditer(text):
         if part["setup"] is not None:
             ranks = int(part["ranks"] or 1)
-            blocks.append(Block("setup", part["setup"]))
+            blocks.append(CodeBlock("setup", part["setup"]))
         elif part["language"] == "text":
             if part["mark"] is None and blocks and not text[end : part.start()].strip():
                 blocks[-1] = blocks[-1]._replace(printed=part["code"])
         elif part["language"] in ("python", "sh"):
-            blocks.append(Block(part["language"], part["code"], part["mark"] is None))
+            blocks.append(CodeBlock(part["language"], part["code"], part["mark"] is None))
         end = part.end()
     return Listing(path.relative_to(ROOT).as_posix(), ranks, blocks)
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch.distributed as dist
-from blocks import PAGES, Block, Listing, docstrings, page, run
+from blocks import PAGES, CodeBlock, Listing, docstrings, page, run
 
 import penstock as ps
 from penstock.schedule.searching import search as searching
@@ -143,4 +143,4 @@ def test_the_example_of_a_docstring_runs(name: str) -> None:
     ranks = next((ranks for end, ranks in RANKS.items() if name.endswith(end)), 1)
     expected = pytest.raises(ps.PenstockError) if "# raises" in EXAMPLES[name] else nullcontext()
     with expected:
-        run(Listing(name, ranks, [Block("setup", setup), Block("python", EXAMPLES[name])]))
+        run(Listing(name, ranks, [CodeBlock("setup", setup), CodeBlock("python", EXAMPLES[name])]))

@@ -226,11 +226,11 @@ def test_the_base_of_a_view_is_known():
 
 
 def test_a_leaf_shares_memory_and_passes_for_a_parameter():
-    class Own(torch.Tensor):
+    class TensorSubclass(torch.Tensor):
         pass
 
     memory = torch.zeros(2)
-    for kind in (Own, nn.Parameter):
+    for kind in (TensorSubclass, nn.Parameter):
         leaf = torch_private.make_leaf(memory, kind)
         assert isinstance(leaf, nn.Parameter)
         assert type(leaf) is kind
@@ -275,7 +275,7 @@ def test_modules_that_were_captured_as_cuda_graphs_are_known():
 # ---- graphs and exports
 
 
-class Sized(nn.Module):
+class RowCountModel(nn.Module):
     def forward(self, hidden):
         with torch.no_grad():
             factor = hidden.exp() + 1
@@ -283,7 +283,9 @@ class Sized(nn.Module):
 
 
 def test_the_guards_of_an_export_are_functions_of_what_it_is_called_with():
-    program = torch.export.export(Sized(), (torch.ones(5, 2),), dynamic_shapes=(({0: torch.export.Dim.AUTO},)), strict=False)
+    program = torch.export.export(
+        RowCountModel(), (torch.ones(5, 2),), dynamic_shapes=(({0: torch.export.Dim.AUTO},)), strict=False
+    )
     [guard] = [guard for guard in torch_private.export_guards(program) if ">" in guard]
     holds = torch_private.compile_guard(guard, "L")
     assert holds({"hidden": torch.ones(4, 2)})
@@ -291,7 +293,7 @@ def test_the_guards_of_an_export_are_functions_of_what_it_is_called_with():
 
 
 def test_a_graph_without_gradients_inside_an_export_is_known():
-    program = torch.export.export(Sized(), (torch.ones(5, 2),), strict=False)
+    program = torch.export.export(RowCountModel(), (torch.ones(5, 2),), strict=False)
     calls = [node for node in program.graph.nodes if torch_private.is_set_grad_call(node.target)]
     assert [node.args[0] for node in calls] == [False]
 

@@ -52,12 +52,12 @@ def stop_on_rank_0(folder: Path) -> int:
 
     from penstock.integrations.transformers import Trainer, TrainingArguments
 
-    class Clock(TrainerCallback):
+    class StopOnRank0(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop |= ps.comms.current_topology().rank == 0 and state.global_step == 2
 
     args = arguments(folder / "stopped", TrainingArguments)
-    trainer = Trainer(model("llama"), args, train_dataset=rows("llama"), data_collator=collate, callbacks=[Clock()])
+    trainer = Trainer(model("llama"), args, train_dataset=rows("llama"), data_collator=collate, callbacks=[StopOnRank0()])
     trainer.train()
     return int(trainer.state.global_step)
 

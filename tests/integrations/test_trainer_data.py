@@ -24,7 +24,7 @@ CLOSE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # .., and of p
 }
 
 
-class Stream(torch.utils.data.IterableDataset):
+class RowStream(torch.utils.data.IterableDataset):
     """Rows without a length."""
 
     def __iter__(self) -> Any:
@@ -41,7 +41,7 @@ def train(case: str, package: Any, folder: Path, options: dict[str, Any]) -> dic
     if name == "t5":  # has a config of its own for the decoder, where plain Trainer leaves the cache on
         trained.decoder.config.use_cache = False
     count = 24 if case == "replicas" else ROWS  # an epoch that both share out alike: accelerate gives each whole batches
-    dataset = Stream() if case == "data without a length" else rows(name, count)
+    dataset = RowStream() if case == "data without a length" else rows(name, count)
     args = arguments(folder, package.TrainingArguments, **options)
     trainer = package.Trainer(trained, args, train_dataset=dataset, data_collator=collate)
     trainer.train()

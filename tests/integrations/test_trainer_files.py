@@ -32,7 +32,7 @@ def train(package: Any, folder: Path, resume: str | bool | None = None) -> dict[
     """A training that evaluates, saves and goes on until its best is three steps old; then predictions."""
     from transformers import EarlyStoppingCallback, TrainerCallback
 
-    class Watch(TrainerCallback):
+    class SaveRecorder(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             calls.append((state.global_step, state.best_metric))
 
@@ -44,7 +44,7 @@ def train(package: Any, folder: Path, resume: str | bool | None = None) -> dict[
         eval_dataset=rows("bert", 10, 5),
         data_collator=collate,
         compute_metrics=accuracy,
-        callbacks=[EarlyStoppingCallback(3), Watch()],
+        callbacks=[EarlyStoppingCallback(3), SaveRecorder()],
     )
     trainer.train(resume_from_checkpoint=resume)
     found = outcome(trainer, folder / "model")

@@ -55,7 +55,7 @@ def test_replicas_that_do_not_divide_the_ranks(tmp_path):
         trainer(tmp_path, replicas=3)
 
 
-class Twice(Trainer):
+class TwoForwardsTrainer(Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         return (model(**inputs)["loss"] + model(**inputs)["loss"]) / 2
 
@@ -71,7 +71,8 @@ class Without(Trainer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(Twice, "calls the model twice"), (Positional, "by position"), (Without, "does not call the model")]
+    ("kind", "said"),
+    [(TwoForwardsTrainer, "calls the model twice"), (Positional, "by position"), (Without, "does not call the model")],
 )
 def test_a_loss_that_runs_the_model_otherwise(kind, said, tmp_path):
     with pytest.raises(ps.PenstockError, match=said):

@@ -409,7 +409,7 @@ def test_without_the_all_reduce_of_the_backward_only_the_gradient_of_the_input_i
 
 def test_lab_12_fails_when_a_gradient_is_off(monkeypatch):
     def run(function, ranks):
-        pair = lab12_tensor_parallel.Pair((2, 2), (2, 1), (0.5, 0.0))
+        pair = lab12_tensor_parallel.ComparedPart((2, 2), (2, 1), (0.5, 0.0))
         return [lab12_tensor_parallel.Part({"0.weight.grad": pair}, 0, [1, 1], 1)] * ranks
 
     monkeypatch.setattr(lab12_tensor_parallel, "on_ranks", run)

@@ -23,7 +23,7 @@ TUTORIAL, FEW = Path(__file__).parents[2] / "examples" / "tutorial.py", ("--step
 SMALL = {"steps": 3, "batch": 8, "width": 16, "context": 16, "layers": 2, "microbatches": 4, "dropout": 0}
 
 
-class Block(nn.Module):
+class ParallelProducts(nn.Module):
     """The products that tensor parallel shares, between others."""
 
     def __init__(self) -> None:
@@ -36,7 +36,9 @@ class Block(nn.Module):
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, WIDTH), Block(), Block(), Block(), nn.Linear(WIDTH, 3)).double()
+    return nn.Sequential(
+        nn.Linear(6, WIDTH), ParallelProducts(), ParallelProducts(), ParallelProducts(), nn.Linear(WIDTH, 3)
+    ).double()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -178,7 +180,7 @@ def own_stages() -> Any:
     pipe = ps.Pipeline(own, nn.functional.mse_loss, table)
     inputs, target = batch(0)
     loss = pipe.step(inputs, target=target)
-    return loss, gradients(pipe), message(lambda: ps.Pipeline(Block(), nn.functional.mse_loss, table))
+    return loss, gradients(pipe), message(lambda: ps.Pipeline(ParallelProducts(), nn.functional.mse_loss, table))
 
 
 def message(work: Callable[[], Any]) -> str:

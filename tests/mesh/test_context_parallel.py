@@ -174,11 +174,11 @@ def test_what_cannot_be_cut_is_one_sentence() -> None:
 
 
 def test_arguments_that_mean_another_thing_once_cut_are_refused() -> None:
-    class Model(nn.Module):
+    class ForwardSignatureModel(nn.Module):
         def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, labels: Any = None) -> None:
             pass
 
-    signature, tokens = forward_signature(Model()), torch.zeros(2, 6, dtype=torch.int64)
+    signature, tokens = forward_signature(ForwardSignatureModel()), torch.zeros(2, 6, dtype=torch.int64)
     check_arguments_can_be_cut(signature, (tokens, None, torch.arange(6)[None]), {})
     with pytest.raises(ps.MismatchError, match="labels= are shifted by a token inside"):
         check_arguments_can_be_cut(signature, (tokens,), {"labels": tokens})

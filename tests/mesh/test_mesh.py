@@ -36,7 +36,7 @@ RUNS = {  # schedule and way on each mesh, to the number of steps
 }
 
 
-class Block(nn.Module):
+class MLPBlock(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 def model(depth: int = 4, dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, WIDTH), *[Block(dropout) for _ in range(depth)], nn.Linear(WIDTH, 3)).double()
+    return nn.Sequential(nn.Linear(6, WIDTH), *[MLPBlock(dropout) for _ in range(depth)], nn.Linear(WIDTH, 3)).double()
 
 
 def plan(tp: int) -> dict[str, Any] | None:
@@ -557,7 +557,7 @@ def test_norms_may_run_on_parts_of_a_sequence(way: str, dp: int) -> None:
         close(ours, {name: p.grad for name, p in whole.named_parameters()})
 
 
-class Attention(nn.Module):
+class GroupedQueryAttention(nn.Module):
     """Four heads, which look at the keys and values of two or three."""
 
     def __init__(self, kv_heads: int) -> None:
@@ -575,7 +575,7 @@ def heads(kv_heads: int) -> Any:
 
     torch.manual_seed(0)
     styles = {"0.q": ColwiseParallel(), "0.kv": ColwiseParallel(), "0.o": RowwiseParallel()}
-    whole = nn.Sequential(Attention(kv_heads), nn.Linear(8, 3)).double()
+    whole = nn.Sequential(GroupedQueryAttention(kv_heads), nn.Linear(8, 3)).double()
     pipe = ps.Pipeline(whole, loss_fn, "1f1b", 2, mesh=ps.comms.init_mesh(2, 1, 2), tensor_parallel=styles)
     inputs = torch.ones(4, 8).double()
     return pipe.step(inputs, target=torch.zeros(4, 3).double())
@@ -589,7 +589,7 @@ def heads_refused() -> str:
 
 def test_heads_that_ranks_cannot_share_out_are_told_in_heads() -> None:
     torch.manual_seed(0)
-    whole = nn.Sequential(Attention(2), nn.Linear(8, 3)).double()
+    whole = nn.Sequential(GroupedQueryAttention(2), nn.Linear(8, 3)).double()
     expected = loss_fn(whole(torch.ones(4, 8).double()), torch.zeros(4, 3).double())
     assert all(abs(loss - expected) < 1e-12 for loss in ps.launch(heads, 4, 2))
     assert {*ps.launch(heads_refused, 4)} == {

@@ -5,7 +5,7 @@ import threading
 import lagging
 import pytest
 import torch
-from lagging import Stream, ahead
+from lagging import LaggingStream, ahead
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 @pytest.fixture
 def held():
     """A layer whose stream stands still until it is let go, and what lets it."""
-    layer, stream, go_on = nn.Linear(3, 3, bias=False), Stream(), threading.Event()
+    layer, stream, go_on = nn.Linear(3, 3, bias=False), LaggingStream(), threading.Event()
     nn.init.ones_(layer.weight)
     with ahead(stream, [layer]):
         stream.do(go_on.wait)

@@ -287,7 +287,7 @@ def test_tensors_of_all_dtypes_travel_and_groups_are_closed_in_the_order_they_we
 # ---- faults: tests/engine/test_faults.py has more, which `make nccl` runs over NCCL too ------------------------------
 
 
-class Faulty(nn.Module):
+class FaultyNcclLayer(nn.Module):
     """Passes its input on, until it is told to fail."""
 
     fault = late = None
@@ -310,7 +310,7 @@ class Faulty(nn.Module):
 
 def faulty():
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Faulty(), nn.Linear(4, 4)), nn.functional.mse_loss
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), FaultyNcclLayer(), nn.Linear(4, 4)), nn.functional.mse_loss
 
 
 BATCH = torch.ones(4, 4), torch.zeros(4, 4)
@@ -353,7 +353,7 @@ def test_an_error_ends_the_step_on_all_ranks_the_next_works_and_a_device_assert_
 def looking_up():
     """A first stage that fails at its third microbatch, and a second one that looks up what the first one tells."""
     torch.manual_seed(3)
-    return nn.Sequential(Faulty(), nn.Embedding(3, 4), nn.Linear(4, 2)), nn.functional.cross_entropy
+    return nn.Sequential(FaultyNcclLayer(), nn.Embedding(3, 4), nn.Linear(4, 2)), nn.functional.cross_entropy
 
 
 def rank_looks_up():
@@ -428,7 +428,7 @@ def rank_breaks_rules(manners):
     group = nccl_like.NcclLike(dist.PrefixStore("rules", joined.store), joined.rank, 2, timedelta(seconds=60))
     layer, byte = nn.Linear(3, 1), torch.zeros(1)
     (group.send([byte], 1, 0) if joined.rank == 0 else group.recv([byte], 0, 0)).wait()  # connects them
-    with lagging.ahead(lagging.Stream(), [layer]) if manners == "ahead" else nullcontext(), torch.no_grad():
+    with lagging.ahead(lagging.LaggingStream(), [layer]) if manners == "ahead" else nullcontext(), torch.no_grad():
         if joined.rank == 0:
             changed, gone, kept = (layer.weight[0] * 0 + 1 for _ in range(3))
             works = [group.send([value], 1, 0) for value in (changed, gone, kept)]

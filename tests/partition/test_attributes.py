@@ -15,7 +15,7 @@ mse = nn.functional.mse_loss
 CUT = {"by names": {"cuts": ["layers.2"]}, "by an example": {"example_args": (X[:2],)}}
 
 
-class Counting(nn.Module):
+class CallCounter(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.calls, self.history, self.stats = nn.Linear(4, 4), 0, [], {}
@@ -31,13 +31,13 @@ class Counting(nn.Module):
         return self.calls, self.history, self.stats, hasattr(self, "cache")
 
 
-class Net(nn.Module):
+class AttributeNet(nn.Module):
     kind = "plus"
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([Counting() for _ in range(4)])
+        self.layers = nn.ModuleList([CallCounter() for _ in range(4)])
         self.alpha, self.scales, self.act, self.unread = 0.5, [1.0, 2.0], torch.tanh, 1
         self.register_buffer("beta", torch.tensor(1.0))
 
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def rank_counts(cut):
-    model = Net()
+    model = AttributeNet()
     history = model.layers[0].history
     ps.Pipeline(model, mse, "1f1b", 2, **cut)
     assert model.layers[0].history is history
@@ -62,7 +62,7 @@ def test_what_layers_count_while_they_are_cut_and_measured_is_put_back_on_every_
 
 
 def test_a_plan_is_measured_and_estimated_without_a_trace():
-    model = nn.Sequential(Counting(), Counting())
+    model = nn.Sequential(CallCounter(), CallCounter())
     ps.plan.measure(model, (X,), seconds=0.0)
     ps.plan.estimate(model, (X,), speed=1e9)
     split(model, 2, example_args=X)
@@ -70,16 +70,19 @@ def test_a_plan_is_measured_and_estimated_without_a_trace():
 
 
 CHANGES = {
-    "alpha": (0.25, "Net.alpha is 0.25, and was 0.5 when its forward was cut, which keeps that: set it back, or have it in a"),
-    "act": (torch.relu, "Net.act is not what it was when its forward was cut"),
-    "scales": ([2.0, 2.0], "Net.scales is [2.0, 2.0], and was [1.0, 2.0] when"),
-    "kind": ("minus", "Net.kind is 'minus', and was 'plus' when"),
+    "alpha": (
+        0.25,
+        "AttributeNet.alpha is 0.25, and was 0.5 when its forward was cut, which keeps that: set it back, or have it in a",
+    ),
+    "act": (torch.relu, "AttributeNet.act is not what it was when its forward was cut"),
+    "scales": ([2.0, 2.0], "AttributeNet.scales is [2.0, 2.0], and was [1.0, 2.0] when"),
+    "kind": ("minus", "AttributeNet.kind is 'minus', and was 'plus' when"),
 }
 
 
 def rank_changes(cut):
     """What each change on rank 1 is told; then the loss once all are undone, and a buffer's value is another."""
-    model = Net()
+    model = AttributeNet()
     pipe = ps.Pipeline(model, mse, "gpipe", 2, **cut)
     pipe.step(X, target=X)
     results = {}
@@ -100,7 +103,7 @@ def rank_changes(cut):
 @pytest.mark.ranks
 @pytest.mark.parametrize("cut", CUT)
 def test_an_attribute_that_the_cut_forward_reads_is_told_on_every_rank_if_it_changes_and_a_buffer_is_read(cut):
-    model = Net()
+    model = AttributeNet()
     model.beta.fill_(0.5)
     loss = accumulate(model, mse, (X, X), 2)
     for result, here, gradients in ps.launch(rank_changes, 2, CUT[cut]):

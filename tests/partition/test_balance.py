@@ -140,7 +140,7 @@ def test_a_balance_of_parameters_says_what_it_reached():
 
 
 def test_units_are_recorded_in_the_order_and_with_the_inputs_of_their_first_call():
-    class Model(nn.Module):
+    class EmbeddingModel(nn.Module):
         def __init__(self):
             super().__init__()
             self.embedding, self.blocks = nn.Embedding(5, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
@@ -151,7 +151,7 @@ def test_units_are_recorded_in_the_order_and_with_the_inputs_of_their_first_call
                 hidden = block(input=hidden * scale)
             return hidden
 
-    model, tokens, scale = Model(), torch.tensor([[1, 2]]), torch.tensor(2.0)
+    model, tokens, scale = EmbeddingModel(), torch.tensor([[1, 2]]), torch.tensor(2.0)
     units = {"blocks.1": model.blocks[1], "blocks.0": model.blocks[0], "embedding": model.embedding}
     found = record_unit_inputs(model, units, [tokens], {"scale": scale})
     assert [unit.name for unit in found] == ["embedding", "blocks.0", "blocks.1"]
@@ -175,13 +175,13 @@ def test_a_unit_that_the_forward_does_not_call_is_told():
         record_unit_inputs(model, {"0": model[0], "other": nn.Linear(3, 3)}, [torch.ones(2, 3)])
 
 
-class Undecided(nn.Linear):
+class DataDependentLinear(nn.Linear):
     def forward(self, hidden):
         return super().forward(hidden) if hidden.sum() > 0 else hidden
 
 
 def test_a_forward_that_cannot_run_on_the_meta_device_is_told():
-    model = nn.Sequential(Undecided(3, 3, device="meta"))
+    model = nn.Sequential(DataDependentLinear(3, 3, device="meta"))
     with pytest.raises(MismatchError, match=r"forward of Sequential cannot run on the meta device.*name the cuts with cuts="):
         record_unit_inputs(model, {"0": model[0]}, [torch.ones(2, 3)])
 
@@ -189,7 +189,7 @@ def test_a_forward_that_cannot_run_on_the_meta_device_is_told():
 # ---- measuring
 
 
-class Clock:
+class ManualClock:
     """Goes on only when it is told to, so that a test knows how long everything takes."""
 
     def __init__(self):
@@ -218,7 +218,7 @@ class Sleeper(nn.Module):
 
 
 def test_forward_and_backward_of_each_unit_alone_are_measured(monkeypatch):
-    clock = Clock()
+    clock = ManualClock()
     monkeypatch.setattr(unit_times, "perf_counter", clock)
     model = nn.Sequential(nn.Linear(2, 2), Sleeper(clock, 0.25, 0.5), Sleeper(clock, 0.125, 0.0))
     linear, slow, fast = measure_unit_seconds(
@@ -228,7 +228,7 @@ def test_forward_and_backward_of_each_unit_alone_are_measured(monkeypatch):
 
 
 def test_the_fastest_of_several_runs_counts(monkeypatch):
-    clock = Clock()
+    clock = ManualClock()
     monkeypatch.setattr(unit_times, "perf_counter", clock)
     model = nn.Sequential(Sleeper(clock, 1.0, 1.0))
     units = record_unit_inputs(model, {"0": model[0]}, [torch.ones(2, 2, requires_grad=True)])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import CASES, Batch, Case, accumulate, by_hand, differing, evaluate
+from models import CASES, Batch, ModelCase, accumulate, by_hand, differing, evaluate
 from reference import assert_same, gradients, merged, same
 from torch import nn
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 STEPS = (3, 4)  # seeds of the batches of two steps, whose gradients add up
 
 
-class Run(NamedTuple):
+class CutRun(NamedTuple):
     """A model in a pipeline: how it is cut, and by which table it runs."""
 
     case: str
@@ -30,7 +30,7 @@ class Run(NamedTuple):
     stages_per_rank: int | None = None
     meta: bool = False  # whether the model is built on the meta device, and its weights loaded
 
-    def pipeline(self, case: Case) -> ps.Pipeline:
+    def pipeline(self, case: ModelCase) -> ps.Pipeline:
         options = {} if self.stages_per_rank is None else {"stages_per_rank": self.stages_per_rank}
         if self.by == "hand":
             count = ps.comms.init_distributed().world_size * (self.stages_per_rank or 1)
@@ -47,24 +47,24 @@ class Run(NamedTuple):
         return pipe
 
 
-class Result(NamedTuple):
+class PartitionResult(NamedTuple):
     losses: list[torch.Tensor]
     outputs: Any  # of an evaluation, where the last stage is
     gradients: dict[str, torch.Tensor | None]
     state: dict[str, torch.Tensor]
 
 
-def result(losses: list[torch.Tensor], outputs: Any, model: Any, every_name: bool = False) -> Result:
+def result(losses: list[torch.Tensor], outputs: Any, model: Any, every_name: bool = False) -> PartitionResult:
     parameters = model.named_parameters(remove_duplicate=False) if every_name else model.named_parameters()
     gradients = {name: None if parameter.grad is None else parameter.grad.clone() for name, parameter in parameters}
-    return Result(losses, outputs, gradients, {name: value.clone() for name, value in model.state_dict().items()})
+    return PartitionResult(losses, outputs, gradients, {name: value.clone() for name, value in model.state_dict().items()})
 
 
-def rank_runs(runs: Sequence[Run], cases: dict[str, Case] = CASES) -> list[Result]:
+def rank_runs(runs: Sequence[CutRun], cases: dict[str, ModelCase] = CASES) -> list[PartitionResult]:
     return [stepped(run.pipeline(cases[run.case]), run, cases[run.case]) for run in runs]
 
 
-def stepped(pipe: ps.Pipeline, run: Run, case: Case) -> Result:
+def stepped(pipe: ps.Pipeline, run: CutRun, case: ModelCase) -> PartitionResult:
     losses = []
     for seed in STEPS:
         args, target, kwargs = case.batch(run.rows, seed)
@@ -73,14 +73,14 @@ def stepped(pipe: ps.Pipeline, run: Run, case: Case) -> Result:
     return result(losses, pipe.eval(*args, **kwargs), pipe)
 
 
-def uncut(run: Run, cases: dict[str, Case] = CASES) -> Result:
+def uncut(run: CutRun, cases: dict[str, ModelCase] = CASES) -> PartitionResult:
     case = cases[run.case]
     model = case.model()
     losses = [accumulate(model, case.loss_fn, case.batch(run.rows, seed), run.microbatches) for seed in STEPS]
     return result(losses, evaluate(model, case.batch(run.rows, 5), run.microbatches), model, every_name=True)
 
 
-def assert_equal(run: Run, ours: Sequence[Result], expected: Result) -> None:
+def assert_equal(run: CutRun, ours: Sequence[PartitionResult], expected: PartitionResult) -> None:
     """Every rank has the loss; together they have every name of the state, and a gradient for every parameter."""
     for item in ours:
         assert all(map(torch.equal, item.losses, expected.losses)), (run, item.losses, expected.losses)
@@ -100,7 +100,7 @@ def _same_gradient(ours: Any, expected: Any) -> bool:
     return same(ours, expected) or (expected is None and not ours.any())  # a received value that nobody used
 
 
-def check(ranks: int, runs: Sequence[Run]) -> None:
+def check(ranks: int, runs: Sequence[CutRun]) -> None:
     everyone = ps.launch(rank_runs, ranks, runs)
     for number, run in enumerate(runs):
         assert_equal(run, [value[number] for value in everyone], uncut(run))
@@ -112,60 +112,67 @@ UNITS = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm
 @pytest.mark.kernels
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_tutorials_transformer_is_the_same_wherever_it_is_cut(ranks):
-    check(ranks, [Run("transformer", cuts) for cuts in combinations(UNITS[1:], ranks - 1)])
+    check(ranks, [CutRun("transformer", cuts) for cuts in combinations(UNITS[1:], ranks - 1)])
     if ranks == 2:
         inside = ("layers.1.self_attn", "layers.1.norm2", "layers.1.linear1", "layers.3.linear2")
-        check(ranks, [Run("transformer", (cut,)) for cut in inside])
+        check(ranks, [CutRun("transformer", (cut,)) for cut in inside])
 
 
 def test_stages_made_by_hand_are_the_uncut_model():
-    check(2, [Run("transformer", by="hand"), Run("transformer", None, "looped-bfs", by="hand", stages_per_rank=2)])
-    check(4, [Run("transformer", None, schedule, by="hand") for schedule in ("gpipe", "1f1b", "zb-h1")])
+    check(2, [CutRun("transformer", by="hand"), CutRun("transformer", None, "looped-bfs", by="hand", stages_per_rank=2)])
+    check(4, [CutRun("transformer", None, schedule, by="hand") for schedule in ("gpipe", "1f1b", "zb-h1")])
 
 
 def test_an_exported_model_is_the_uncut_one_cut_by_name_or_by_measure():
-    exported = [Run("transformer", None, "zb-v", by="measure"), Run("u-net", ("up2",), by="example")]
-    check(2, [*exported, Run("wide", ("body.0", "body.2", "head"), "zb-v", by="example")])
+    exported = [CutRun("transformer", None, "zb-v", by="measure"), CutRun("u-net", ("up2",), by="example")]
+    check(2, [*exported, CutRun("wide", ("body.0", "body.2", "head"), "zb-v", by="example")])
 
 
 def test_skips_of_a_u_net_go_straight_to_where_they_are_used():
     cuts = ("down2", "middle", "join2")
-    check(2, [Run("u-net", ("middle",)), Run("u-net", ("middle",), "zb-h1"), Run("u-net", cuts, "zb-v")])
-    check(4, [Run("u-net", cuts), Run("u-net", cuts, rows=3), Run("u-net", ("down2.3", "up1", "head"), "zb-h2")])
+    check(2, [CutRun("u-net", ("middle",)), CutRun("u-net", ("middle",), "zb-h1"), CutRun("u-net", cuts, "zb-v")])
+    check(4, [CutRun("u-net", cuts), CutRun("u-net", cuts, rows=3), CutRun("u-net", ("down2.3", "up1", "head"), "zb-h2")])
 
 
 def test_memory_and_masks_of_an_encoder_decoder_reach_every_stage_that_uses_them():
     cuts = ("encoder.1", "decoder", "decoder.2")
-    check(2, [Run("encoder-decoder", cuts, schedule) for schedule in ("interleaved-1f1b", "zb-v", "dualpipe-v")])
-    check(3, [Run("encoder-decoder", ("decoder.1", "head"), rows=8), Run("encoder-decoder", ("target", "decoder.2"), "zb-h2")])
+    check(2, [CutRun("encoder-decoder", cuts, schedule) for schedule in ("interleaved-1f1b", "zb-v", "dualpipe-v")])
+    check(
+        3,
+        [CutRun("encoder-decoder", ("decoder.1", "head"), rows=8), CutRun("encoder-decoder", ("target", "decoder.2"), "zb-h2")],
+    )
 
 
 def test_tied_weights_have_the_gradient_of_the_uncut_model():
     cuts = ("blocks.1", "blocks.2", "head")
-    check(2, [Run("tied", cuts, schedule) for schedule in ("interleaved-1f1b", "zb-v", "interleaved-zb", "dualpipe-v")])
-    check(2, [Run("tied", ("blocks.2",), schedule, rows=rows) for schedule in ("1f1b", "zb-h1") for rows in (2, 7)])
-    check(3, [Run("tied three times", ("again", "head"), schedule) for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2")])
-    check(2, [Run("tied three times", ("blocks.1", "again", "head"), schedule) for schedule in ("looped-bfs", "v-min")])
+    check(2, [CutRun("tied", cuts, schedule) for schedule in ("interleaved-1f1b", "zb-v", "interleaved-zb", "dualpipe-v")])
+    check(2, [CutRun("tied", ("blocks.2",), schedule, rows=rows) for schedule in ("1f1b", "zb-h1") for rows in (2, 7)])
+    check(3, [CutRun("tied three times", ("again", "head"), schedule) for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2")])
+    check(2, [CutRun("tied three times", ("blocks.1", "again", "head"), schedule) for schedule in ("looped-bfs", "v-min")])
 
 
 def test_a_module_called_in_several_stages_has_the_gradient_of_the_uncut_model():
-    check(3, [Run("recurrent", ("between.1", "between.2"), schedule) for schedule in ("1f1b", "zb-h1")])
+    check(3, [CutRun("recurrent", ("between.1", "between.2"), schedule) for schedule in ("1f1b", "zb-h1")])
     check(
-        2, [Run("recurrent", ("between.0", "between.1", "between.2"), "zb-v"), Run("recurrent", ("between.1",), by="example")]
+        2,
+        [
+            CutRun("recurrent", ("between.0", "between.1", "between.2"), "zb-v"),
+            CutRun("recurrent", ("between.1",), by="example"),
+        ],
     )
 
 
 def test_dicts_batchnorms_frozen_parts_and_parameters_used_in_several_stages():
-    check(2, [Run("wide", ("body",)), Run("wide", ("body.0", "body.2", "head"), "zb-v")])
-    check(3, [Run("wide", ("body.1", "head"), "zb-h1", rows=12), Run("wide", ("inputs.words", "body.3"), rows=12)])
+    check(2, [CutRun("wide", ("body",)), CutRun("wide", ("body.0", "body.2", "head"), "zb-v")])
+    check(3, [CutRun("wide", ("body.1", "head"), "zb-h1", rows=12), CutRun("wide", ("inputs.words", "body.3"), rows=12)])
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
 TRAININGS = {
-    2: [Run("tied", ("blocks.1", "blocks.2", "head"), "zb-v"), Run("u-net", ("middle",), "zb-h1")],
-    3: [Run("tied three times", ("again", "head")), Run("encoder-decoder", ("decoder", "decoder.2"))],
+    2: [CutRun("tied", ("blocks.1", "blocks.2", "head"), "zb-v"), CutRun("u-net", ("middle",), "zb-h1")],
+    3: [CutRun("tied three times", ("again", "head")), CutRun("encoder-decoder", ("decoder", "decoder.2"))],
 }
 
 
@@ -180,7 +187,7 @@ def train(model: nn.Module | ps.Pipeline, step: Any, clip: Any) -> tuple[list[to
     return results, dict(model.state_dict())
 
 
-def rank_trainings(runs: Sequence[Run]) -> list[Any]:
+def rank_trainings(runs: Sequence[CutRun]) -> list[Any]:
     trained = []
     for run in runs:
         pipe, batch = run.pipeline(CASES[run.case]), CASES[run.case].batch
@@ -211,12 +218,15 @@ def test_five_clipped_optimizer_steps_over_two_batches_each_end_in_the_weights_o
 
 
 DROPOUTS = {
-    1: [Run("transformer with dropout", ()), Run("encoder-decoder with dropout", ())],
+    1: [CutRun("transformer with dropout", ()), CutRun("encoder-decoder with dropout", ())],
     2: [
-        Run("transformer with dropout", ("layers.0", "layers.2", "norm"), "zb-v"),
-        Run("encoder-decoder with dropout", ("decoder",), by="example"),
+        CutRun("transformer with dropout", ("layers.0", "layers.2", "norm"), "zb-v"),
+        CutRun("encoder-decoder with dropout", ("decoder",), by="example"),
     ],
-    3: [Run("transformer with dropout", ("layers.1", "output")), Run("encoder-decoder with dropout", ("encoder.1", "head"))],
+    3: [
+        CutRun("transformer with dropout", ("layers.1", "output")),
+        CutRun("encoder-decoder with dropout", ("encoder.1", "head")),
+    ],
 }
 
 
@@ -226,14 +236,14 @@ def test_dropout_draws_the_same_wherever_the_model_is_cut():
         everyone = ps.launch(rank_runs, ranks, DROPOUTS[ranks])
         for number, run in enumerate(DROPOUTS[ranks]):
             assert_equal(run, [value[number] for value in everyone], alone[number])
-    without = uncut(Run("transformer"))
+    without = uncut(CutRun("transformer"))
     assert not torch.allclose(alone[0].losses[0], without.losses[0])
 
 
 # -- keywords that every stage takes ----------------------------------------------------------------------------------
 
 
-class Masked(nn.Module):
+class BiasStage(nn.Module):
     """A stage of someone's own; `bias` is asked for by the third only."""
 
     def __init__(self) -> None:
@@ -244,14 +254,14 @@ class Masked(nn.Module):
         return torch.tanh(self.linear(hidden) * mask[:, None] * factor + self.embedding(ids))
 
 
-class Biased(Masked):
+class Biased(BiasStage):
     def forward(self, hidden, *, bias, **others):
         return super().forward(hidden, **others) + bias
 
 
 def stages_with_keywords() -> list[nn.Module]:
     torch.manual_seed(8)
-    return [Masked(), nn.Linear(6, 6), Biased(), Masked()]
+    return [BiasStage(), nn.Linear(6, 6), Biased(), BiasStage()]
 
 
 KEYWORDS = {

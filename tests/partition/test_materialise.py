@@ -244,7 +244,7 @@ def test_a_module_used_twice_stays_one():
     assert model[0].weight.grad is not None
 
 
-class Again(nn.Module):
+class SharedLayer(nn.Module):
     """A layer that is elsewhere too."""
 
     def __init__(self, layer):
@@ -257,7 +257,7 @@ class Again(nn.Module):
 
 def used_twice():
     shared = nn.Linear(3, 3)
-    return nn.Sequential(shared, nn.ReLU(), nn.Linear(3, 3), Again(shared)).to("meta")
+    return nn.Sequential(shared, nn.ReLU(), nn.Linear(3, 3), SharedLayer(shared)).to("meta")
 
 
 def rank_used_twice():
@@ -338,7 +338,7 @@ def test_a_materialised_model_trains():
     assert all(p.grad is not None for p in model.parameters())
 
 
-class Model(nn.Module):
+class SelfInitialisingModel(nn.Module):
     """As models of transformers are: it initialises the modules inside it, which do not do it themselves."""
 
     def __init__(self):
@@ -354,7 +354,7 @@ class Model(nn.Module):
 
 
 def test_a_models_own_init_weights_initialises_what_is_inside_it():
-    model = nn.Sequential(nn.Linear(3, 3), Model()).to("meta")
+    model = nn.Sequential(nn.Linear(3, 3), SelfInitialisingModel()).to("meta")
     materialise(model, only={name for name, _ in model.named_parameters() if "layers.2" not in name} | {"1.layers.0.steps"})
     assert model[1].layers[0].gain.tolist() == [4, 4, 4]
     assert torch.equal(model[1].layers[1].weight, torch.ones(3, 3))

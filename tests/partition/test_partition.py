@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CASES, Recurrent, Tied, Transformer, UNet, differing
+from models import CASES, DecoderModel, RepeatedBlockModel, TiedModel, UNet, differing
 from torch import nn
 from torch.nn import functional
 
@@ -102,7 +102,10 @@ class Nested(nn.Module):
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.towers = nn.ModuleDict(
-            {"left": nn.ModuleList([Block(), Block()]), "right": nn.Sequential(Block(), nn.Sequential(Block()))}
+            {
+                "left": nn.ModuleList([NormMLPBlock(), NormMLPBlock()]),
+                "right": nn.Sequential(NormMLPBlock(), nn.Sequential(NormMLPBlock())),
+            }
         )
         self.last = nn.Linear(4, 2)
         self.offset = nn.Parameter(torch.ones(4))
@@ -115,7 +118,7 @@ class Nested(nn.Module):
         return self.last(left * self.scale + self.towers["right"](hidden) + self.offset)
 
 
-class Block(nn.Module):
+class NormMLPBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mlp = nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
@@ -129,8 +132,8 @@ LEFT = ["towers.left.0", "towers.left.1"]
 
 def test_units_are_the_elements_of_containers_and_the_modules_beside_them():
     assert order_of(Nested()) == ["first", *LEFT, "towers.right", "last"]
-    assert order_of(Transformer()) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "output"]
-    assert order_of(Recurrent()) == ["token", "block", "between.0", "between.1", "between.2", "head"]
+    assert order_of(DecoderModel()) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "output"]
+    assert order_of(RepeatedBlockModel()) == ["token", "block", "between.0", "between.1", "between.2", "head"]
 
 
 def test_a_cut_inside_a_unit_makes_units_of_its_children():
@@ -217,7 +220,7 @@ def test_no_name_of_a_model_is_in_the_way():
 
 
 def test_stages_are_in_the_mode_of_the_model():
-    model = Transformer()
+    model = DecoderModel()
     assert all(stage.training for stage in split(model, 2))
     assert not any(stage.training for stage in split(model.eval(), 2))
     assert not any(module.training for module in model.modules())
@@ -321,7 +324,7 @@ def test_with_an_example_optional_parameters_and_further_keywords_are_followed()
     assert torch.equal(partition.run(stages, y, -y, 2.0, two=y, one=2 * y), model(y, -y, 2.0, one=2 * y, two=y))
 
 
-class Sized(nn.Module):
+class RowCountBranch(nn.Module):
     """Does another thing for more than three rows."""
 
     def __init__(self) -> None:
@@ -345,14 +348,14 @@ REFUSED = [
 
 @pytest.mark.parametrize(("rows", "shape", "kwargs", "message"), REFUSED)
 def test_a_batch_for_which_the_example_does_not_speak_is_refused(rows, shape, kwargs, message):
-    stages = split(Sized(), 2, cuts=["b"], example_args=(torch.ones(rows, 4),), example_kwargs={"scale": 2.0})
+    stages = split(RowCountBranch(), 2, cuts=["b"], example_args=(torch.ones(rows, 4),), example_kwargs={"scale": 2.0})
     with pytest.raises(MismatchError, match=re.escape(message) + "give an example like this batch$"):
         partition.run(stages, torch.ones(shape), **({"scale": 2.0} | kwargs))
     assert partition.run(stages, torch.ones(rows, 4), scale=2.0).shape == (rows, 4)
 
 
 def test_a_size_of_one_is_told_that_the_example_must_have_it():
-    stages = split(Sized(), 2, cuts=["b"], example_args=(torch.ones(5, 4),))
+    stages = split(RowCountBranch(), 2, cuts=["b"], example_args=(torch.ones(5, 4),))
     message = (
         "x = torch.float32 of shape (any, 2 or more), not torch.float32 of shape (5, 1): give an example like this batch, with"
     )
@@ -399,8 +402,8 @@ def test_wrong_cuts_are_told(cuts, message):
 
 
 WRONG_CUTS_OF_ANY = [
-    (("layer.2",),              "cannot cut before 'layer.2': Transformer has layers.2, "),
-    (("layers.1", "layers.9"),  "cannot cut before 'layers.9': Transformer has layers.3, "),
+    (("layer.2",),              "cannot cut before 'layer.2': DecoderModel has layers.2, "),
+    (("layers.1", "layers.9"),  "cannot cut before 'layers.9': DecoderModel has layers.3, "),
     (("output", "layers.1"),    "cuts ['output', 'layers.1'] do not make 3 stages: name 2 layers after the first, in"),
     (("tok_embeddings", "norm"), "cuts ['tok_embeddings', 'norm'] do not make 3 stages"),
     (("layers", "layers.0"),    "cuts ['layers', 'layers.0'] do not make 3 stages"),
@@ -411,7 +414,7 @@ WRONG_CUTS_OF_ANY = [
 @pytest.mark.parametrize(("cuts", "message"), WRONG_CUTS_OF_ANY)
 def test_wrong_cuts_of_any_model_are_told_with_the_names_nearest_to_them(cuts, message):
     with pytest.raises(MismatchError) as caught:
-        split(Transformer(), 3, cuts=cuts)
+        split(DecoderModel(), 3, cuts=cuts)
     assert str(caught.value).startswith(message)
 
 
@@ -429,10 +432,10 @@ def test_a_number_of_stages_that_the_layers_cannot_make_is_told(stages):
 
 def test_more_stages_than_units_are_told():
     with pytest.raises(MismatchError, match="cannot cut 7 layers into 8 stages: use 1 to 7 stages"):
-        split(Transformer(), 8)
+        split(DecoderModel(), 8)
 
 
-class Undecided(nn.Module):
+class BranchingModel(nn.Module):
     def __init__(self, forward) -> None:
         super().__init__()
         self.a, self.b, self.c, self._forward = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), forward
@@ -510,7 +513,7 @@ FORWARDS = [(forward, example) for forward in WITH_EITHER for example in (None, 
 
 @pytest.mark.parametrize(("forward", "example"), [*FORWARDS, (assigned, EXAMPLE)])
 def test_what_stands_between_units_does_what_it_does_in_the_model(forward, example):
-    model, x = Undecided(forward), torch.randn(5, 4)
+    model, x = BranchingModel(forward), torch.randn(5, 4)
     results = []
     for run in (model, lambda x: partition.run(split(model, 2, cuts=["b"], example_args=example), x)):
         model.zero_grad()
@@ -530,38 +533,43 @@ def test_layers_inside_autocast_in_the_forward_are_not_exported_wrongly():
         return model.b(hidden.float())
 
     with pytest.raises(MismatchError, match=r"the forward has layers inside wrap_with_autocast: give a list"):
-        split(Undecided(mixed), 2, cuts=["b"], example_args=(torch.ones(2, 4),))
+        split(BranchingModel(mixed), 2, cuts=["b"], example_args=(torch.ones(2, 4),))
 
 
 INSTEAD = "give example_args, so that it can be exported; or a list with one module for each stage"
 
 
 def test_a_forward_that_cannot_be_followed_is_told_with_what_to_do_instead():
-    with pytest.raises(MismatchError, match=r"^cannot follow the forward of Undecided \(.*control flow.*\): " + INSTEAD + "$"):
-        split(Undecided(by_value), 2, cuts=["b"])
-    with pytest.raises(MismatchError, match=r"^cannot follow the forward of Sized \(.*\): " + INSTEAD + "$"):
-        split(Sized(), 2, cuts=["b"])
-    with pytest.raises(MismatchError, match=r"^cannot follow the forward of Undecided \(.*item assignment\): " + INSTEAD + "$"):
-        split(Undecided(assigned), 2, cuts=["b"])
+    with pytest.raises(
+        MismatchError, match=r"^cannot follow the forward of BranchingModel \(.*control flow.*\): " + INSTEAD + "$"
+    ):
+        split(BranchingModel(by_value), 2, cuts=["b"])
+    with pytest.raises(MismatchError, match=r"^cannot follow the forward of RowCountBranch \(.*\): " + INSTEAD + "$"):
+        split(RowCountBranch(), 2, cuts=["b"])
+    with pytest.raises(
+        MismatchError, match=r"^cannot follow the forward of BranchingModel \(.*item assignment\): " + INSTEAD + "$"
+    ):
+        split(BranchingModel(assigned), 2, cuts=["b"])
     by_values = "it decides by the values of a tensor, which differ in the next batch: decide with torch.where"
     for forward, change in {by_value: by_values, in_numpy: "change what it says"}.items():
         instead = f"{change}, or give a list with one module for each stage"
-        with pytest.raises(MismatchError, match=r"^cannot export the forward of Undecided \(.+\): " + instead + "$"):
-            split(Undecided(forward), 2, cuts=["b"], example_args=(torch.ones(2, 4),))
+        with pytest.raises(MismatchError, match=r"^cannot export the forward of BranchingModel \(.+\): " + instead + "$"):
+            split(BranchingModel(forward), 2, cuts=["b"], example_args=(torch.ones(2, 4),))
 
 
 @pytest.mark.parametrize("forward", [by_mode, one_or_other])
 @pytest.mark.parametrize("example", [None, (torch.ones(2, 4),)])
 def test_a_forward_that_differs_between_training_and_evaluation_is_told(forward, example):
     message = (
-        "the forward of Undecided does one thing in training and another in evaluation: give a list with one module for each"
+        "the forward of BranchingModel does one thing in training and another in evaluation: "
+        "give a list with one module for each"
     )
     with pytest.raises(MismatchError, match=message):
-        split(Undecided(forward), 2, cuts=["b"], example_args=example)
+        split(BranchingModel(forward), 2, cuts=["b"], example_args=example)
 
 
 def test_a_forward_of_any_number_of_arguments_is_refused():
-    class Any(Undecided):
+    class Any(BranchingModel):
         def forward(self, *tensors):
             return self.b(self.a(sum(tensors)))
 
@@ -573,7 +581,7 @@ def test_a_forward_of_any_number_of_arguments_is_refused():
 
 
 def test_running_statistics_that_two_stages_would_move_are_refused():
-    class Again(nn.Module):
+    class RepeatedNormModel(nn.Module):
         def __init__(self):
             super().__init__()
             self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
@@ -583,14 +591,16 @@ def test_running_statistics_that_two_stages_would_move_are_refused():
 
     message = "^norm runs in stages 0 and 1, which cannot share its running statistics: cut elsewhere$"
     with pytest.raises(MismatchError, match=message):
-        split(Again(), 2, cuts=["b"])
-    split(Again(), 2, cuts=["norm"])
+        split(RepeatedNormModel(), 2, cuts=["b"])
+    split(RepeatedNormModel(), 2, cuts=["norm"])
     norm = nn.BatchNorm1d(4)
     with pytest.raises(MismatchError, match=r"^norm runs in stages 0 and 1, which cannot share"):
         split(nn.Sequential(OrderedDict(norm=norm, a=nn.Linear(4, 4), again=norm)), 2, cuts=["a"])
 
 
-@pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), Undecided(lambda model, x: model.b(model.a(x)))])
+@pytest.mark.parametrize(
+    "model", [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), BranchingModel(lambda model, x: model.b(model.a(x)))]
+)
 def test_a_hook_of_the_whole_model_is_refused_where_no_stage_would_run_it(model):
     cuts = [list(dict(model.named_children()))[1]]
     split(model, 2, cuts=cuts)
@@ -623,7 +633,7 @@ def test_values_go_straight_to_the_stages_that_use_them():
 
 
 def test_a_tied_weight_is_one_parameter_in_every_stage_that_uses_it():
-    model = Tied(3)
+    model = TiedModel(3)
     stages = split(model, 3, cuts=["again", "head"])
     names = [("token.weight", "head.weight"), ("again.weight",), ("head.weight",)]
     assert stages[0].get_parameter(names[0][0]) is stages[1].get_parameter(names[1][0]) is stages[2].get_parameter(names[2][0])

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Batch, Case
-from test_cuts import Run, assert_equal, rank_runs, stepped, uncut
+from models import Batch, ModelCase
+from test_cuts import CutRun, assert_equal, rank_runs, stepped, uncut
 from torch import nn
 
 import penstock as ps
@@ -98,27 +98,27 @@ def loss_of_logits(output: Any, target: torch.Tensor) -> torch.Tensor:
 
 
 CASES = {
-    "llama": Case(llama, loss_of_logits, causal_and_masked),
-    "llama without a mask": Case(llama, loss_of_logits, causal),
-    "llama with the mask of everyone": Case(llama, loss_of_logits, causal_with_whole_mask),
-    "llama that recomputes its layers": Case(llama_recomputed, loss_of_logits, causal_and_masked),
-    "gpt-2, tied": Case(gpt2, loss_of_logits, causal),
-    "bert": Case(bert, loss_of_logits, masked),
-    "t5, tied": Case(t5, loss_of_logits, translated),
-    "vit": Case(vit, loss_of_logits, images),
+    "llama": ModelCase(llama, loss_of_logits, causal_and_masked),
+    "llama without a mask": ModelCase(llama, loss_of_logits, causal),
+    "llama with the mask of everyone": ModelCase(llama, loss_of_logits, causal_with_whole_mask),
+    "llama that recomputes its layers": ModelCase(llama_recomputed, loss_of_logits, causal_and_masked),
+    "gpt-2, tied": ModelCase(gpt2, loss_of_logits, causal),
+    "bert": ModelCase(bert, loss_of_logits, masked),
+    "t5, tied": ModelCase(t5, loss_of_logits, translated),
+    "vit": ModelCase(vit, loss_of_logits, images),
 }
 
 RUNS = [
-    Run("llama", ("model.layers.1",), by="example"),
-    Run("llama that recomputes its layers", ("model.layers.0", "model.layers.1", "model.norm"), "zb-v", by="example"),
-    Run("gpt-2, tied", ("transformer.h.0", "transformer.h.1", "lm_head"), "interleaved-1f1b", by="example"),
-    Run("gpt-2, tied", ("transformer.h.1", "transformer.ln_f", "lm_head"), "zb-v", by="example", meta=True),
-    Run("bert", ("bert.encoder.layer.0", "bert.encoder.layer.1", "cls"), "zb-v", by="example"),
-    Run("t5, tied", ("encoder.block.1", "decoder", "decoder.block.1"), "interleaved-1f1b", by="example"),
-    Run("vit", None, "1f1b", rows=2, by="measure"),
-    Run("llama", None, "zb-v", by="measure", meta=True),
+    CutRun("llama", ("model.layers.1",), by="example"),
+    CutRun("llama that recomputes its layers", ("model.layers.0", "model.layers.1", "model.norm"), "zb-v", by="example"),
+    CutRun("gpt-2, tied", ("transformer.h.0", "transformer.h.1", "lm_head"), "interleaved-1f1b", by="example"),
+    CutRun("gpt-2, tied", ("transformer.h.1", "transformer.ln_f", "lm_head"), "zb-v", by="example", meta=True),
+    CutRun("bert", ("bert.encoder.layer.0", "bert.encoder.layer.1", "cls"), "zb-v", by="example"),
+    CutRun("t5, tied", ("encoder.block.1", "decoder", "decoder.block.1"), "interleaved-1f1b", by="example"),
+    CutRun("vit", None, "1f1b", rows=2, by="measure"),
+    CutRun("llama", None, "zb-v", by="measure", meta=True),
 ]
-WITHOUT_MASK = Run("llama without a mask", ("model.layers.0", "model.layers.1", "model.norm"), "zb-v", by="example")
+WITHOUT_MASK = CutRun("llama without a mask", ("model.layers.0", "model.layers.1", "model.norm"), "zb-v", by="example")
 
 
 def rank_transformers() -> Any:

@@ -55,7 +55,7 @@ def test_the_best_comes_first_and_the_same_seed_gives_the_same_plans():
     assert [result.seconds for result in once] == sorted(result.seconds for result in once)
 
 
-class Alike(LayerChain):
+class UniformRecomputeChain(LayerChain):
     """All stages of it have one recomputation, whether that fits or not."""
 
     def __init__(self, layers, recompute):
@@ -75,7 +75,7 @@ def test_no_family_on_an_even_cut_that_fits_is_faster_than_the_plan(memory):
     for name, family in FAMILIES.items():
         table = ScheduleTimer(build(name, 4, 8))
         even = tuple(balanced_starts(line.layer_seconds, 4 * family.stages_per_rank))
-        for value in (line, *(Alike(line.layers, way) for way in (None, "stage", "block"))):
+        for value in (line, *(UniformRecomputeChain(line.layers, way) for way in (None, "stage", "block"))):
             candidate = PartitionSearch(value, table, Limits((memory,) * 4)).evaluate(even)
             assert candidate.excess_bytes or best.seconds <= candidate.seconds * (1 + 1e-9), name
 

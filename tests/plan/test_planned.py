@@ -20,7 +20,7 @@ from penstock.schedule import Kind, Measurement
 ROWS = 8
 
 
-class Clock:
+class ManualTime:
     """Goes on when somebody passes time, and not otherwise."""
 
     def __init__(self):
@@ -36,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     """The clock by which layers are measured."""
-    clock = Clock()
+    clock = ManualTime()
     monkeypatch.setattr(measuring, "perf_counter", clock)
     return clock
 

@@ -134,7 +134,7 @@ class Network:
         return len(self.arrived) > before
 
 
-class Model(NamedTuple):
+class ExecutionModel(NamedTuple):
     """The question that is asked of a table."""
 
     sends: str = "async"
@@ -143,13 +143,15 @@ class Model(NamedTuple):
     @property
     def ahead(self) -> bool:
         """Whether receives are posted before they are needed."""
-        return self == Model("async", "directed")
+        return self == ExecutionModel("async", "directed")
 
 
-MODELS = [Model(sends, channels) for sends in ("async", "blocking") for channels in ("directed", "shared")]
+MODELS = [ExecutionModel(sends, channels) for sends in ("async", "blocking") for channels in ("directed", "shared")]
 
 
-def _rank(schedule: Schedule, rank: int, network: Network, model: Model, skips: Skips, at: list[int]) -> Iterator[Condition]:
+def _rank(
+    schedule: Schedule, rank: int, network: Network, model: ExecutionModel, skips: Skips, at: list[int]
+) -> Iterator[Condition]:
     """One rank at work; yields a condition whenever it cannot go on before that holds."""
     stages, here = schedule.stages, set[Value]()
     if model.ahead:
@@ -175,7 +177,7 @@ def _rank(schedule: Schedule, rank: int, network: Network, model: Model, skips: 
 
 
 def execution(
-    schedule: Schedule, model: Model = MODELS[0], seed: int = 0, skips: Skips = ()
+    schedule: Schedule, model: ExecutionModel = MODELS[0], seed: int = 0, skips: Skips = ()
 ) -> tuple[tuple[int, ...], Network]:
     """Execute the table until nothing moves any more: how many of its actions each rank has run, and the network then.
 
@@ -199,7 +201,7 @@ def execution(
     return tuple(at), network
 
 
-def is_right(schedule: Schedule, model: Model = MODELS[0], seed: int = 0, skips: Skips = ()) -> bool:
+def is_right(schedule: Schedule, model: ExecutionModel = MODELS[0], seed: int = 0, skips: Skips = ()) -> bool:
     """Whether executing the table is one whole training step and comes to its end."""
     if not does_the_work(schedule) or not pairs_stand(schedule):
         return False

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 import pytest
-from executable_model import MODELS, Model, Network, Skips, Value, execution, is_right, makes, takes
+from executable_model import MODELS, ExecutionModel, Network, Skips, Value, execution, is_right, makes, takes
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from random_tables import all_mutants, every_skip, mutants, named_tables, standing, valid_tables, with_skips
@@ -15,7 +15,7 @@ from penstock.schedule import Action, Kind, Schedule, ScheduleError, build, from
 from penstock.schedule.table import Cell
 
 SEEDS = st.integers(0, 99)
-BLOCKING, SHARED = Model(sends="blocking"), Model(channels="shared")
+BLOCKING, SHARED = ExecutionModel(sends="blocking"), ExecutionModel(channels="shared")
 
 
 def table(text: str, placement: str | tuple[int, ...] = "loop") -> Schedule:
@@ -28,7 +28,7 @@ def cell(text: str) -> Cell:
     return actions[0] if len(actions) == 1 else actions
 
 
-def accepts(schedule: Schedule, model: Model = MODELS[0], skips: Skips = ()) -> bool:
+def accepts(schedule: Schedule, model: ExecutionModel = MODELS[0], skips: Skips = ()) -> bool:
     try:
         verify(schedule, sends=model.sends, channels=model.channels, skips=skips)
     except ScheduleError:
@@ -59,7 +59,7 @@ def test_every_table_of_the_catalog_is_proved(name):
             assert proof.program == lower(schedule)
 
 
-def stops(name: str, model: Model, ranks: int, microbatches: int) -> bool:
+def stops(name: str, model: ExecutionModel, ranks: int, microbatches: int) -> bool:
     """Where a table of the catalog would stop on an engine that is not ours."""
     if ranks == 1 or microbatches == 1 or name in ("naive", "gpipe"):
         return False
@@ -434,7 +434,7 @@ class Stands(NamedTuple):
     network: Network
 
 
-def check_told(schedule: Schedule, model: Model, skips: Skips) -> None:
+def check_told(schedule: Schedule, model: ExecutionModel, skips: Skips) -> None:
     """The message of this stopping table is a circle, and everything it says is so."""
     _, _, message = refusal(schedule, sends=model.sends, channels=model.channels, skips=skips).partition(" deadlocks: ")
     waits = [Wait(text) for text in message.split("; ")]

@@ -44,7 +44,7 @@ class Penalised(nn.Module):
         return output
 
 
-class Attention(nn.Module):
+class AttentionLayer(nn.Module):
     def __init__(self, width: int, cross: bool) -> None:
         super().__init__()
         self.attention, self.cross = nn.MultiheadAttention(width, 2, batch_first=True), cross
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         return self.attention(hidden, other, other, need_weights=False)[0]
 
 
-class Tied(nn.Module):
+class TiedProducts(nn.Module):
     """One matrix: an embedding and three products between them, one of them transposed."""
 
     def __init__(self, width: int) -> None:
@@ -83,13 +83,13 @@ MODELS: dict[str, Case] = {
         rows(4, 8)),
     "embedding": (lambda: nn.Sequential(nn.Embedding(8, 6), nn.LayerNorm(6), nn.Linear(6, 8)), tokens(5)),
     "an exact layer inside": (lambda: nn.Sequential(nn.Linear(8, 8), Exact(8), nn.Linear(8, 8), Exact(8)), rows(8)),
-    "self attention": (lambda: nn.Sequential(Attention(8, False), nn.Linear(8, 8)), rows(5, 8)),
-    "cross attention": (lambda: nn.Sequential(Attention(8, True), nn.Linear(8, 8)), rows(5, 8)),
+    "self attention": (lambda: nn.Sequential(AttentionLayer(8, False), nn.Linear(8, 8)), rows(5, 8)),
+    "cross attention": (lambda: nn.Sequential(AttentionLayer(8, True), nn.Linear(8, 8)), rows(5, 8)),
     "transformer": (
         lambda: nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2)]),
         rows(5, 8)),
     "gpt": (lambda: make("gpt")[0], tokens(6)),
-    "tied": (lambda: nn.Sequential(Tied(8), nn.Linear(8, 8)), tokens(5)),
+    "tied": (lambda: nn.Sequential(TiedProducts(8), nn.Linear(8, 8)), tokens(5)),
     "auxiliary losses": (lambda: nn.Sequential(nn.Linear(8, 8), Penalised(8), nn.Linear(8, 8), Penalised(8)), rows(8)),
 }  # fmt: skip
 

@@ -147,7 +147,7 @@ def test_a_hook_of_the_whole_stage_draws_the_same_whatever_was_drawn_before_and_
     assert all(map(torch.equal, gradients_with_a_hook(recompute, 2), expected))
 
 
-class Counting(nn.Module):
+class CallScaledLayer(nn.Module):
     """Scales by how often it has run; its buffer is another tensor each time."""
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ def test_what_runs_again_begins_with_the_buffers_that_it_began_with_the_first_ti
     for again in (None, recompute):
         torch.manual_seed(1)
         normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-        model = nn.Sequential(normed, Counting(), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        model = nn.Sequential(normed, CallScaledLayer(), nn.BatchNorm1d(4), nn.Linear(4, 4))
         pipe = ps.Pipeline(model, nn.functional.mse_loss, "gpipe", M, topology=ps.Topology(), recompute=again)
         batch = torch.randn(7, 4, generator=torch.Generator().manual_seed(2))
         for _ in range(2):

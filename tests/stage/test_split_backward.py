@@ -50,7 +50,7 @@ class CrossAttention(SelfAttention):
         return self.attention(x, x.flip(1), x.flip(1), need_weights=False)[0]
 
 
-class Tied(nn.Module):
+class ThreeTimesTied(nn.Module):
     """One matrix used three times, twice as it is and once transposed, and its bias twice."""
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "attention of other widths": (lambda: CrossAttention(6, kdim=6, vdim=6, bias=False), lambda: rows(3, 4, 6)),
     "lstm": (lambda: Lambda(lambda self, x: self.lstm(x)[0]), lambda: rows(3, 4, 6)),
     "bilinear": (lambda: Lambda(lambda self, x: F.bilinear(x, x, self.w), w=(5, 6, 6)), lambda: rows(7, 6)),
-    "tied": (Tied, lambda: rows(7, 6)),
+    "tied": (ThreeTimesTied, lambda: rows(7, 6)),
     "weight norm": (parametrized, lambda: rows(7, 6)),
     "partly frozen": (partly_frozen, lambda: rows(7, 6)),
     "adapter": (Adapted, lambda: rows(3, 4, 6)),
@@ -372,7 +372,7 @@ def test_hooks_on_parameters_see_each_microbatchs_whole_gradient_once_in_w() -> 
     seen: dict[bool, list[Any]] = {True: [], False: []}
     for split in (True, False):
         torch.manual_seed(3)
-        module = Tied().double()
+        module = ThreeTimesTied().double()
         module.a.weight.register_hook(lambda grad, split=split: seen[split].append(grad.clone()) or grad * 2)
         module.a.bias.register_post_accumulate_grad_hook(lambda p, split=split: seen[split].append(p.grad.clone()))
         stage = split_stage(module)
@@ -388,7 +388,7 @@ def test_hooks_on_parameters_see_each_microbatchs_whole_gradient_once_in_w() -> 
     assert sorted(map(str, seen[True])) == sorted(map(str, seen[False]))
 
 
-class Checkpointed(nn.Module):
+class RecomputedBlocks(nn.Module):
     """Two blocks, each recomputed in the backward; counts its forwards."""
 
     def __init__(self, reentrant: bool, width: int = 6) -> None:
@@ -412,7 +412,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_blocks_are_recomputed_once_in_i(reentrant: bool) -> None:
     torch.manual_seed(1)
-    module = Checkpointed(reentrant)
+    module = RecomputedBlocks(reentrant)
     stage = split_stage(module)
     output = stage.forward(0, [batch(7, 6)], split_backward=True)
     assert module.forwards == 2
@@ -440,7 +440,7 @@ def test_checkpointed_blocks_are_recomputed_once_in_i(reentrant: bool) -> None:
 
 
 def test_a_checkpointed_block_keeps_no_activation_between_forward_and_i() -> None:
-    module, alive = Checkpointed(False, 64), []
+    module, alive = RecomputedBlocks(False, 64), []
     stage = split_stage(module)
     for block in module.blocks:
         block[1].register_forward_hook(lambda _, inputs, output: alive.append(weakref.ref(output)))

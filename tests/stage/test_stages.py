@@ -43,7 +43,7 @@ def test_slices_built_by_each_rank_train_as_the_monolith_and_only_the_ends_need_
 # -- what passes ----------------------------------------------------------------------------------------------------
 
 
-class Pair(NamedTuple):
+class HiddenAndScale(NamedTuple):
     hidden: torch.Tensor
     scale: torch.Tensor
 
@@ -72,7 +72,7 @@ class ToTuple(nn.Module):
         assert nothing is None
         assert mask.dtype == torch.bool
         hidden = self.linear(turned.t() * factor) + self.embedding(ids) * mask[:, None] + half.float()
-        return hidden[:, ::2], Pair(hidden.tanh(), scalar)
+        return hidden[:, ::2], HiddenAndScale(hidden.tanh(), scalar)
 
 
 class FromTuple(nn.Module):
@@ -176,7 +176,7 @@ class Known(Unknown):
 torch.export.register_dataclass(Known)
 
 
-class Wrapped(nn.Module):
+class WrappedOutput(nn.Module):
     """Gives its output in an object of another kind."""
 
     def __init__(self, kind: Any) -> None:
@@ -211,14 +211,14 @@ class OfObject(OfKeyword):
         return self.linear(value.hidden)
 
 
-class Own(dict):
+class DictOutput(dict):
     """As outputs of the transformers library are: a dict that is made in its own way."""
 
     def __init__(self, hidden):
         super().__init__(hidden=hidden)
 
 
-torch.utils._pytree.register_pytree_node(Own, lambda own: ([own["hidden"]], None), lambda values, _: Own(*values))
+torch.utils._pytree.register_pytree_node(DictOutput, lambda own: ([own["hidden"]], None), lambda values, _: DictOutput(*values))
 
 
 @pytest.mark.parametrize("recompute", [None, "stage", "block"])
@@ -227,14 +227,14 @@ torch.utils._pytree.register_pytree_node(Own, lambda own: ([own["hidden"]], None
     [
         (dict, OfKeyword, {}),
         (dict, OfKeywords, {}),
-        (Own, OfKeyword, {}),
-        (Own, OfKeywordsAndFactor, {"factor": torch.arange(7.0)[:, None]}),
+        (DictOutput, OfKeyword, {}),
+        (DictOutput, OfKeywordsAndFactor, {"factor": torch.arange(7.0)[:, None]}),
         (Known, OfObject, {}),
     ],
 )
 def test_forwards_may_take_keywords_only_and_give_objects_that_torch_takes_apart(kind, second, keywords, recompute):
     torch.manual_seed(2)
-    stages = [Wrapped(kind), second()]
+    stages = [WrappedOutput(kind), second()]
     inputs, target = data("mlp", 7)
     for rows in torch.arange(7).tensor_split(2):
         made = stages[0](inputs=inputs[rows])
@@ -252,7 +252,7 @@ def test_forwards_may_take_keywords_only_and_give_objects_that_torch_takes_apart
 
 
 def test_an_object_that_torch_cannot_take_apart_is_refused_since_its_tensors_would_get_no_gradient():
-    pipe = ps.Pipeline([Wrapped(Unknown), OfObject()], nn.functional.cross_entropy, "zb-v", 2, topology=ps.Topology())
+    pipe = ps.Pipeline([WrappedOutput(Unknown), OfObject()], nn.functional.cross_entropy, "zb-v", 2, topology=ps.Topology())
     inputs, target = data("mlp", 7)
     with pytest.raises(MismatchError, match=r"class Unknown.* or call torch.export.register_dataclass\(Unknown\)"):
         pipe.step(inputs=inputs, target=target)
@@ -324,7 +324,7 @@ def rank_tied_fails(frozen):
     tokens, target = data("gpt", 6)
     fault, message = pipe.topology.rank == 0, ""
     weight = next(pipe.parameters()).requires_grad_(not (fault and frozen))
-    hook = weight.register_hook(Fails(2)) if fault and not frozen else None
+    hook = weight.register_hook(FailingHook(2)) if fault and not frozen else None
     try:
         pipe.step(tokens, target=target)
     except ps.PenstockError as error:
@@ -336,7 +336,7 @@ def rank_tied_fails(frozen):
     return message, weight.grad
 
 
-class Fails:
+class FailingHook:
     """The hook that fails when it is called for this time."""
 
     def __init__(self, time):

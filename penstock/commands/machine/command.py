@@ -14,7 +14,7 @@ SIZES = tuple(4**power for power in range(5, 15))  # 1 KB to 256 MB
 
 
 @command()
-class Doctor:
+class DoctorCommand:
     """List devices, backends, message times, missing extras."""
 
     def run(self) -> None:
@@ -26,7 +26,7 @@ class Doctor:
 
 
 @command(ranks="P", schedule="NAME | FILE", microbatches="M", forward="MS", megabytes="MB")
-class Steps:
+class BenchStepsCommand:
     """Measure a training step against its table.
 
     Each rank is an emulated device that sleeps instead of computing. The last line is the engine's own time for an action.
@@ -61,7 +61,7 @@ class Steps:
 
 
 @command(ranks="P", operations="NAME..", sizes="BYTES..", largest="BYTES", csv="FILE", plot="FILE")
-class Collectives:
+class BenchCollectivesCommand:
     """Measure torch's collectives over sizes.
 
     They are broadcast, scatter, gather, reduce, all_gather, reduce_scatter, all_reduce, all_to_all and send.

@@ -24,7 +24,7 @@ from penstock.view.files import writing
     group_size="N", batch="ROWS", learning_rate="RATE", checkpoint_every="STEPS", keep="N", digests_every="STEPS", resume="RUN",
     restarts="N", least="N", out="FOLDER",
 )  # fmt: skip
-class Train(TrainConfig):
+class TrainCommand(TrainConfig):
     """Train a small model over several processes.
 
     The model learns real data: text, or images of digits. With --compare the same steps run in one process too.
@@ -57,7 +57,7 @@ class Train(TrainConfig):
         train(config)
 
     @classmethod
-    def of_run(cls, words: Sequence[str]) -> "Train":
+    def of_run(cls, words: Sequence[str]) -> "TrainCommand":
         """Return the defaults of the options that `words` do not set: with --resume RUN those of that run.
 
         Another schedule, number of ranks or of microbatches drops the run's plan; another schedule also its V.

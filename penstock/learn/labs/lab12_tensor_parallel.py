@@ -199,7 +199,7 @@ def declared() -> dict[str, Tensor]:
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in outcome(cut).items()}
 
 
-class Pair(NamedTuple):
+class ComparedPart(NamedTuple):
     """Something of the uncut block and of a rank: shapes; by how much of its largest it is off, by hand and declared."""
 
     uncut: tuple[int, ...]
@@ -210,7 +210,7 @@ class Pair(NamedTuple):
 class Part(NamedTuple):
     """What one rank has found."""
 
-    compared: dict[str, Pair]
+    compared: dict[str, ComparedPart]
     equal_bits: int  # outputs
     sent: list[int]
     held: int  # parameters
@@ -230,7 +230,7 @@ def compare() -> Part:
         off = [
             ((value - right).abs().max() / right.abs().max()).item() for value, right in ((part, full_part), (full, full_value))
         ]
-        compared[name] = Pair(tuple(full_value.shape), tuple(part.shape), (off[0], off[1]))
+        compared[name] = ComparedPart(tuple(full_value.shape), tuple(part.shape), (off[0], off[1]))
     equal = (hand["Y"] == uncut["Y"]).sum().item()
     return Part(compared, int(equal), list(sent), sum(parameter.numel() for parameter in cut_block.parameters()))
 

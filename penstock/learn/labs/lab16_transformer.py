@@ -31,7 +31,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")  # those of the 
 def main() -> None:
     """Both cuts, their names, the losses of microbatches, and the schedules of the tutorial."""
     say(f"Lab 16: a transformer of {LAYERS} layers over {RANKS} ranks\n")
-    results, names = on_ranks(both_cuts, RANKS), set(Transformer().state_dict())
+    results, names = on_ranks(both_cuts, RANKS), set(LabTransformer().state_dict())
     alone_losses = results[0].alone
     for way in ("by hand", "traced"):
         say(f"Cut {way}:")
@@ -62,12 +62,12 @@ def main() -> None:
     say("A cut by hand needs a model whose pieces may be missing, and somebody who knows it. A traced cut needs neither, only")
     say("a forward that does the same for all data. A Sequential is cut between its layers: it needs nothing (lab 13).")
     say(
-        f"\nMeasured: in {STEPS} steps the loss goes from {alone_losses[0]:.4f} to {alone_losses[-1]:.4f}, with the same bits in "
-        f"one process, cut by hand, traced, and by {len(SCHEDULES)} schedules."
+        f"\nMeasured: in {STEPS} steps the loss goes from {alone_losses[0]:.4f} to {alone_losses[-1]:.4f}, with the same bits "
+        f"in one process, cut by hand, traced, and by {len(SCHEDULES)} schedules."
     )
 
 
-class Transformer(nn.Module):
+class LabTransformer(nn.Module):
     """Decoder layers between an embedding and a head. A stage cut by hand leaves out what the others have."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Transformer(nn.Module):
         return hidden if self.head is None else self.head(hidden)
 
 
-def by_hand(uncut: Transformer, stages: int) -> list[nn.Module]:
+def by_hand(uncut: LabTransformer, stages: int) -> list[nn.Module]:
     """For every stage a copy of the model without what belongs to the others."""
     parts = []
     for stage in range(stages):
@@ -103,10 +103,10 @@ def by_hand(uncut: Transformer, stages: int) -> list[nn.Module]:
     return [*parts]
 
 
-def model() -> Transformer:
+def model() -> LabTransformer:
     """The uncut model, the same on every rank."""
     torch.manual_seed(0)
-    return Transformer()
+    return LabTransformer()
 
 
 def batch() -> tuple[Tensor, Tensor]:

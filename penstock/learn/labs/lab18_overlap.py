@@ -51,7 +51,7 @@ def main() -> None:
 # ---- how to time
 
 
-class Times(NamedTuple):
+class AllReduceTimes(NamedTuple):
     """Of one all-reduce on this rank, in seconds."""
 
     first: float  # the first of its group
@@ -77,7 +77,7 @@ def how_to_time(ranks: int) -> None:
     )
 
 
-def timed() -> Times:
+def timed() -> AllReduceTimes:
     """All the ways."""
     topology = ps.comms.init_distributed(backend="gloo")
     group, data = dist.new_group(), torch.ones(1000)  # a new group has no connections yet
@@ -102,7 +102,7 @@ def timed() -> Times:
             handle.wait()
         handled.append((time.perf_counter() - start, returned))
     done_seconds, returned = max(handled)
-    return Times(first_call, min(best), max(late_calls), returned, done_seconds)
+    return AllReduceTimes(first_call, min(best), max(late_calls), returned, done_seconds)
 
 
 def seconds_of(call: Callable[[], object]) -> float:

@@ -93,12 +93,12 @@ def blocking_circle(ranks: int) -> str:
 def watched_step(name: str) -> tuple[Timeline, int]:
     """The timeline of a step, measured, and the most microbatches autograd kept on this rank at once."""
     topology = ps.comms.init_distributed(backend="gloo")
-    stages = [Watched(EmulatedLayer(DIM, FORWARD, BACKWARD)) for _ in range(topology.world_size)]
+    stages = [ActivationCounter(EmulatedLayer(DIM, FORWARD, BACKWARD)) for _ in range(topology.world_size)]
     timeline = fastest_step(ps.Pipeline(stages, mse_loss, schedule=name, microbatches=MICROBATCHES))
     return timeline, stages[topology.rank].peak
 
 
-class Watched(nn.Module):
+class ActivationCounter(nn.Module):
     """A layer that counts the activations autograd keeps for its backward."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -120,7 +120,7 @@ class Watched(nn.Module):
 class Kept:
     """What the autograd graph holds in place of a saved tensor: gone when the graph lets it go."""
 
-    def __init__(self, watched: Watched, tensor: Tensor) -> None:
+    def __init__(self, watched: ActivationCounter, tensor: Tensor) -> None:
         self.watched, self.tensor = watched, tensor
         self.activations = 0 if isinstance(tensor, nn.Parameter) else 1  # the layer also saves its weight
         watched.count(self.activations)

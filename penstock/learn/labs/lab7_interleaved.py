@@ -62,8 +62,8 @@ def main() -> None:
     say(
         f"\nMeasured: two stages on each of {ranks} ranks have a bubble of {percent(double.bubble)}, one has "
         f"{percent(single.bubble)}; a step takes {1e3 * double.makespan:.0f} ms instead of {1e3 * single.makespan:.0f} ms, "
-        f"with {schedule.verify(tables[2]).transfers} messages instead of {schedule.verify(tables[1]).transfers}; by the simulation "
-        f"it pays while a message takes less than {1e3 * limits[2]:.1f} ms."
+        f"with {schedule.verify(tables[2]).transfers} messages instead of {schedule.verify(tables[1]).transfers}; by the "
+        f"simulation it pays while a message takes less than {1e3 * limits[2]:.1f} ms."
     )
 
 

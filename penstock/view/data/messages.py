@@ -13,7 +13,7 @@ class Message(NamedTuple):
     arrival: float
 
 
-class Begun(NamedTuple):
+class ActionStart(NamedTuple):
     """An event, for how long its rank was idle before it, and the messages that it needed, from other ranks."""
 
     event: Event
@@ -26,7 +26,7 @@ class Begun(NamedTuple):
         return max(self.messages, key=lambda message: message.arrival) if self.waited and self.messages else None
 
 
-def begun(timeline: Timeline, rank: int) -> Iterator[Begun]:
+def begun(timeline: Timeline, rank: int) -> Iterator[ActionStart]:
     """The events of `rank`, in order.
 
     Where what messages cost is known, their arrival is what the simulator says. In a measured timeline the events alone are
@@ -36,7 +36,7 @@ def begun(timeline: Timeline, rank: int) -> Iterator[Begun]:
     free = timeline.start
     for cell in timeline.cells(rank):
         for event in cell:
-            yield Begun(event, max(0.0, event.start - free), tuple(_messages(timeline, event, free)))
+            yield ActionStart(event, max(0.0, event.start - free), tuple(_messages(timeline, event, free)))
         free = max(free, cell[0].end, cell[-1].end)
 
 

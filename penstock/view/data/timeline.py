@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock.schedule import Explanation, Timeline
-from penstock.view.data.messages import Begun, begun
+from penstock.view.data.messages import ActionStart, begun
 
 Data = dict[str, Any]  # what JSON can say
 
@@ -56,7 +56,7 @@ def verdict_data(explanation: Explanation) -> Data:
     return {"text": explanation.verdict_text, "basis": explanation.verdict_basis, "findings": findings, "others": alternatives}
 
 
-def _event(timeline: Timeline, begun: Begun, memory: float) -> Data:
+def _event(timeline: Timeline, begun: ActionStart, memory: float) -> Data:
     event, last = begun.event, begun.last
     data: Data = {"action": str(event.action), "start": _since(timeline, event.start), "end": _since(timeline, event.end)}
     if event.sent is not None:

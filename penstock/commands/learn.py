@@ -10,8 +10,7 @@ import tyro
 from penstock.commands.options import command
 from penstock.errors import PenstockError
 from penstock.learn.picture import drawn_in_parts
-from penstock.learn.puzzles.book import FAST_TRACK, NAMES, Folder, puzzle
-from penstock.learn.puzzles.book import Puzzle as BookPuzzle
+from penstock.learn.puzzles.book import FAST_TRACK, NAMES, Folder, Puzzle, puzzle
 from penstock.learn.puzzles.judge import Missed
 from penstock.schedule import Timeline
 from penstock.view.terminal import colors, terminal_width
@@ -103,7 +102,7 @@ def _list(folder: Folder, fast: bool) -> None:
     print(f"\nnext: penstock puzzle {following}" if following else "\nAll puzzles are passed.")
 
 
-def _check(folder: Folder, book_puzzle: BookPuzzle, options: PuzzleCommand) -> bool:
+def _check(folder: Folder, book_puzzle: Puzzle, options: PuzzleCommand) -> bool:
     """Hand the puzzle out if the folder has no file for it, else check the file. Return whether it is passed."""
     path = folder.file(book_puzzle)
     if folder.hand_out(book_puzzle):
@@ -137,7 +136,7 @@ def _draw(timeline: Timeline | None, html: Path | None) -> None:
         print(f"wrote {path}")
 
 
-def _watch(folder: Folder, book_puzzle: BookPuzzle, options: PuzzleCommand) -> None:
+def _watch(folder: Folder, book_puzzle: Puzzle, options: PuzzleCommand) -> None:
     """Check whenever the file has changed, until it is passed or Ctrl-C."""
     folder.hand_out(book_puzzle)
     path, checked_version = folder.file(book_puzzle), None

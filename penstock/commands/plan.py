@@ -19,8 +19,7 @@ from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces
 from penstock.learn.puzzles.judge import Missed, fault, loaded
 from penstock.learn.written import FAULTS
-from penstock.plan import ModelProfile, parse_memory_size, plan, robustness
-from penstock.plan import Plan as BestPlan
+from penstock.plan import ModelProfile, Plan, parse_memory_size, plan, robustness
 from penstock.plan.estimating import COSTS_FILE
 from penstock.schedule.memory import format_bytes
 from penstock.view.files import writing
@@ -143,7 +142,7 @@ class PlanCommand:
 
     def _plans(
         self, layers: ModelProfile, memory: float, effort: Any, progress: Callable[..., object] | None = None
-    ) -> list[BestPlan]:
+    ) -> list[Plan]:
         counts = self.microbatches and whole_numbers("--microbatches", self.microbatches)
         return plan(
             layers,
@@ -240,7 +239,7 @@ def whole_numbers(option: str, text: str) -> list[int]:
     return [int(value) for value in values]
 
 
-def table(plans: Sequence[BestPlan], limit: float) -> str:
+def table(plans: Sequence[Plan], limit: float) -> str:
     """Return a table as text, with a row for each plan."""
     rows = [("", "step", "above bound", "bubble", "fullest rank", "recomputes", "M", "schedule", "ranks", "cut before")]
     for number, candidate in enumerate(plans, 1):

@@ -189,7 +189,7 @@ HOSTILE = {
     "a function as a class": written(["NamedTuple", "os:system", "false"]),
     "a class that is none of those": written(["NamedTuple", "subprocess:Popen", "false"]),
     "a class as dataclass": written(["dataclass", "subprocess:Popen", ["list", "false"]]),
-    "a dataclass of others": written(["dataclass", f"{__name__}:Own", 1]),
+    "a dataclass of others": written(["dataclass", f"{__name__}:UnregisteredNode", 1]),
     "a registered class of others": written(["node", "subprocess:Popen", None, "false"]),
     "what is registered, but wrong": written(["node", f"{__name__}:Registered", ["list", 1], 2, 3]),
     "an attribute of a module in a module": written(["NamedTuple", "json:decoder.scanner.py_make_scanner", 1]),

@@ -123,7 +123,7 @@ REFUSED = {
     "a loss's name": (lambda: pipe(loss_fn="mse"), "loss_fn is a function or a module, not a str"),
     "a model's class": (
         lambda: pipe(LayerListNet),
-        "for each stage, or {stage: module}, not the class Net",
+        "for each stage, or {stage: module}, not the class LayerListNet",
     ),
     "a list of functions": (
         lambda: pipe([torch.tanh] * 2),
@@ -308,7 +308,7 @@ class Branch(LayerListNet):
 def test_an_export_that_fails_prints_nothing_beside_its_error(capfd):
     with pytest.raises(ps.MismatchError, match="cannot export the forward of Branch"):
         ps.partition.split(Branch(), 2, example_args=X)
-    with pytest.raises(ps.MismatchError, match="cannot export the forward of Net"):
+    with pytest.raises(ps.MismatchError, match="cannot export the forward of LayerListNet"):
         ps.partition.split(LayerListNet(), 2, example_args=torch.ones(4, 5))
     assert capfd.readouterr() == ("", "")
 

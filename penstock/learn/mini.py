@@ -147,9 +147,7 @@ class Rank:
         count = min(self.table.microbatches, len(inputs))
         self.inputs, self.targets = inputs.tensor_split(count), target.tensor_split(count)
         self.shares = [len(piece) / len(inputs) for piece in self.targets]  # of a microbatch in the batch's mean
-        self._activations: dict[
-            tuple[int, int], tuple[Tensor, Tensor]
-        ] = {}  # by stage and microbatch: what went in, what came out
+        self._activations: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, microbatch) -> its input and output
         self.later: dict[tuple[int, int], Later] = {}
         self.losses: dict[int, Tensor] = {}
         self.messages = Messages(self.rank)
@@ -224,9 +222,7 @@ def main(name: str = "1f1b", microbatches: str = "8") -> None:
     dist.init_process_group("gloo")
     rank, ranks, count = dist.get_rank(), dist.get_world_size(), int(microbatches)
     if name == "mine":  # the rule above, as a table
-        rows = tuple(
-            tuple(map(Action.parse, one_forward_one_backward(program_rank, ranks, count))) for program_rank in range(ranks)
-        )
+        rows = tuple(tuple(map(Action.parse, one_forward_one_backward(r, ranks, count))) for r in range(ranks))
         table = Schedule("mine", tuple(range(ranks)), count, rows)
     else:
         table = build(name, ranks=ranks, microbatches=count)

@@ -42,7 +42,7 @@ WRONG = {
     ],
     6: [
         ("torch.full_like(output, shares[m])", "torch.ones_like(output)", "of 0.weight differs .* times the right one"),
-        ("kept.append((value, output))", "kept.insert(0, (value, output))", "differs from one process"),
+        ("activations.append((value, output))", "activations.insert(0, (value, output))", "differs from one process"),
     ],
     7: [
         ("(ranks - 1) / (microbatches + ranks - 1)", "(ranks - 1) / microbatches", r"is \d+.\d%, simulated it is"),
@@ -87,7 +87,7 @@ WRONG = {
     ],
     17: [
         ("all_reduce(dhidden @ a)", "dhidden @ a", "dx is off by .*: is it a part of a sum"),
-        ("* (before > 0)", "", "off by"),
+        ("* (preactivation > 0)", "", "off by"),
     ],
     18: [
         (" / ranks", "", "its norm is 2 times the mean's"),
@@ -95,7 +95,7 @@ WRONG = {
     ],
     19: [
         ("    torch.set_rng_state(state)\n", "", "differs from one process"),
-        ("    torch.set_rng_state(now)\n", "", "what is drawn next differs"),
+        ("    torch.set_rng_state(current_state)\n", "", "what is drawn next differs"),
     ],
     20: [
         ('("1f1b", "zb-h1", "zb-h2")]', '("1f1b",)]', "0.0% faster than 1f1b on average, the target is 5 %"),

@@ -470,6 +470,8 @@ class Pipeline(NotAModule):
         """Set training or evaluation mode of this rank's modules, as `nn.Module.train`. `step` does not change it."""
         for module in self.stages.values():
             module.train(mode)
+        if self._original.cuttable is not None:
+            self._original.cuttable.model.training = mode
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -487,6 +489,8 @@ class Pipeline(NotAModule):
                 "weights_changed": gradient_factor.weights_changed(),
                 "rowwise_check": self._loss_checks and self._loss_checks.rowwise_check,
             }
+            if self._original.cuttable is not None:
+                call_options["training_mode"] = self._original.cuttable.model.training
         call_options |= {"rows_dim": self.rows_dim, "sequence_dim": self.sequence_dim}
         call = StepCall(training, args, kwargs, target, self.step_count, *loss_settings, **call_options)
 
@@ -692,7 +696,7 @@ class Pipeline(NotAModule):
         """Scale all ranks' gradients so that the norm of the whole model is at most `max_norm`; return the norm before.
 
         All ranks call it. The norm is bitwise that of the uncut model: parameters are taken in its order, and a tied parameter
-        counts once. Raises MismatchError for a `max_norm` that is no number of 0 or more.
+        counts once. Raises MismatchError for a `max_norm` that is no number of 0 or more, or another one on each rank.
         """
         norms = self._gradient_norms(norm_type, max_norm)
         total = self._parameters.clip_grads(norms, max_norm, float(norm_type))
@@ -705,7 +709,12 @@ class Pipeline(NotAModule):
             if not isinstance(max_norm, int | float) or not max_norm >= 0:
                 raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
             norms = self._parameters.gradient_norms_by_name(float(norm_type))  # "inf" too, as torch's
-            return self._control.all_gather_value(norms, "to clip their gradients")
+            limit = f"max_norm={max_norm:g}, norm_type={float(norm_type):g}"
+            answers = self._control.all_gather_value((limit, norms), "to clip their gradients")
+            for rank, (rank_limit, _) in enumerate(answers):
+                if rank_limit != answers[0][0]:
+                    raise MismatchError(f"clip_grad_norm_() has {answers[0][0]} on rank 0, but {rank_limit} on rank {rank}")
+            return [rank_norms for _, rank_norms in answers]
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of the last step by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.

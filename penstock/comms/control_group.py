@@ -34,7 +34,7 @@ from penstock.comms.topology import Topology, describe_wait_failure
 from penstock.errors import LostRankError, MismatchError, NonFiniteError, PenstockError, ResourceError
 
 ROW_TAG, TRANSFER_TAG = 1, 2
-MAX_ROW_NUMBERS = 15
+MAX_ROW_NUMBERS = 16
 CALL_NAME = struct.Struct("6d")  # the name of a call, 48 bytes of ASCII, as the first numbers of a row
 OF_PIPELINE = " of pipeline "  # in the name of a call: between the method and the pipeline's number
 

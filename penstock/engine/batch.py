@@ -63,6 +63,7 @@ class StepCall(NamedTuple):
     limit: float | None = None  # of the padded tokens in flight on a rank, in such a step
     gradient_factor: float = math.nan  # of this rank since the last step, see checks/gradient_factor.py
     weights_changed: float = math.nan  # 1 if this rank's weights have changed since the last step, 0 if not
+    training_mode: bool = True  # of the model that was cut, if it is to be trained
 
     @property
     def name(self) -> str:
@@ -84,6 +85,7 @@ class StepHeader(NamedTuple):
     autocast_index: float  # in AUTOCAST_DTYPES
     steps_before: float
     user_scale: float
+    training_mode: float  # whether the model is in training mode; 1 for an evaluation, and for stages of a user's own
     wants_losses: float  # whether this rank wants the loss of each microbatch
     inputs_hash: float
     target_hash: float
@@ -231,6 +233,7 @@ def split_batch(
         autocast_index=AUTOCAST_DTYPES.index(_autocast_dtype(device)),
         steps_before=call.steps_before,
         user_scale=call.user_scale,
+        training_mode=call.training_mode,
         wants_losses=call.losses_list is not None,
         inputs_hash=hashes[0],
         target_hash=hashes[1],

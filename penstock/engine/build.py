@@ -20,6 +20,7 @@ from penstock.engine.checks.nonfinite import NonFiniteMonitor, check_on_nonfinit
 from penstock.engine.checks.unregistered_uses import UnregisteredParameters, check_loss_attributes
 from penstock.engine.loss import check_reduction
 from penstock.engine.model_partition import ModelPartition, check_can_be_cut
+from penstock.engine.optimizers import make_scaler_flags_binary
 from penstock.engine.rank_comparison import RankComparison
 from penstock.engine.redistribute import PLAN_ARGUMENTS, Redistribution
 from penstock.engine.sequence import forward_signature, sequence_length, with_position_ids
@@ -149,6 +150,8 @@ def _check_argument_types(model: Any, config: Any) -> None:
         raise MismatchError(f"seed is a whole number or None, not {_describe_value(config.seed)}")
     if not isinstance(config.scaler, torch.amp.GradScaler | None):
         raise MismatchError(f"scaler is a GradScaler or None, not {_describe_value(config.scaler)}")
+    if config.scaler is not None:
+        make_scaler_flags_binary()
     if isinstance(config.loss_fn, nn.Module):
         _check_loss_parameters(config.loss_fn, nn.ModuleList(modules))
 

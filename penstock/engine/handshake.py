@@ -21,6 +21,10 @@ MAX_LEARNED_KINDS = 64  # kinds of batch whose messages and memory are remembere
 EQUAL_FIELDS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "steps_before": ("are apart", lambda step: f"is at step {step:.0f}"),
     "user_scale": ("do not scale their gradients alike", lambda scale: f"has scale={scale:.6g}"),
+    "training_mode": (
+        "have models in different modes (call model.train() or model.eval() on all ranks)",
+        lambda mode: f"is in {'training' if mode else 'evaluation'} mode",
+    ),
     "autocast_index": ("are not all in the same torch.autocast", lambda index: f"is in {_autocast_name(index)}"),
 }
 

@@ -6,11 +6,13 @@ reads from the stack who does.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from inspect import CO_GENERATOR
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock.errors import MismatchError
 
@@ -41,6 +43,22 @@ def check_same_group_options(expected: Mapping[str, str], options: Mapping[str, 
                 f"the optimizer's group {group} has {key} {options.get(key)} on rank {rank}, but {expected.get(key)} on a rank "
                 "before: give all ranks the same options"
             )
+
+
+@cache
+def make_scaler_flags_binary() -> None:
+    """From now on give fused optimizers a 0 or 1 where a ShardedGradScaler gives the number of ranks that overflow.
+
+    They skip a step where the number is 1, so that an overflow on two ranks would be trained on (torch 2.13), and they take no
+    tensor of one element.
+    """
+
+    def make_flag(optimizer: Any, *_: Any) -> None:
+        found = getattr(optimizer, "found_inf", None)
+        if isinstance(found, torch.Tensor):
+            optimizer.found_inf = found.clamp(max=1).reshape(())
+
+    register_optimizer_step_pre_hook(make_flag)
 
 
 # -- which function iterates over the parameters --------------------------------------------------------------------------

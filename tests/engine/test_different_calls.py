@@ -32,15 +32,16 @@ def layers():
     return nn.Sequential(nn.Embedding(VOCABULARY, 4), *[nn.Linear(4, 4) for _ in range(2)], nn.Linear(4, VOCABULARY))
 
 
-def build(**options):
-    return ps.Pipeline(layers(), token_loss, "1f1b", 2, **options)
+def build(model=None, **options):
+    return ps.Pipeline(model or layers(), token_loss, "1f1b", 2, **options)
 
 
 class Made:
     """A pipeline, and what calls take besides it."""
 
     def __init__(self, folder):
-        self.folder, self.pipe, self.other = Path(folder), build(), build()
+        self.folder, self.model = Path(folder), layers()
+        self.pipe, self.other = build(self.model), build()
         self.optimizer = torch.optim.SGD(self.pipe.parameters(), 0.1)
         self.loss = self.step()
         checkpoint.save(self.folder / "saved", self.pipe, self.optimizer)
@@ -134,6 +135,10 @@ def rank_differs_otherwise(folder):
     results["an argument that one rank has wrong"] = error_of(checkpoint.save, made.folder, made.pipe, None, None, None, rank)
     every = 0 if rank == 1 else 5
     results["a trail that one rank has wrong"] = error_of(checkpoint.DigestLog, made.folder, made.pipe, None, every)
+    results["another maximum norm on one rank"] = error_of(made.pipe.clip_grad_norm_, 0.5 if rank == 2 else 1.0)
+    made.model.train(rank != 1)
+    results["evaluation mode on one rank"] = error_of(made.step)
+    made.model.train()
     results["a mesh that one rank has wrong"] = error_of(ps.comms.init_mesh, *([2] if rank == 2 else []))
 
     seen = []
@@ -159,6 +164,10 @@ def test_what_else_ranks_may_do_differently(tmp_path):
         "an argument that one rank has wrong": "PenstockError: keep=0 would keep no checkpoint: "
         "use a whole number of 1 or more",
         "a trail that one rank has wrong": "PenstockError: every=0 is no number of steps: use a whole number, 1 or more",
+        "another maximum norm on one rank": "MismatchError: clip_grad_norm_() has max_norm=1, norm_type=2 on rank 0, but "
+        "max_norm=0.5, norm_type=2 on rank 2",
+        "evaluation mode on one rank": "MismatchError: the ranks have models in different modes (call model.train() or "
+        "model.eval() on all ranks): rank 0 is in training mode, rank 1 is in evaluation mode",
         "a mesh that one rank has wrong": "MismatchError: a mesh of pp=2, dp=1, tp=1 has 2 ranks, but 3 are running: "
         "start that many, or give other numbers",
         "another pipeline within a call": 2,

@@ -2,6 +2,7 @@
 
 import io
 import os
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -606,11 +607,36 @@ def rank_refused() -> Any:
     losses = [train(pipe)]
     stale = [refusal(lambda: ps.Pipeline(model, loss_fn, "zb-v", M)), refusal(lambda: model(inputs)), refusal(model.state_dict)]
     stale += [refusal(lambda: deepcopy(model)), refusal(lambda: torch.save(model, io.BytesIO()))]
+    stale += [refusal(read) for read in reads_of_all_parameters(model, inputs)]
+    model.train().zero_grad()
+    model.requires_grad_(requires_grad=True)
+    assert all(parameter.numel() and parameter.grad is None for parameter in model.parameters())
     same_cut = refusal(lambda: ps.Pipeline(model, loss_fn, "gpipe", M))
     rebuilt, again = pipe.rebuild("zb-v", optimizer=optimizer)
     losses.append(train(rebuilt))
     ended = [refusal(lambda: pipe.step(inputs, target=target)), refusal(lambda: list(pipe.parameters()))]
     return said, stale, same_cut, ended, losses, again is optimizer
+
+
+def reads_of_all_parameters(model: nn.Module, inputs: Tensor) -> list[Callable[[], Any]]:
+    """What scripts do with a model's parameters, which has wrong numbers if some are stale."""
+    parameters, averaged = model.parameters, list(make("mlp", depth=6)[0].parameters())
+
+    def average(values: Callable[[Tensor], Tensor]) -> None:
+        with torch.no_grad():
+            for mean, parameter in zip(averaged, parameters(), strict=True):
+                mean.lerp_(values(parameter), 0.1)
+
+    return [
+        lambda: average(lambda parameter: parameter),
+        lambda: average(lambda parameter: parameter.data),
+        lambda: torch.optim.swa_utils.AveragedModel(make("mlp", depth=6)[0]).update_parameters(model),
+        lambda: model.forward(inputs),
+        lambda: torch.func.functional_call(model, {}, (inputs,)),
+        lambda: nn.utils.parameters_to_vector(parameters()),
+        lambda: [deepcopy(layer) for layer in model.children()],
+        lambda: torch.save(list(parameters()), io.BytesIO()),
+    ]
 
 
 def rank_straight() -> list[Tensor]:

@@ -60,11 +60,11 @@ def rows_of_step(step):
     return (inputs * 1e38 if step == OVERFLOWS else inputs), target
 
 
-def rank_scaled(schedule, ranks):
+def rank_scaled(schedule, fused):
     model, loss_fn = make("mlp")
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     pipe = ps.Pipeline(model, loss_fn, schedule, M, scaler=scaler)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9, fused=fused)
     scales, losses, norms = [], [], []
     for step in range(6):
         inputs, target = rows_of_step(step)
@@ -78,11 +78,12 @@ def rank_scaled(schedule, ranks):
     return (losses, norms, scales), pipe.state_dict()
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES)
-def test_a_scaler_skips_the_same_step_on_all_ranks_and_leaves_the_weights_of_one_process(schedule, ranks):
+def test_a_scaler_skips_the_same_step_on_all_ranks_and_leaves_the_weights_of_one_process(schedule, ranks, fused):
     model, loss_fn = make("mlp")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
     scales, norms = [], []
     for step in range(6):
         accumulate(model, lambda output, target: scaler.scale(loss_fn(output, target)), rows_of_step(step), M)
@@ -92,7 +93,7 @@ def test_a_scaler_skips_the_same_step_on_all_ranks_and_leaves_the_weights_of_one
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
-    (losses, found_norms, found), state = everyone(rank_scaled, ranks, schedule, ranks)
+    (losses, found_norms, found), state = everyone(rank_scaled, ranks, schedule, fused)
     assert found == scales == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11, 2.0**11]
     assert [norm for norm in found_norms if math.isfinite(norm)] == [norm for norm in norms if math.isfinite(norm)]
     assert not math.isfinite(norms[OVERFLOWS])

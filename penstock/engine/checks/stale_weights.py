@@ -6,8 +6,8 @@ not run it, and where nobody has loaded it since, if it has changed where it was
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from penstock.comms.encoding import view_as_bytes
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import local_shard
-from penstock.torch_private import tensor_slots, tensor_version
+from penstock.torch_private import DisableTorchFunctionSubclass, tensor_slots, tensor_version
+from penstock.trees import leaves
 
 TensorKey = tuple[str, str]  # the first pipeline that had a tensor, and its name in the uncut model: the same on all ranks
 MAX_SAMPLED_VALUES = 64  # of a tensor, to see changes of `.data` by an optimizer, of which autograd does not know
@@ -33,6 +34,7 @@ class _TensorRecord:
     def __init__(self, key: TensorKey, tensor: Tensor, is_local: bool, was_stale: bool) -> None:
         self.key, self.is_local, self.was_stale = key, is_local, was_stale
         self.tensor = weakref.ref(tensor)
+        self.trained_model: weakref.ref[nn.Module] | None = None  # of a RemoteParameter
         self._version, self._sample = _version(tensor), sample_bytes(tensor)
 
     def has_changed(self) -> bool:
@@ -57,7 +59,8 @@ def _version(tensor: Tensor) -> int:
 
 def sample_bytes(tensor: Tensor) -> Tensor:
     """Return some of a tensor's values, evenly spread, as bytes."""
-    tensor = local_shard(tensor.detach())
+    with DisableTorchFunctionSubclass() if isinstance(tensor, RemoteParameter) else nullcontext():
+        tensor = local_shard(tensor.detach())
     if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     step = -(-tensor.numel() // MAX_SAMPLED_VALUES)
@@ -152,10 +155,14 @@ class SharedTensors:
 
 
 def refuse_stale_use(model: nn.Module) -> None:
-    """After a training step: refuse forward, `state_dict()`, copy and pickle of `model` from now on, while it is stale."""
+    """After a training step: refuse to read, copy or pickle `model` and other ranks' parameters, while they are stale."""
     if model not in _hooks:
         hook = _RefusalHook(model)
         _hooks[model] = [model.register_forward_pre_hook(hook), model.register_state_dict_pre_hook(hook)]
+        for parameter in model.parameters():
+            for record in _records_of([parameter]):
+                if type(parameter) is nn.Parameter and not record.is_local:
+                    parameter.__class__, record.trained_model = RemoteParameter, weakref.ref(model)
 
 
 @contextmanager
@@ -164,11 +171,68 @@ def allow_stale_use(model: Any) -> Iterator[None]:
     handles = _hooks.pop(model, ()) if isinstance(model, nn.Module) else ()
     for handle in handles:
         handle.remove()
+    for parameter in model.parameters() if handles else ():
+        if type(parameter) is RemoteParameter:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     try:
         yield
     finally:
         if handles:
             refuse_stale_use(model)
+
+
+class RemoteParameter(nn.Parameter):
+    """A parameter of a model that a pipeline has trained, of a stage of another rank: refuses to be read while it is stale.
+
+    What a script does to all parameters alike is allowed: to count, freeze, load or initialise them, and to look at `.grad`.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called by torch for each function of such parameters. Raises MismatchError if it would read stale values."""
+        with DisableTorchFunctionSubclass():
+            if not _leaves_values_unread(function):
+                values = [*args, *(kwargs or {}).values()]
+                for parameter in leaves(values[1:] if _is_write(function) else values):
+                    if type(parameter) is RemoteParameter:
+                        _check_parameter_not_stale(parameter)
+            return function(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a plain parameter; refused as a read is."""
+        copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+
+VALUE_ATTRIBUTES = {Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag}
+METADATA_FUNCTIONS = {
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex"),
+    *("is_contiguous", "data_ptr", "register_hook", "register_post_accumulate_grad_hook", "__hash__"),
+}
+
+
+def _leaves_values_unread(function: Callable[..., Any]) -> bool:
+    """Whether a function of tensors needs no values: it gives a shape, a flag, a gradient, or registers a hook."""
+    if function.__name__ == "__get__":
+        return getattr(function, "__self__", None) not in VALUE_ATTRIBUTES
+    return function.__name__ in METADATA_FUNCTIONS
+
+
+def _is_write(function: Callable[..., Any]) -> bool:
+    """Whether a function writes into its first argument, as `copy_` and `parameter.data = ..` do."""
+    name = function.__name__
+    return name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _check_parameter_not_stale(parameter: RemoteParameter) -> None:
+    """Raise MismatchError if the rank that runs `parameter` has changed it, and nobody has loaded it here since."""
+    for record in _records_of([parameter]):
+        model = None if record.trained_model is None else record.trained_model()
+        if model is not None and (record.was_stale or not record.has_changed()):
+            _check_model_not_stale(model)
 
 
 class _RefusalHook:

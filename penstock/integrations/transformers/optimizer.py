@@ -34,7 +34,6 @@ class RankOptimizer:
             group["params"] = [parameter for parameter in parameters if id(parameter) in own_ids]
             number += len(parameters)
         optimizer.register_load_state_dict_pre_hook(self._part)
-        optimizer.register_step_pre_hook(_make_found_inf_flag)
 
     def _part(self, _: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's of a state of all parameters; one of its own stays."""
@@ -72,9 +71,3 @@ class RankOptimizer:
             torch.save({**states[0], "state": dict(sorted(merged.items()))}, path)
             for part in parts:
                 part.unlink()
-
-
-def _make_found_inf_flag(optimizer: Any, *_: Any) -> None:
-    """Make a 0 or 1, as fused optimizers take it, of the number of ranks whose gradients overflow: a ShardedGradScaler's."""
-    if (found := getattr(optimizer, "found_inf", None)) is not None:
-        optimizer.found_inf = found.clamp(max=1).reshape(())

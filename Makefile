@@ -42,7 +42,7 @@ neighbours: $(VENV)/neighbours
 	$(PYTEST) -m neighbours
 
 $(VENV)/neighbours: $(VENV)/ready
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[neighbours]'
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -C editable_mode=compat -e '.[neighbours]'
 	touch $@
 
 # The site, build/site/html/index.html: pages of docs/ and what is made from the code. A warning or a dead link fails.
@@ -50,7 +50,7 @@ docs: $(VENV)/docs
 	$(RUN)/python tools/site/build.py
 
 $(VENV)/docs: $(VENV)/ready
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -C editable_mode=compat -e '.[docs]'
 	touch $@
 
 # Schedules, models, meshes and faults over communicators with NCCL's manners, on the CPU: tests/nccl_like.py. `ahead` connects
@@ -84,11 +84,12 @@ bench: $(VENV)/ready
 rooms: $(VENV)/ready
 	$(RUN)/python tests/house/rooms.py
 
+# `compat` puts this folder on the path: a script beside a clone named penstock finds the package, not the clone.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mlp,transformers,png,studio,tensorboard,dev]'
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -C editable_mode=compat -e '.[mlp,transformers,png,studio,tensorboard,dev]'
 	touch $@
 
 clean:

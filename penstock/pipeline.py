@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from penstock import comms
-from penstock.attention_hook import AttentionContext, attention_context
+from penstock.attention_hook import attention_context
 from penstock.comms.control_group import ControlGroup, shared_control_group
 from penstock.comms.topology import Topology
 from penstock.engine.batch import StepCall
@@ -121,7 +121,11 @@ class Pipeline(NotAModule):
         with modules of `batch_first=False`, where it is 1, it must be given. `ps.Rows(tensor, dim)` wraps a tensor of a batch
         with another one, `ps.Replicated(tensor)` a tensor without.
     sequence_dim
-        The dimension of inputs and targets that has the tokens, along which an axis `cp` of the mesh cuts them.
+        The dimension of inputs and targets that has the tokens, along which `slices` or an axis `cp` of the mesh cut them.
+    slices
+        Into how many slices of tokens each microbatch is cut, K, or their lengths: they pass through the ranks one after the
+        other, and meet in `ps.attention`. For the schedules `gpipe`, `1f1b`, `interleaved-1f1b`, `zb-h1`, and tables with
+        slices. See docs/howto/long-contexts.md.
     reduction
         What `loss_fn` returns: `"mean"`, or `"sum"` over the rows. For a sum, the losses of all microbatches and replicas are
         added. See docs/howto/loss.md.
@@ -156,6 +160,7 @@ class Pipeline(NotAModule):
         on_nonfinite: OnNonfinite | None = None,
         rows_dim: int | None = None,
         sequence_dim: int = 1,
+        slices: int | Sequence[int] = 1,
         reduction: Reduction = "mean",
         **options: Any,
     ) -> None:
@@ -180,17 +185,17 @@ class Pipeline(NotAModule):
             self._control.add_mesh_groups(self._number, self.position.peer_groups)
 
             # 2. Check the arguments, then partition the model as rank 0 chooses.
-            cutting = AttentionContext() if self.position.cp_size > 1 else None  # of the tokens
-            with attention_context(cutting):
-                config = parse_arguments(model, arguments, self.topology.world_size, redistribution)
-                self.schedule, self.rows_dim, self.seed = config.schedule, config.rows_dim, config.arguments.seed
+            config = parse_arguments(model, arguments, self.topology.world_size, redistribution, self.position.cp_size)
+            self.schedule, self.rows_dim, self.seed = config.schedule, config.rows_dim, config.arguments.seed
+            self.slices, self._cuts_tokens = config.slices, config.cut_context is not None
+            with attention_context(config.cut_context):
                 partition = partition_model(
                     self._control, self.position, self.schedule, config.cuttable or model, config.plan_layers
                 )
             given_stages = {} if config.cuttable else partition.given_stages
             self._original = OriginalModel(model, config.cuttable, given_stages)
-            if cutting is not None:
-                check_attention(partition.modules.values(), config.cuttable, cutting)
+            if config.cut_context is not None:
+                check_attention(partition.modules.values(), config.cuttable, config.cut_context, redistribution)
 
             # 3. Compare what all ranks are about to build.
             comparison = compare_ranks(self._control, self.position, self.schedule, partition, config.equal_options)
@@ -223,9 +228,10 @@ class Pipeline(NotAModule):
 
         self._loss_checks: LossChecks | None = None  # on one rank that has the target
         if loss_fn is not None and self.position.stage_rank_index == 0 and self.topology.rank == self.last_rank:
-            tokens_dim = sequence_dim if self.position.cp_size > 1 else None
+            tokens_dim = sequence_dim if self._cuts_tokens else None
+            parts = self.position.cp_size if self.position.cp_size > 1 else self.slices
             self._loss_checks = LossChecks(
-                loss_fn, reduction, loss_weight, self.schedule.microbatches, self.rows_dim, tokens_dim, self.position.cp_size
+                loss_fn, reduction, loss_weight, self.schedule.microbatches, self.rows_dim, tokens_dim, parts
             )
 
         self._options = ["model", *arguments, *all_build_options()]  # read-only from here on
@@ -455,7 +461,7 @@ class Pipeline(NotAModule):
                 self._parameters.check_initialised()
                 arguments = merge_arguments(self._arguments, changes)
                 optimizers = optimizer_list(optimizer, self.topology.world_size)
-                redistribution = Redistribution(self._original, self.stages, optimizers)
+                redistribution = Redistribution(self._original, self.stages, optimizers, self._cuts_tokens)
                 pipe = Pipeline(redistribution, **arguments)
         except BaseException:
             if redistribution is not None and redistribution.has_started:
@@ -491,7 +497,7 @@ class Pipeline(NotAModule):
             }
             if self._original.cuttable is not None:
                 call_options["training_mode"] = self._original.cuttable.model.training
-        call_options |= {"rows_dim": self.rows_dim, "sequence_dim": self.sequence_dim}
+        call_options |= {"rows_dim": self.rows_dim, "sequence_dim": self.sequence_dim, "slices": self.slices}
         call = StepCall(training, args, kwargs, target, self.step_count, *loss_settings, **call_options)
 
         # Layers with a seed of the pipeline's do not advance the user's generator.

@@ -13,7 +13,7 @@ from penstock.engine.handshake import StepConfig
 from penstock.engine.report import MicrobatchLosses
 from penstock.errors import MismatchError, PenstockError, StageError
 from penstock.schedule.table import Action, Kind
-from penstock.stage.microbatch import check_output_rows, scalars_to_floats
+from penstock.stage.microbatch import check_output_rows, check_output_tokens, scalars_to_floats
 from penstock.stage.stage import Stage
 from penstock.trees import map_tensors
 
@@ -23,7 +23,7 @@ ActionFunctions = Mapping[Kind, Callable[[Action, Sequence[Any]], Sequence[Any]]
 class EarlyForward(NamedTuple):
     """A forward of the first stage that ran before the handshake."""
 
-    microbatch: int
+    number: int  # of the microbatch, or of its slice
     messages: list[Sequence[Any]]  # one entry, until it is sent
     auxiliary_losses: list[Tensor]
 
@@ -40,17 +40,18 @@ class StepActions:
             config.loss_shares,
             config.forward_only_microbatches,
         )
-        self.losses: dict[int, Tensor] = {}  # by microbatch
-        self.outputs: dict[int, Any] = {}  # by microbatch, if the call wants them
+        # By microbatch; if tokens are cut, by the number of a slice among those of all microbatches.
+        self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, Any] = {}  # if the call wants them
         self.auxiliary_losses: list[tuple[int, Tensor]] = []  # microbatch, loss
 
         for stage in stages.values():
             stage.replication.backwards_match = config.same_on_replicas
 
-        if early is not None and early.microbatch in self.forward_only_microbatches:
-            stages[0].in_flight.pop(early.microbatch, None)
+        if early is not None and early.number // batch.num_slices in self.forward_only_microbatches:
+            stages[0].in_flight.pop(early.number, None)
         elif early is not None:
-            self.auxiliary_losses += [(early.microbatch, loss) for loss in early.auxiliary_losses]
+            self.auxiliary_losses += [(early.number, loss) for loss in early.auxiliary_losses]
 
     @property
     def functions(self) -> ActionFunctions:
@@ -61,15 +62,16 @@ class StepActions:
         """Run a forward. Return a message for each taker; none on the last stage, whose output becomes the loss."""
         _, index, microbatch, _ = action
         stage, batch = self.stages[index], self.batch
+        number = action.slice_number(batch.num_slices)
         has_backward = batch.training and microbatch not in self.forward_only_microbatches
         is_split = action[1:] in self.program.split_backwards
 
-        output = stage.forward(
-            microbatch, batch.forward_inputs(action, values), batch.microbatch_seed(microbatch), has_backward, is_split
-        )
-        if stage.auxiliary_losses and self.config.sequence_lengths:
+        inputs, seed = batch.forward_inputs(action, values), batch.microbatch_seed(number)
+        output = stage.forward(number, inputs, seed, has_backward, is_split, batch.sequence_slice(action))
+        if stage.auxiliary_losses and (self.config.sequence_lengths or batch.slice_lengths):
             raise MismatchError(
-                "an auxiliary loss of a part of the tokens is not one of all: use a mesh without cp, or add it to the loss"
+                "an auxiliary loss of a part of the tokens is not one of all: use a mesh without cp and slices=1, or add it to "
+                "the loss"
             )
         if stage.auxiliary_losses and microbatch not in self.forward_only_microbatches:
             self.auxiliary_losses += [(microbatch, loss) for loss in stage.auxiliary_losses]
@@ -78,32 +80,32 @@ class StepActions:
 
         if batch.call.wants_outputs:
             check_output_rows(output, self.config.microbatch_rows[microbatch], batch.call.rows_dim)
-            self.outputs[microbatch] = map_tensors(Tensor.detach, output)
+            if batch.slice_lengths:
+                check_output_tokens(output, batch.slice_lengths[action.slice], batch.call.sequence_dim)
+            self.outputs[number] = map_tensors(Tensor.detach, output)
 
         if batch.targets and microbatch not in self.forward_only_microbatches:
-            counts = self.loss_shares[microbatch] > 0  # if not, other tokens of its rows do
-            self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], has_backward, counts)
+            counts = self.loss_shares[number] > 0  # if not, other tokens of its rows do
+            self.losses[number] = stage.loss(number, output, batch.targets[number], has_backward, counts)
             if counts and batch.call.rowwise_check is not None and microbatch == 0:  # no microbatch has more rows
-                batch.call.rowwise_check.probe(output, batch.targets[microbatch])
+                batch.call.rowwise_check.probe(output, batch.targets[number])
         return ()
 
     def backward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run a full backward, or one to the inputs only. Return the gradients for each source of the stage's inputs."""
-        _, index, microbatch, _ = action
-        stage, weight = self.stages[index], self.loss_shares[microbatch] * self.batch.grad_scale
+        number = action.slice_number(self.batch.num_slices)
+        stage, weight = self.stages[action.stage], self.loss_shares[number] * self.batch.grad_scale
 
-        if index == self.last_stage:  # the only place where gradients are scaled
-            seed = torch.full_like(self.losses[microbatch], weight)
-            gradients: Sequence[Tensor | None] = [
-                seed for _ in stage.in_flight[microbatch].edges
-            ]  # none if everything is frozen
+        if action.stage == self.last_stage:  # the only place where gradients are scaled
+            seed = torch.full_like(self.losses[number], weight)
+            gradients: Sequence[Tensor | None] = [seed for _ in stage.in_flight[number].edges]  # none if everything is frozen
         else:
             gradients = flatten_gradients(values)
 
         return [
             # One gradient, the common case, is sent without a list around it: see `flatten_gradients`.
             message[0] if len(message) == 1 and message[0] is not None else message
-            for message in stage.backward(microbatch, gradients, action in self.program.last_backwards, weight)
+            for message in stage.backward(number, gradients, action in self.program.last_backwards, weight)
         ]
 
     def backward_weight(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
@@ -113,16 +115,17 @@ class StepActions:
         return ()
 
     def microbatch_losses(self) -> MicrobatchLosses:
-        """Return the losses as numbers, for the other ranks; each microbatch's own only if a rank wants them.
+        """Return the losses as numbers, for the other ranks; each microbatch's own, over its slices, only if a rank wants them.
 
         Microbatches of a list have the numbers that they have there.
         """
         order = self.batch.order or range(len(self.config.microbatch_rows))
         own_losses: dict[int, float] = {}
         if self.config.wants_losses:
-            indices = [order[number] for number in self.losses]
-            own_losses = dict(zip(indices, scalars_to_floats([*self.losses.values()]), strict=True))
-            own_losses = {number: loss * self.config.token_shares[number] for number, loss in own_losses.items()}
+            values = scalars_to_floats([*self.losses.values()])
+            for number, value in zip(self.losses, values, strict=True):
+                index, term = order[number // self.batch.num_slices], value * self.config.token_shares[number]
+                own_losses[index] = own_losses[index] + term if index in own_losses else term
 
         auxiliary = self.auxiliary_losses if self.loss_shares else []
         values = scalars_to_floats([loss for _, loss in auxiliary])

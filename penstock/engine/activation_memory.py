@@ -76,16 +76,19 @@ class _OutputRecorder(TorchDispatchMode):
 class MemoryMeasurement:
     """Measures what one microbatch keeps on each of a rank's `stages` while a training step runs.
 
-    It is the first microbatch to reach the stage that will have a backward. Recording takes time, so only that one is slowed.
+    It is the first microbatch to reach the stage that will have a backward, with all its `slices`. Recording takes time, so
+    only that one is slowed.
     """
 
-    def __init__(self, stages: Mapping[int, Stage]) -> None:
+    def __init__(self, stages: Mapping[int, Stage], slices: int = 1) -> None:
         import_dynamo()
         self._stages = {index: stage for index, stage in stages.items() if not any(map(is_compiled, stage.module.modules()))}
+        self._slices = slices
         self._measured_microbatch: dict[int, int] = {}  # by stage
         self._without_backward: frozenset[int] = frozenset()
-        self._of_forward: dict[int, StorageSet] = {}  # by stage, until its backward
-        self._around_input_backward: dict[int, tuple[StorageSet, StorageSet]] = {}  # by stage: alive before I, and after it
+        # By stage and slice number.
+        self._of_forward: dict[tuple[int, int], StorageSet] = {}  # until its backward
+        self._around_input_backward: dict[tuple[int, int], tuple[StorageSet, StorageSet]] = {}  # alive before I, and after it
         self.sizes: dict[int, ActivationSize] = {}  # the result, by stage
 
     def wrap_actions(self, functions: Mapping[Kind, ActionFunction]) -> dict[Kind, ActionFunction]:
@@ -97,39 +100,44 @@ class MemoryMeasurement:
         """Do not measure `microbatches`, which have no backward. One of them may have run before the handshake."""
         self._without_backward = microbatches
         for stage in [stage for stage, number in self._measured_microbatch.items() if number in microbatches]:
-            del self._measured_microbatch[stage], self._of_forward[stage]
+            del self._measured_microbatch[stage]
+            self._of_forward = {key: storages for key, storages in self._of_forward.items() if key[0] != stage}
 
     def _forward(self, function: ActionFunction, action: Action, values: Any) -> Any:
-        is_measured = action.stage in self._stages and action.stage not in self._measured_microbatch
-        if not is_measured or action.microbatch in self._without_backward:
+        if action.stage not in self._stages or action.microbatch in self._without_backward:
+            return function(action, values)
+        if self._measured_microbatch.setdefault(action.stage, action.microbatch) != action.microbatch:
             return function(action, values)
 
-        self._measured_microbatch[action.stage] = action.microbatch
-        storages = self._of_forward[action.stage] = StorageSet(leaves(values))
+        storages = self._of_forward[action.stage, action.slice_number(self._slices)] = StorageSet(leaves(values))
         with _OutputRecorder(storages):
             return function(action, values)
 
     def _backward(self, function: ActionFunction, action: Action, values: Any) -> Any:
-        if self._measured_microbatch.get(action.stage) != action.microbatch or action.stage not in self._of_forward:
+        key = stage, number = action.stage, action.slice_number(self._slices)
+        if key not in self._of_forward:
             return function(action, values)
 
-        alive_before = self._of_forward.pop(action.stage).alive_subset()
+        alive_before = self._of_forward.pop(key).alive_subset()
         messages = function(action, values)
         if action.kind is Kind.I:
             alive_after = alive_before.alive_subset()
-            alive_after.add(self._stages[action.stage].saved_for_weight_backward(action.microbatch))
-            self._around_input_backward[action.stage] = alive_before, alive_after
+            alive_after.add(self._stages[stage].saved_for_weight_backward(number))
+            self._around_input_backward[key] = alive_before, alive_after
         else:
             freed = alive_before.freed_bytes()
-            self.sizes[action.stage] = ActivationSize(freed, freed)
+            self._add_size(stage, freed, freed)
         return messages
 
     def _backward_weight(self, function: ActionFunction, action: Action, values: Any) -> Any:
         messages = function(action, values)
-        stage = action.stage
-        if stage in self._around_input_backward and not self._stages[stage].saved_for_weight_backward(
-            self._measured_microbatch[stage]
-        ):
-            alive_before, alive_after = self._around_input_backward.pop(stage)
-            self.sizes[stage] = ActivationSize(alive_before.freed_bytes(), alive_after.freed_bytes())
+        for stage, number in [key for key in self._around_input_backward if key[0] == action.stage]:
+            if not self._stages[stage].saved_for_weight_backward(number):
+                alive_before, alive_after = self._around_input_backward.pop((stage, number))
+                self._add_size(stage, alive_before.freed_bytes(), alive_after.freed_bytes())
         return messages
+
+    def _add_size(self, stage: int, act: float, keep: float) -> None:
+        """Add what one slice keeps to what its microbatch does."""
+        of_others = self.sizes.get(stage, ActivationSize(0, 0))
+        self.sizes[stage] = ActivationSize(of_others.act + act, of_others.keep + keep)

@@ -23,13 +23,20 @@ from penstock.engine.microbatch_list import (
     read_inputs,
     read_targets,
 )
-from penstock.engine.sequence import check_arguments_can_be_cut, sequence_length, take_tokens, with_position_ids
+from penstock.engine.sequence import (
+    check_arguments_can_be_cut,
+    sequence_length,
+    slice_lengths,
+    take_tokens,
+    with_position_ids,
+)
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.partition.rows import unwrap
 from penstock.randomness import mix_in, mix_seed
 from penstock.schedule.table import Action, Table
 from penstock.stage import microbatch
+from penstock.stage.sliced_attention import SequenceSlice
 from penstock.stage.stage import Stage
 from penstock.trees import leaves
 
@@ -57,6 +64,7 @@ class StepCall(NamedTuple):
     wants_outputs: bool = False  # on the last stage's rank
     rows_dim: int = 0
     sequence_dim: int = 1
+    slices: int | Sequence[int] = 1  # of a microbatch's tokens, or their lengths
     rowwise_check: RowwiseLossCheck | None = None
     order: str | Sequence[int] | None = None  # of `step_microbatches`, whose inputs and target are lists; else None
     microbatch_costs: MicrobatchCosts | None = None  # for `order="planned"`
@@ -70,6 +78,11 @@ class StepCall(NamedTuple):
         """The method that was called."""
         name = "step" if self.training else "eval"
         return f"{name}()" if self.order is None else f"{name}_microbatches()"
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether microbatches run in slices."""
+        return self.slices != 1
 
 
 class StepHeader(NamedTuple):
@@ -103,14 +116,27 @@ class LocalBatch(NamedTuple):
 
     call: StepCall
     header: StepHeader
-    inputs: Sequence[tuple[Any, Any]]  # (args, kwargs) of each microbatch, on the first stage's rank
-    targets: Sequence[Any]  # of each microbatch, on the last stage's rank
-    loss_weights: Sequence[float]  # `loss_weight(target)` of each microbatch, there
+    # Of each microbatch; of its slices, if its tokens are cut, one after the other.
+    inputs: Sequence[tuple[Any, Any]]  # (args, kwargs), on the first stage's rank
+    targets: Sequence[Any]  # on the last stage's rank
+    loss_weights: Sequence[float]  # `loss_weight(target)`, there
     seed: int | None  # of this step's random numbers; None for torch's generator
     grad_scale: float  # of all gradients: the scaler's, the user's, and the number of parts of the batch
     summary: ListSummary | None = None  # of a list of microbatches
     first_seed_index: int = 0  # of the replica's first microbatch, for random numbers
     order: Sequence[int] = ()  # of a list: position in the step -> index in the list
+    slice_lengths: Sequence[int] = ()  # the tokens of each slice, if they are cut and known
+
+    @property
+    def num_slices(self) -> int:
+        """The number of slices of a microbatch."""
+        return len(self.slice_lengths) or 1
+
+    def sequence_slice(self, action: Action) -> SequenceSlice | None:
+        """Return the slice that a forward runs; None unless tokens are cut."""
+        if not self.slice_lengths:
+            return None
+        return SequenceSlice(action.microbatch, action.slice, self.slice_lengths)
 
     @property
     def training(self) -> bool:
@@ -127,7 +153,7 @@ class LocalBatch(NamedTuple):
         )
 
     def microbatch_seed(self, number: int) -> int | None:
-        """Return the seed of a microbatch's random numbers, which the order of a list does not change."""
+        """Return the seed of a microbatch's (or slice's) random numbers, which the order of a list does not change."""
         if self.seed is None:
             return None
         return mix_in(self.seed, self.first_seed_index + (self.order[number] if self.order else number))
@@ -141,7 +167,7 @@ class LocalBatch(NamedTuple):
 
     def forward_inputs(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Return the inputs of a forward: the batch's on the first stage, else the `values` received from other stages."""
-        return values if action.stage else self.inputs[action.microbatch]
+        return values if action.stage else self.inputs[action.slice_number(self.num_slices)]
 
 
 def split_batch(
@@ -162,6 +188,8 @@ def split_batch(
     _check_options(call)
     if position.cp_size > 1 and call.order is not None:
         raise MismatchError(f"{call.name} does not cut tokens along cp: give a batch to step(), or use a mesh without cp")
+    if call.cuts_tokens and call.order is not None:
+        raise MismatchError(f"{call.name} does not cut tokens into slices: give a batch to step(), or use slices=1")
     rank, device = position.pipeline.rank, position.pipeline.device
     max_microbatches, rows_dim = schedule.microbatches, call.rows_dim
     first_rank, last_rank = schedule.placement[0], schedule.placement[-1]
@@ -172,6 +200,7 @@ def split_batch(
     inputs: Sequence[tuple[Any, Any]] = ()
     order: Sequence[int] = ()
     input_rows, input_signature, num_tokens = NO_ROWS, 0, 0
+    cuts_tokens = position.cp_size > 1 or call.cuts_tokens
     summary = ListSummary(arguments=(order_argument(call.order), call.limit)) if call.order is not None else None
     if rank == first_rank and summary is not None:
         inputs, input_summaries = read_inputs(batch, device, rows_dim)
@@ -183,12 +212,12 @@ def split_batch(
     elif rank == first_rank:
         _check_inputs(call, rank)
         sizes = microbatch.nonempty_split_sizes(batch, "the batch", max_microbatches, rows_dim)
-        local_batch = batch
-        if position.cp_size > 1:
+        pieces = [batch]
+        if cuts_tokens:
             assert signature is not None
-            local_batch, num_tokens = _take_input_tokens(call, position, signature)
+            pieces, num_tokens = _cut_input_tokens(call, position, signature)
             is_one_tensor = False
-        parts = microbatch.split(local_batch, sizes, device, rows_dim)
+        parts = _split_rows(pieces, sizes, device, rows_dim)
         inputs = [((part,), {}) for part in parts] if is_one_tensor else parts
         input_rows, input_signature = sum(sizes), cached_hash48(microbatch.batch_signature(batch).encode())
 
@@ -209,14 +238,15 @@ def split_batch(
     elif reads_target:
         _check_target(call, rank)
         sizes = microbatch.nonempty_split_sizes(target, "the target", max_microbatches, rows_dim)
-        if position.cp_size > 1:
-            target, num_target_tokens = _take_tokens(target, "the target", call, position)
+        pieces = [target]
+        if cuts_tokens:
+            pieces, num_target_tokens = _cut_tokens(target, "the target", call, position)
             if num_tokens not in (0, num_target_tokens):
                 raise MismatchError(f"the batch has {num_tokens} tokens a row, but the target has {num_target_tokens}")
             num_tokens = num_target_tokens
         if call.loss_weight is not None:  # computed where the target is: nothing waits for a device
-            loss_weights = microbatch.microbatch_weights(microbatch.split(target, sizes, None, rows_dim), call.loss_weight)
-        targets, target_rows = microbatch.split(target, sizes, device, rows_dim), sum(sizes)
+            loss_weights = microbatch.microbatch_weights(_split_rows(pieces, sizes, None, rows_dim), call.loss_weight)
+        targets, target_rows = _split_rows(pieces, sizes, device, rows_dim), sum(sizes)
 
     # If several ranks are given the batch, they compare some of its values, all of a small tensor.
     are_compared = rank in (first_rank, last_rank) and (first_rank != last_rank or len(position.pipelines[0]) > 1)
@@ -245,26 +275,39 @@ def split_batch(
         seed = mix_in(seed, -position.cp_index)  # each part of the tokens draws numbers of its own
     scale = read_grad_scale(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
     grad_scale = scale * call.user_scale * len(position.part_pipelines)  # gradients are averaged afterwards
-    first_seed_index = position.replica * schedule.microbatches
-    return LocalBatch(call, header, inputs, targets, loss_weights, seed, grad_scale, summary, first_seed_index, order)
+    first_seed_index = position.replica * schedule.microbatches * schedule.slices
+    lengths = slice_lengths(call.slices, num_tokens) if num_tokens and call.cuts_tokens else ()
+    return LocalBatch(
+        *(call, header, inputs, targets, loss_weights, seed, grad_scale, summary, first_seed_index, order), lengths
+    )
 
 
-def _take_input_tokens(call: StepCall, position: MeshPosition, signature: inspect.Signature) -> tuple[Any, int]:
-    """Return (args, kwargs) of this rank's tokens, with their positions if the model takes them, and the number of all."""
+def _split_rows(pieces: Sequence[Any], sizes: Sequence[int], device: torch.device | None, rows_dim: int) -> list[Any]:
+    """Split each piece, of some tokens, into microbatches. Return the pieces of the first microbatch, of the second, .."""
+    columns = [microbatch.split(piece, sizes, device, rows_dim) for piece in pieces]
+    return [part for row in zip(*columns, strict=True) for part in row]
+
+
+def _cut_input_tokens(call: StepCall, position: MeshPosition, signature: inspect.Signature) -> tuple[list[Any], int]:
+    """Return (args, kwargs) as `_cut_tokens` does, with the positions of tokens if the model takes them."""
     check_arguments_can_be_cut(signature, call.args, call.kwargs)
     num_tokens = sequence_length((call.args, call.kwargs), "the batch", call.sequence_dim)
     kwargs = with_position_ids(signature, call.args, call.kwargs, 0, num_tokens)
-    return _take_tokens((call.args, kwargs), "the batch", call, position)
+    return _cut_tokens((call.args, kwargs), "the batch", call, position)
 
 
-def _take_tokens(batch: Any, what: str, call: StepCall, position: MeshPosition) -> tuple[Any, int]:
-    """Return `batch` with this rank's tokens, and the number of all."""
+def _cut_tokens(batch: Any, what: str, call: StepCall, position: MeshPosition) -> tuple[list[Any], int]:
+    """Return `batch` with the tokens of each slice, or with this rank's along cp; and the number of all tokens."""
     num_tokens = sequence_length(batch, what, call.sequence_dim)
-    if num_tokens < position.cp_size:
+    if call.cuts_tokens:
+        lengths = slice_lengths(call.slices, num_tokens)
+        indices = range(len(lengths))
+    elif num_tokens < position.cp_size:
         raise MismatchError(f"{num_tokens} tokens cannot be shared by {position.cp_size} ranks along cp: each needs one")
-    lengths = microbatch.split_sizes(num_tokens, position.cp_size)
-    first = sum(lengths[: position.cp_index])
-    return take_tokens(batch, call.sequence_dim, first, lengths[position.cp_index]), num_tokens
+    else:
+        lengths = microbatch.split_sizes(num_tokens, position.cp_size)
+        indices = range(position.cp_index, position.cp_index + 1)
+    return [take_tokens(batch, call.sequence_dim, sum(lengths[:index]), lengths[index]) for index in indices], num_tokens
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

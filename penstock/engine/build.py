@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock import partition, torch_private
-from penstock.attention_hook import AttentionContext, check_tokens_mix_in_attention, current_context, no_attention_error
+from penstock.attention_hook import AttentionContext, attention_context, check_tokens_mix_in_attention, no_attention_error
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.checks.nonfinite import NonFiniteMonitor, check_on_nonfinite
 from penstock.engine.checks.unregistered_uses import UnregisteredParameters, check_loss_attributes
@@ -73,21 +73,26 @@ class PipelineConfig(NamedTuple):
     recompute: Sequence[Recompute | None]  # by stage
     cuttable: partition.CuttableModel | None  # the model, if it is to be cut
     plan_layers: Sequence[str]  # that a plan was made for
+    slices: int | Sequence[int]  # of a microbatch's tokens, or their lengths
+    cut_context: AttentionContext | None  # while the model is cut, if its tokens will be: into slices, or over ranks
 
     @property
     def equal_options(self) -> dict[str, Any]:
         """The options that must be equal on all ranks, besides those that the schedule and the model say themselves."""
         names = ("seed", "reduction", "data_parallel", "tensor_parallel", "on_nonfinite", "sequence_dim")
-        return {name: getattr(self.arguments, name) for name in names} | {"rows_dim": self.rows_dim}
+        options = {name: getattr(self.arguments, name) for name in names}
+        return options | {"rows_dim": self.rows_dim, "slices": self.slices}
 
 
 # -- arguments ------------------------------------------------------------------------------------------------------------
 
 
 def parse_arguments(
-    model: Any, arguments: Mapping[str, Any], num_ranks: int, redistribution: Redistribution | None
+    model: Any, arguments: Mapping[str, Any], num_ranks: int, redistribution: Redistribution | None, cp_size: int
 ) -> PipelineConfig:
-    """Check the arguments of `Pipeline`, build its schedule and prove it. `redistribution`: of `rebuild`.
+    """Check the arguments of `Pipeline`, build its schedule and prove it.
+
+    `redistribution`: of `rebuild`. `cp_size`: the number of ranks that share a sequence's tokens.
 
     Raises MismatchError for an argument of another kind than `Pipeline` takes, ScheduleError for a table that cannot be proved.
     """
@@ -102,20 +107,39 @@ def parse_arguments(
         check_plan(plan, config.cuts, config.recompute, config.options)
         vars(config).update({name: getattr(plan, name) for name in PLAN_ARGUMENTS})
 
+    slices, num_slices = check_slices(config.slices)
+    if num_slices > 1 and isinstance(config.schedule, str) and not config.schedule.endswith(".csv"):
+        config.options = {**config.options, "slices": num_slices}
     schedule, program = build_schedule(config.schedule, num_ranks, config.microbatches, config.options)
+    slices = schedule.slices if slices == 1 else slices
+    if num_slices not in (1, schedule.slices):
+        raise MismatchError(f"slices={config.slices} are {num_slices}, but the table {schedule.name} has {schedule.slices}")
+    if cp_size > 1 and schedule.slices > 1:
+        raise MismatchError("slices and an axis cp cut the same tokens: use slices=1, or a mesh without cp")
+    cut_context = AttentionContext() if cp_size > 1 or schedule.slices > 1 else None
 
     if not is_whole_number(config.sequence_dim, 0):
         raise MismatchError(f"sequence_dim is the dimension that has the tokens, 0 or more, not {config.sequence_dim!r}")
-    if current_context() is not None and isinstance(model, nn.Module) and (config.example_args or config.example_kwargs):
+    if cut_context is not None and isinstance(model, nn.Module) and (config.example_args or config.example_kwargs):
         config.example_kwargs = _example_with_position_ids(model, config)
 
     cutting = config.cuts, config.example_args, config.example_kwargs
     check_can_be_cut(model, schedule, *cutting)
     rows_dim = resolve_rows_dim(model, config.rows_dim)
     recompute = recompute_per_stage(config.recompute, schedule)
-    cuttable = redistribution.recut(config.cuts) if redistribution else partition.as_cuttable(model, *cutting, rows_dim)
+    with attention_context(cut_context):
+        cuttable = redistribution.recut(config.cuts) if redistribution else partition.as_cuttable(model, *cutting, rows_dim)
     plan_layers = () if plan is None else plan.layers
-    return PipelineConfig(config, schedule, program, rows_dim, recompute, cuttable, plan_layers)
+    return PipelineConfig(config, schedule, program, rows_dim, recompute, cuttable, plan_layers, slices, cut_context)
+
+
+def check_slices(slices: Any) -> tuple[int | Sequence[int], int]:
+    """Return what `Pipeline(.., slices=)` was given, and how many slices that are. Raise MismatchError for anything else."""
+    if is_whole_number(slices, 1):
+        return int(slices), int(slices)
+    if isinstance(slices, list | tuple) and slices and all(is_whole_number(length, 1) for length in slices):
+        return (tuple(map(int, slices)), len(slices)) if len(slices) > 1 else (1, 1)
+    raise MismatchError(f"slices is a number of slices, 1 or more, or a list of their lengths in tokens, not {slices!r}")
 
 
 def _example_with_position_ids(model: nn.Module, config: Any) -> dict[str, Any]:
@@ -224,10 +248,6 @@ def build_table(
         name = getattr(schedule, "__name__", "a rule")
         rows = [list(schedule(rank, num_ranks, microbatches)) for rank in range(num_ranks)]
         schedule = from_rows(name, rows, **options)
-    if schedule.slices > 1:
-        raise MismatchError(
-            f"schedule {schedule.name} has {schedule.slices} slices of a microbatch, which a Pipeline does not run"
-        )
     if schedule.ranks != num_ranks:
         raise MismatchError(f"schedule {schedule.name} is for {schedule.ranks} ranks, but {num_ranks} are running")
     return schedule
@@ -248,14 +268,23 @@ def recompute_per_stage(recompute: Recompute | Sequence[Recompute | None] | None
 # -- stages and engine ----------------------------------------------------------------------------------------------------
 
 
-def check_attention(modules: Iterable[nn.Module], cuttable: partition.CuttableModel | None, context: AttentionContext) -> None:
+def check_attention(
+    modules: Iterable[nn.Module],
+    cuttable: partition.CuttableModel | None,
+    context: AttentionContext,
+    redistribution: Redistribution | None,
+) -> None:
     """Raise MismatchError if tokens would mix in a layer that does not call `ps.attention`, as far as it is known here.
 
-    `context`: which was set when the model was cut.
+    `context`: which was set when the model was cut. `redistribution`: of a model that was cut before.
     """
     for module in modules:
         check_tokens_mix_in_attention(module)
-    if cuttable is not None and cuttable.is_exported and not context.num_calls:
+    if cuttable is None or not cuttable.is_exported:
+        return
+    if redistribution is not None and not redistribution.cuts_tokens:
+        raise MismatchError("the model was traced for whole sequences, and its masks are theirs: make a new Pipeline of slices")
+    if redistribution is None and not context.num_calls:
         raise no_attention_error()
 
 

@@ -8,7 +8,8 @@ Two microbatches of rows on two ranks. A pass is the forwards of an evaluation w
 once. The logits stay on the last stage's rank, which chooses a token for each row and sends it to all ranks.
 
 If every layer supports the cache (`cache.py`), the first pass brings the prompt and each further one the newest token. If not,
-or if the text is longer than the model's context, each pass brings all tokens that the model can see.
+or if the text is longer than the model's context, each pass brings all tokens that the model can see. A pipeline of slices
+runs a prompt for the cache in slices: the first ones reach the last stage while the others pass the stages before it.
 """
 
 from collections import defaultdict
@@ -25,12 +26,14 @@ from penstock.engine.actions import messages_of
 from penstock.engine.batch import StepCall, hash48, split_batch
 from penstock.engine.cache import TokenCache, max_context, supports_incremental_decoding
 from penstock.engine.clock import ActionClock
+from penstock.engine.sequence import slice_lengths
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.fsdp import begin_step
 from penstock.randomness import mix_seed
 from penstock.schedule.table import Action, Kind
 from penstock.stage.microbatch import split_sizes
+from penstock.trees import tensors
 
 
 class GenerationOptions(NamedTuple):
@@ -69,6 +72,7 @@ class GenerationHeader(NamedTuple):
     prompt: str  # shape and hash of the tokens
     rows: int
     supports_cache: bool  # whether all its stages do
+    can_cut_prompt: bool  # whether the prompt is all that its call brings for each token
     max_context: int | None  # the most tokens that its stages can take at once
 
 
@@ -118,17 +122,19 @@ class TextGeneration:
     ) -> None:
         self.engine, self.text, self.kwargs, self.options = engine, tokens, dict(kwargs), options
         self.rows_dim = rows_dim  # of what the model takes and gives
-        headers = _exchange_headers(engine, tokens, options)
+        headers = _exchange_headers(engine, tokens, options, self.kwargs)
 
         replica_rows = [headers[ranks[0]].rows for ranks in engine.position.replica_pipelines]
         self.first_row = sum(replica_rows[: engine.position.replica])  # rows of all replicas are numbered
         self.sizes = split_sizes(len(tokens), min(len(tokens), engine.schedule.microbatches))
-        self.program = engine.programs.select(training=False, num_microbatches=len(self.sizes))
+        self.program = engine.programs.select(training=False, num_microbatches=len(self.sizes), uncut=True)
 
         contexts = [header.max_context for header in headers if header.max_context is not None]
         self.max_context = min(contexts, default=None)
         self.is_complete = False  # whether all rows of all replicas have ended
         self._uses_cache = all(header.supports_cache for header in headers)
+        self._cuts_prompt = self._uses_cache and all(header.can_cut_prompt for header in headers)
+        self._cuts_prompt &= 1 < engine.schedule.slices <= tokens.shape[1]
         self._caches: dict[tuple[int, int], TokenCache] = defaultdict(TokenCache)  # by stage and microbatch
         self._prompt_length = tokens.shape[1]
         self._known_specs: tuple[int, MessageSpecs] = 0, {}  # the number of tokens in a pass, and its messages' specs
@@ -146,12 +152,16 @@ class TextGeneration:
         tokens = self.text[:, -num_inputs:].transpose(0, self.rows_dim)
 
         # 2. The forwards.
+        slices = engine.schedule.slices if self._cuts_prompt and self._uses_cache and num_inputs > 1 else 1
         call = StepCall(False, (tokens,), self._model_kwargs(num_inputs), None, 0, False, rows_dim=self.rows_dim)
-        self._batch = split_batch(call, engine.position, engine.schedule)
+        call = call._replace(slices=slices, sequence_dim=1 - self.rows_dim)
+        batch = split_batch(call, engine.position, engine.schedule, signature=engine.forward_signature)
+        self._batch = batch._replace(slice_lengths=slice_lengths(slices, num_inputs))
+        program = self.program if slices == 1 else engine.programs.select(False, len(self.sizes))
         self._new_tokens: dict[int, Tensor] = {}  # by microbatch
         specs = self._known_specs[1] if self._known_specs[0] == num_inputs else {}
         channels.begin_step(specs)
-        engine.run_program(self.program.lines, {Kind.F: self._forward}, channels, ActionClock())
+        engine.run_program(program.lines, {Kind.F: self._forward}, channels, ActionClock())
 
         # 3. The new tokens, on all ranks.
         column = self._exchange_tokens()
@@ -170,14 +180,17 @@ class TextGeneration:
 
     def _forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run a forward. Return a message for each taker; none on the last stage, whose logits become tokens."""
-        _, index, microbatch, _ = action
-        stage, position = self.engine.stages[index], self.text.shape[1] - self._num_inputs
+        _, index, microbatch, slice_ = action
+        lengths = self._batch.slice_lengths
+        stage, position = self.engine.stages[index], self.text.shape[1] - self._num_inputs + sum(lengths[:slice_])
         with self._caches[index, microbatch].forward_at(position) if self._uses_cache else nullcontext():
             output = stage.forward(microbatch, self._batch.forward_inputs(action, values), with_backward=False)
         if index < self.engine.schedule.stages - 1:
             return messages_of(stage, output)
+        if slice_ < len(lengths) - 1:
+            return ()
 
-        logits = last_position_logits(output, self.sizes[microbatch], self._num_inputs, self.rows_dim)
+        logits = last_position_logits(output, self.sizes[microbatch], lengths[slice_], self.rows_dim)
         first_row = self.first_row + sum(self.sizes[:microbatch])
         self._new_tokens[microbatch] = sample_tokens(logits, self.options, first_row, self.text.shape[1])
         return ()
@@ -200,13 +213,16 @@ class TextGeneration:
         return torch.tensor(tokens, device=self.text.device)
 
 
-def _exchange_headers(engine: Engine, tokens: Tensor, options: GenerationOptions) -> Sequence[GenerationHeader]:
+def _exchange_headers(
+    engine: Engine, tokens: Tensor, options: GenerationOptions, kwargs: Mapping[str, Any]
+) -> Sequence[GenerationHeader]:
     """Return all ranks' headers. Raise MismatchError if options differ, or prompts within a replica."""
     modules = [stage.module for stage in engine.stages.values()]
     prompt_hash = hash48(tokens.cpu().contiguous().numpy().tobytes())
     context = min((limit for limit in map(max_context, modules) if limit is not None), default=None)
     prompt = f"{tuple(tokens.shape)} {prompt_hash}"
-    header = GenerationHeader(options, prompt, len(tokens), all(map(supports_incremental_decoding, modules)), context)
+    supports_cache, can_cut_prompt = all(map(supports_incremental_decoding, modules)), not tensors(kwargs)
+    header = GenerationHeader(options, prompt, len(tokens), supports_cache, can_cut_prompt, context)
     headers = engine.control.all_gather_value(header, "to generate")
 
     for rank, rank_header in enumerate(headers):

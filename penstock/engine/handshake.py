@@ -9,6 +9,7 @@ from penstock.comms.transport.channels import MessageSpecs
 from penstock.engine.batch import AUTOCAST_DTYPES, NO_ROWS, LocalBatch, StepHeader
 from penstock.engine.checks.gradient_factor import TOLERANCE
 from penstock.engine.microbatch_list import RememberedMessages, ReplicaList, exchange_lists
+from penstock.engine.sequence import slice_lengths
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import ActivationSize
@@ -46,7 +47,7 @@ class StepConfig(NamedTuple):
 
     program: RankProgram  # what this rank runs
     microbatch_rows: Sequence[int]
-    loss_shares: Sequence[float]  # of each microbatch in the loss over all replicas; empty without a target
+    loss_shares: Sequence[float]  # of each microbatch, or slice, in the loss over all replicas; empty without a target
     forward_only_microbatches: frozenset[int]  # microbatches of share 0
     has_backward: bool  # whether any microbatch of any replica has another share
     same_on_replicas: bool  # whether all replicas have as many microbatches, and the same ones of share 0
@@ -55,8 +56,9 @@ class StepConfig(NamedTuple):
     lists: Sequence[ReplicaList]  # of each replica, if the step is over a list of microbatches
     message_keys: Sequence[object]  # what each microbatch of a list is like, for its messages
     message_specs: MessageSpecs  # of the messages that are known; the others are described when they are sent
-    token_shares: Sequence[float]  # of this rank's tokens in each microbatch's own loss; 1 unless tokens are cut
+    token_shares: Sequence[float]  # of this rank's tokens, or of each slice, in its microbatch's loss; 1 unless tokens are cut
     sequence_lengths: Sequence[int]  # the tokens of each rank along cp, if there are several
+    slice_lengths: Sequence[int]  # the tokens of each slice, if microbatches have several
     learned: LearnedShapes | None  # None in the first step of its kind
 
 
@@ -177,15 +179,18 @@ class StepHandshake:
             microbatch_rows = [split_sizes(rows, min(rows, max_microbatches)) for rows in replica_rows]
         cp, replica = self.position.cp_size, self.position.replica
         lengths: Sequence[Sequence[int]] = ()
-        if cp > 1:
-            lengths = [
-                split_sizes(max(int(headers[rank].sequence_length) for ranks in pipelines for rank in ranks), cp)
-                for pipelines in self.position.pipelines
-            ]
+        if cp > 1 or batch.call.cuts_tokens:
+            tokens = [_sequence_length(headers, self.position, replica) for replica in range(self.position.replicas)]
+            lengths = [split_sizes(num, cp) if cp > 1 else slice_lengths(batch.call.slices, num) for num in tokens]
+        slices = self.programs.program.schedule.slices
         loss_shares = self._loss_shares(headers, microbatch_rows, lengths, batch, lists, wait_reason)
 
-        # Ranks along cp wait for each other in a backward: all of them skip it or none.
-        columns = [list(zip(*loss_shares[first : first + cp], strict=True)) for first in range(0, len(loss_shares), cp)]
+        # Of each replica, the shares of a microbatch's parts. All of them have a backward or none: ranks along cp wait for each
+        # other, and an earlier slice gets gradients from later ones.
+        columns = [
+            [[share for row in parts for share in row[first : first + slices]] for first in range(0, len(parts[0]), slices)]
+            for parts in (loss_shares[first : first + cp] for first in range(0, len(loss_shares), cp))
+        ]
         skipped = [frozenset(number for number, shares in enumerate(column) if not any(shares)) for column in columns]
         shapes = {(len(rows), numbers) for rows, numbers in zip(microbatch_rows, skipped, strict=True)}
         return StepConfig(
@@ -196,15 +201,17 @@ class StepHandshake:
             has_backward=any(map(any, loss_shares)),
             same_on_replicas=len(shapes) == 1,
             wants_losses=any(header.wants_losses for header in headers),
-            batch_kind=(skipped[replica], *[header.batch_kind for header in headers]),
+            batch_kind=(skipped[replica], tuple(map(tuple, lengths)), *[header.batch_kind for header in headers]),
             lists=lists,
             message_keys=_message_keys(headers, lists[replica], skipped[replica]) if lists else (),
             message_specs={},
             token_shares=[
                 share / sum(shares) if batch.call.reduction == "mean" and any(shares) else 1.0
-                for share, shares in zip(loss_shares[self.position.part], columns[replica], strict=True)
+                for number, share in enumerate(loss_shares[self.position.part])
+                for shares in [columns[replica][number // slices]]
             ],
-            sequence_lengths=lengths[replica] if lengths else (),
+            sequence_lengths=lengths[replica] if cp > 1 else (),
+            slice_lengths=lengths[replica] if slices > 1 else (),
             learned=None,
         )
 
@@ -228,7 +235,10 @@ class StepHandshake:
         weights = microbatch_rows
         if sequence_lengths:
             replicas = zip(microbatch_rows, sequence_lengths, strict=True)
-            weights = [[row * length for row in rows] for rows, lengths in replicas for length in lengths]
+            if batch.call.cuts_tokens:
+                weights = [[row * length for row in rows for length in lengths] for rows, lengths in replicas]
+            else:
+                weights = [[row * length for row in rows] for rows, lengths in replicas for length in lengths]
         if batch.call.reduction == "sum":
             return [[1.0] * len(row) for row in weights]
         if lists:
@@ -307,6 +317,15 @@ def check_same_values(headers: Sequence[StepHeader], position: MeshPosition) -> 
                         f"were given different values as {name}. Give both the same rows (pipe.sampler(dataset), one seed for "
                         "all loaders, no batch skipped on one rank alone), or None where they are not read"
                     )
+
+
+def _sequence_length(headers: Sequence[StepHeader], position: MeshPosition, replica: int) -> int:
+    """Return the tokens of a replica's sequences. Raise MismatchError if inputs and target differ in it."""
+    lengths = {headers[rank].sequence_length for ranks in position.pipelines[replica] for rank in ranks} - {0.0}
+    if len(lengths) != 1:
+        numbers = " and ".join(f"{length:.0f}" for length in sorted(lengths))
+        raise MismatchError(f"{_replica_prefix(position, replica)}inputs and target have {numbers} tokens a row: give as many")
+    return int(lengths.pop())
 
 
 def _replica_prefix(position: MeshPosition, replica: int) -> str:

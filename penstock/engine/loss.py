@@ -149,14 +149,14 @@ class LossChecks:
         microbatches: int,
         rows_dim: int,
         tokens_dim: int | None = None,
-        num_parts: int = 1,
+        parts: int | Sequence[int] = 1,
     ) -> None:
         if loss_weight is None:
             warn_of_inner_reduction(loss_fn, reduction)
         weighs_by_rows = loss_weight is None and reduction == "mean"
         checks = [UnequalWeightsCheck(loss_fn, microbatches, rows_dim)]
         if tokens_dim is not None:
-            checks.append(UnequalWeightsCheck(loss_fn, num_parts, tokens_dim, "ranks along cp", "tokens"))
+            checks.append(UnequalWeightsCheck(loss_fn, parts, tokens_dim, "parts of the sequences", "tokens"))
         self._unequal_weights = checks if weighs_by_rows else []
         self.rowwise_check: RowwiseLossCheck | None = None
         if tokens_dim is not None:  # tokens are cut
@@ -175,13 +175,13 @@ class LossChecks:
 
 
 class UnequalWeightsCheck:
-    """Warns, once, if microbatches, or the parts of ranks along cp, count unequally in a mean that weighs them by their size.
+    """Warns, once, if microbatches, or parts of the tokens, count unequally in a mean that weighs them by their size.
 
     It reads the target in steps 1, 2, 4, 8, ..: only those wait for a target on a GPU.
     """
 
     def __init__(
-        self, loss_fn: Any, microbatches: int, rows_dim: int = 0, what: str = "microbatches", unit: str = "rows"
+        self, loss_fn: Any, microbatches: int | Sequence[int], rows_dim: int = 0, what: str = "microbatches", unit: str = "rows"
     ) -> None:
         self._what, self._unit = what, unit
         parts = list(_loss_components(loss_fn))
@@ -219,7 +219,9 @@ class UnequalWeightsCheck:
         if is_list:
             sizes = [count_rows(entry, rows_dim=self._rows_dim) or 0 for entry in target]
             return sizes, list(zip(*map(leaves, target), strict=False))
-        sizes = nonempty_split_sizes(target, "the target", self._microbatches, self._rows_dim)
+        sizes = list(self._microbatches) if isinstance(self._microbatches, Sequence) else []
+        if isinstance(self._microbatches, int):
+            sizes = nonempty_split_sizes(target, "the target", self._microbatches, self._rows_dim)
         return sizes, [
             split(leaf, sizes, rows_dim=self._rows_dim)
             for leaf in leaves(target)

@@ -200,11 +200,13 @@ class Redistribution:
     """Moves the state of the `stages` that this rank runs to those of the next pipeline, to which it is given as its model.
 
     `original`: what the first pipeline was made of. `optimizers`: of this rank's parameters; their groups and state become
-    those of the parameters that it will have.
+    those of the parameters that it will have. `cuts_tokens`: whether the first pipeline cut its tokens.
     """
 
-    def __init__(self, original: OriginalModel, stages: Mapping[int, nn.Module], optimizers: Sequence[Any]) -> None:
-        self.model, self._original = original.model, original
+    def __init__(
+        self, original: OriginalModel, stages: Mapping[int, nn.Module], optimizers: Sequence[Any], cuts_tokens: bool = False
+    ) -> None:
+        self.model, self._original, self.cuts_tokens = original.model, original, cuts_tokens
         self._stages, self._optimizers = stages, optimizers
         self._tensors, self._modules = original.stage_tensors(stages), original.stage_submodules(stages)
         self._group_positions = [_group_positions(optimizer) for optimizer in optimizers]

@@ -11,6 +11,7 @@ from penstock.errors import MismatchError
 from penstock.partition.graph_inputs import given_arguments_by_name
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.rows import Replicated, Rows, unwrap
+from penstock.stage.microbatch import split_sizes
 from penstock.torch_private import unwrap_compiled
 from penstock.trees import flatten, leaves, unflatten
 
@@ -33,8 +34,27 @@ def sequence_length(batch: Any, what: str, sequence_dim: int) -> int:
     return sizes.pop()
 
 
+def slice_lengths(slices: int | Sequence[int], num_tokens: int) -> Sequence[int]:
+    """Return the tokens of each slice of a sequence; `slices`: how many, or their lengths.
+
+    Equal ones differ by a token at most; the first are the longer ones, since they have the fewest to attend to. Raises
+    MismatchError for a sequence with fewer tokens than slices, or with another number of tokens than the lengths have.
+    """
+    if not isinstance(slices, int):
+        if sum(slices) != num_tokens:
+            lengths = ", ".join(map(str, slices))
+            raise MismatchError(
+                f"slices=[{lengths}] have {sum(slices)} tokens, but the sequences have {num_tokens}: give lengths that add up "
+                "to it, or the number of slices"
+            )
+        return slices
+    if num_tokens < slices:
+        raise MismatchError(f"{num_tokens} tokens cannot be cut into {slices} slices: each needs one")
+    return split_sizes(num_tokens, slices)
+
+
 def take_tokens(batch: Any, sequence_dim: int, first: int, length: int) -> Any:
-    """Return `batch` with `length` tokens from number `first` on, as views."""
+    """Return `batch` with `length` tokens from number `first` on, contiguous: a model may call `view()`."""
     batch_leaves, structure = flatten(batch)
     return unflatten([_take_tokens_of_leaf(leaf, sequence_dim, first, length) for leaf in batch_leaves], structure)
 
@@ -43,7 +63,7 @@ def _take_tokens_of_leaf(leaf: Any, sequence_dim: int, first: int, length: int) 
     tensor = unwrap(leaf)
     if not isinstance(tensor, Tensor) or tensor.dim() <= sequence_dim:
         return leaf
-    part = tensor.narrow(sequence_dim, first, length)
+    part = tensor.narrow(sequence_dim, first, length).contiguous()
     if isinstance(leaf, Rows):
         return Rows(part, leaf.dim)
     return Replicated(part) if isinstance(leaf, Replicated) else part

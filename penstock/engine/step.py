@@ -72,6 +72,7 @@ from penstock.schedule.program import ProgramLine, Transfer
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.table import Action, Kind
 from penstock.stage.backward.autograd_edges import detach_for_next_stage
+from penstock.stage.microbatch import join
 from penstock.stage.rank_parameters import RankParameters
 from penstock.stage.stage import Stage
 from penstock.stage.tied_parameters import TiedParameters
@@ -105,7 +106,8 @@ class Engine:
         self.stages, self.parameters, self.tied = stages, parameters, tied
         cp_group = position.cp_group
         self.attention = None if cp_group is None else ContextParallelAttention(cp_group, position.cp_index)
-        self._forward_signature = forward_signature(stages[0].module) if self.attention and 0 in stages else None
+        cuts_tokens = self.attention is not None or self.schedule.slices > 1
+        self.forward_signature = forward_signature(stages[0].module) if cuts_tokens and 0 in stages else None
         self.attributes = attributes  # of the model, as they were when it was cut
         self.shared_tensors: SharedTensors  # set once the pipeline is built
         self.unregistered = unregistered
@@ -151,7 +153,7 @@ class Engine:
         if call.training:
             self.shared_tensors.check_not_trained_apart()
         flags = requires_grad_flags(self.stages.values())
-        batch = split_batch(call, self.position, self.schedule, flags, self._forward_signature, self.programs.table)
+        batch = split_batch(call, self.position, self.schedule, flags, self.forward_signature, self.programs.table)
 
         # 2. Send the header before any wait: a rank in another call must not wait for this one.
         first_action = self._full_program.lines[0].action if self._full_program.lines else "the others end it"
@@ -164,13 +166,14 @@ class Engine:
 
         # 4. Run the first forward while headers travel. A batch that this rank has not seen yet is measured.
         is_new = batch.training and not self.handshake.has_learned(batch.header)
-        measurement = MemoryMeasurement(self.stages) if is_new else None
+        measurement = MemoryMeasurement(self.stages, self.schedule.slices) if is_new else None
         early = self._run_first_forward_early(batch, clock, measurement)
 
         # 5. Read all headers.
         config = self.handshake.finish_exchange(batch, wait_reason)
         if config.lists:
             batch = batch.in_order(config.lists, self.position.replica)
+        batch = batch._replace(slice_lengths=config.slice_lengths) if config.slice_lengths else batch
         if batch.training and self.tied.owners and is_comparison_due(call.steps_before):
             check_tied_copies(self.control, self.tied, call.steps_before)
 
@@ -178,7 +181,7 @@ class Engine:
         gradient_records: list[GradientRecord] = []
         if batch.training and config.learned is None:
             gradient_records = self.unregistered.record_gradients()
-            measurement = measurement or MemoryMeasurement(self.stages)
+            measurement = measurement or MemoryMeasurement(self.stages, self.schedule.slices)
             measurement.skip_microbatches(config.forward_only_microbatches)
 
         # 7. Run the program.
@@ -191,6 +194,8 @@ class Engine:
             self.run_program(config.program.lines, functions, channels, clock, early)
         if self.attention is not None and config.learned is None:
             self._check_attention_is_called(self.attention.num_calls)
+        if config.slice_lengths and config.learned is None:
+            self._check_attention_is_called(sum(stage.num_attention_calls for stage in self.stages.values()))
         self.unregistered.check_gradients_unchanged(gradient_records)
 
         # 8. Average gradients over replicas.
@@ -224,13 +229,14 @@ class Engine:
         if gains_nothing or action is None or action.stage or action.microbatch >= len(batch.inputs):
             return None
 
-        _, index, microbatch, _ = action
+        number = action.slice_number(batch.num_slices)
+        index, sequence_slice = action.stage, batch.sequence_slice(action)
         stage, is_split = self.stages[index], action[1:] in program.split_backwards
 
         def forward(action: Action, values: Sequence[Any]) -> Sequence[Any]:
             inputs = batch.forward_inputs(action, values)
             return messages_of(
-                stage, stage.forward(microbatch, inputs, batch.microbatch_seed(microbatch), batch.training, is_split)
+                stage, stage.forward(number, inputs, batch.microbatch_seed(number), batch.training, is_split, sequence_slice)
             )
 
         try:
@@ -243,7 +249,7 @@ class Engine:
         except Exception as error:
             raise error_with_location(error, self.position.world.rank, action) from error
         clock.num_early = 1
-        return EarlyForward(microbatch, [messages], stage.auxiliary_losses)
+        return EarlyForward(number, [messages], stage.auxiliary_losses)
 
     def run_program(
         self,
@@ -321,7 +327,7 @@ class Engine:
         summary = RankSummary(*loss_and_dtype, *clock.busy_summary(), memory, len(losses.auxiliary), *seconds, *flags)
 
         # 2. All ranks' summaries.
-        num_losses = len(config.loss_shares) if config.wants_losses else 0
+        num_losses = len(config.microbatch_rows) if config.wants_losses and config.loss_shares else 0
         last_rank = self.schedule.placement[-1]
         loss, loss_list, report = gather_step_report(
             self.control, self.position, last_rank, summary, losses, num_losses, wait_reason
@@ -333,7 +339,10 @@ class Engine:
             local_batch = {"inputs": actions.batch.inputs, "target": actions.batch.targets}
             origin = find_origin(self.control, self.nonfinite_monitor, self.parameters, local_batch)
 
-        outputs = [actions.outputs[microbatch] for microbatch in sorted(actions.outputs)]
+        outputs = [actions.outputs[number] for number in sorted(actions.outputs)]
+        if (slices := actions.batch.num_slices) > 1:
+            rows = [outputs[first : first + slices] for first in range(0, len(outputs), slices)]
+            outputs = [join(row, actions.batch.call.sequence_dim) for row in rows]
         sizes = config.learned.activation_sizes if config.learned else measurement.sizes if measurement else {}
         return StepResult(loss, loss_list, outputs, report, ran, clock, sizes, origin)
 

@@ -1,7 +1,7 @@
 """One rank's rows of a program, with what its stages must know beforehand."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 
@@ -19,7 +19,7 @@ class RankProgram:
 
     lines: tuple[ProgramLine, ...]
     split_backwards: frozenset[tuple[int, int, int]]  # (stage, microbatch, slice) whose backward is I and W: F prepares for it
-    weight_microbatches: dict[Action, tuple[int, ...]]  # W -> the microbatches whose weights' gradients it adds
+    weight_microbatches: dict[Action, tuple[int, ...]]  # W -> the microbatches, or slices by number, whose gradients it adds
     last_backwards: frozenset[Action]  # the B or W with which a stage's gradients of this step are complete
 
     @cached_property
@@ -43,15 +43,21 @@ class RankPrograms:
         self._cached_program = lru_cache(MAX_CACHED_PROGRAMS)(self._lower_and_prove)
 
     def select(
-        self, training: bool, num_microbatches: int | None = None, forward_only_microbatches: frozenset[int] = frozenset()
+        self,
+        training: bool,
+        num_microbatches: int | None = None,
+        forward_only_microbatches: frozenset[int] = frozenset(),
+        uncut: bool = False,
     ) -> RankProgram:
         """What is done for the first `microbatches` (None: all); if not training, the forwards of each.
 
-        `forward_only_microbatches`: those without a backward. Programs that were not used for long are made again.
+        `forward_only_microbatches`: those without a backward. `uncut`: microbatches in one slice, whatever the table has.
+        Programs that were not used for long are made again.
         """
         if num_microbatches is None:
             num_microbatches = self.program.schedule.microbatches
-        return self._cached_program(training, num_microbatches, forward_only_microbatches if training else frozenset())
+        forward_only = forward_only_microbatches if training else frozenset()
+        return self._cached_program(training, num_microbatches, forward_only, uncut and self.program.schedule.slices > 1)
 
     def table(self, microbatches: int) -> Table:
         """The table that has so many microbatches, or more: what `select` takes the first ones of."""
@@ -62,33 +68,35 @@ class RankPrograms:
             return self._build_larger(microbatches)
         return self.program
 
-    def _lower_and_prove(self, training: bool, microbatches: int, forward_only_microbatches: frozenset[int]) -> RankProgram:
+    def _lower_and_prove(
+        self, training: bool, microbatches: int, forward_only_microbatches: frozenset[int], uncut: bool
+    ) -> RankProgram:
         program = self._program_of(microbatches)
         schedule = program.schedule
+        slices = 1 if uncut else schedule.slices
 
         def is_included(action: Action) -> bool:
             forward = action.kind is Kind.F
-            return action.microbatch < microbatches and (
-                forward or (training and action.microbatch not in forward_only_microbatches)
-            )
+            has_backward = training and action.microbatch not in forward_only_microbatches
+            return action.microbatch < microbatches and action.slice < slices and (forward or has_backward)
 
-        if not training or microbatches < schedule.microbatches or forward_only_microbatches:
-            program = lower(schedule.filter_actions(is_included), skips=program.skips)
+        if not training or microbatches < schedule.microbatches or forward_only_microbatches or uncut:
+            program = lower(replace(schedule.filter_actions(is_included), slices=slices), skips=program.skips)
             prove(program)
         steps = program.lines[self.rank]
         row = [step.action for step in steps]
         return RankProgram(
             steps,
             frozenset((stage, microbatch, slice_) for kind, stage, microbatch, slice_ in row if kind is Kind.I),
-            _merge_weight_actions(row, self.merge),
+            _merge_weight_actions(row, self.merge, slices),
             frozenset({action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}.values()),
         )
 
 
-def _merge_weight_actions(row: Sequence[Action], merge: bool) -> dict[Action, tuple[int, ...]]:
+def _merge_weight_actions(row: Sequence[Action], merge: bool, slices: int) -> dict[Action, tuple[int, ...]]:
     weights: dict[Action, tuple[int, ...]] = {}
     for _, run in groupby(row, key=lambda action: action[:2] if merge else action):
         actions = list(run)
         if actions[0].kind is Kind.W:
-            weights |= dict.fromkeys(actions, ()) | {actions[-1]: tuple(action.microbatch for action in actions)}
+            weights |= dict.fromkeys(actions, ()) | {actions[-1]: tuple(action.slice_number(slices) for action in actions)}
     return weights

@@ -49,6 +49,10 @@ class Action(NamedTuple):
         """The microbatch, or which slice of which: `3`, `3.1`."""
         return f"{self.microbatch}.{self.slice}" if self.slice else f"{self.microbatch}"
 
+    def slice_number(self, slices: int) -> int:
+        """The number of its slice among those of all microbatches, each of K `slices`; of one, that of the microbatch."""
+        return self.microbatch * slices + self.slice
+
     @classmethod
     def parse(cls, text: str) -> "Action":
         """The action written as stage, kind, microbatch: `2F3`, or `2F3.1`. Raises ScheduleError for anything else."""

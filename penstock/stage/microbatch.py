@@ -146,17 +146,28 @@ def check_output_rows(output: Any, num_rows: int, rows_dim: int) -> None:
             )
 
 
-def join(outputs: Sequence[Any], rows_dim: int = 0) -> Any:
-    """Join the outputs of all microbatches: tensors along their rows, 0-dimensional ones stacked, of others the first's."""
-    return tree_map(partial(_join_leaves, rows_dim), *outputs)
+def check_output_tokens(output: Any, num_tokens: int, sequence_dim: int) -> None:
+    """Raise MismatchError unless all outputs of a slice have its `num_tokens`, along which they are to be joined."""
+    for path, leaf in tree_flatten_with_path(output)[0]:
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[sequence_dim : sequence_dim + 1] != (num_tokens,):
+            raise MismatchError(
+                f"outputs of slices are joined along dimension {sequence_dim} (sequence_dim), but output{keystr(path)} of "
+                f"shape {tuple(leaf.shape)} does not have the slice's {num_tokens} tokens there: use slices=1 for a model that "
+                "returns anything but tokens"
+            )
 
 
-def _join_leaves(rows_dim: int, *outputs: Any) -> Any:
+def join(outputs: Sequence[Any], dim: int = 0) -> Any:
+    """Join outputs of microbatches or slices: tensors along `dim`, 0-dimensional ones stacked, of others the first's."""
+    return tree_map(partial(_join_leaves, dim), *outputs)
+
+
+def _join_leaves(dim: int, *outputs: Any) -> Any:
     if not isinstance(outputs[0], Tensor):
         return outputs[0]
     if not outputs[0].dim():
         return torch.stack(outputs)
-    return torch.cat(outputs, rows_dim) if len(outputs) > 1 else outputs[0]
+    return torch.cat(outputs, dim) if len(outputs) > 1 else outputs[0]
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.attention_hook import AttentionContext, current_context
 from penstock.errors import MismatchError
 from penstock.stage.backward.parameter_slot import temporarily_replaced
 from penstock.torch_private import TensorSlot, buffer_slots, tensor_version, tree_flatten, tree_unflatten
@@ -63,6 +64,7 @@ class _RecomputedInputs:
     def __init__(self, forward: Callable[..., Any], args: Sequence[Any], copy_inputs: bool) -> None:
         leaves, self._structure = tree_flatten(args)
         self._forward, self._has_run = forward, False
+        self._num_calls = 0  # of `attention`, before the first run
         self._tensors = {
             index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_inference()
         }
@@ -81,8 +83,10 @@ class _RecomputedInputs:
 
     def run(self, seed: int | None, *args: Any) -> Any:
         """Run the forward. Raises RuntimeError, as autograd does, if another operation has changed an input in between."""
+        context = current_context()
         if not self._has_run:
             self._has_run = True
+            self._num_calls = 0 if context is None else context.num_calls
             return self._forward(seed, *args)
 
         leaves, _ = tree_flatten(args)
@@ -94,7 +98,21 @@ class _RecomputedInputs:
                     f"the input {list(leaves[index].shape)} of what recompute= runs again was modified by an inplace operation "
                     "after it"
                 )
-        return self._forward(seed, *tree_unflatten(leaves, self._structure))
+        with _calls_counted_from(context, self._num_calls):
+            return self._forward(seed, *tree_unflatten(leaves, self._structure))
+
+
+@contextmanager
+def _calls_counted_from(context: AttentionContext | None, num_calls: int) -> Iterator[None]:
+    """Around the second forward, let the context know which calls of `attention` are run again."""
+    if context is None:
+        yield
+        return
+    before, context.num_calls = context.num_calls, num_calls
+    try:
+        yield
+    finally:
+        context.num_calls = before
 
 
 @contextmanager

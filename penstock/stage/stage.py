@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from penstock.attention_hook import attention_context
 from penstock.errors import MismatchError
 from penstock.stage.aliasing import ALIASED_VALUE, SHARED_PARAMETER, Versions, check_unchanged, open_aliased, record_versions
 from penstock.stage.arguments import ForwardSignature
@@ -21,18 +22,21 @@ from penstock.stage.messages import Received, StageMessages
 from penstock.stage.module_runner import DETERMINISTIC_LOSSES, ModuleRunner
 from penstock.stage.recompute import Recompute
 from penstock.stage.replication import NoReplication, Replication
+from penstock.stage.sliced_attention import SequenceSlice, SlicedAttention
 from penstock.torch_private import buffer_slots, run_backward, shares_memory, storage_key
 from penstock.trees import map_tensors, tensors
 
 
 class InFlightMicrobatch(NamedTuple):
-    """What a microbatch keeps alive on a stage from its forward to its backward, besides what its graph has saved."""
+    """What a microbatch, or a slice of one, keeps alive from its forward to its backward, besides what its graph has saved."""
 
     received: Received
     edges: tuple[GradientEdge, ...]  # of the outputs: an output itself is freed as soon as it is sent
     graph_ends: tuple[Tensor, ...]  # for `Replication.before_last_backward`
     auxiliary: Sequence[tuple[GradientEdge, Tensor]]  # auxiliary losses of the forward
     deferred: DeferredGradients | None  # if the backward is split
+    attention: SlicedAttention | None  # of a slice of a microbatch
+    slice: int
 
 
 class Stage:
@@ -75,13 +79,16 @@ class Stage:
         )
 
         # Of the microbatches in flight.
-        self.in_flight: dict[int, InFlightMicrobatch] = {}
+        self.in_flight: dict[int, InFlightMicrobatch] = {}  # slices of microbatches have a number each
         self._deferred: dict[int, DeferredGradients] = {}  # between the two parts of a split backward
+        self._sliced_attention: dict[int, SlicedAttention] = {}  # by microbatch
         self.auxiliary_losses: list[Tensor] = []  # of the last forward
 
         # Of this step.
         self.parameters: list[nn.Parameter] = []  # the module's, each once
         self._without_gradient: list[nn.Parameter] = []  # those that have had no `.grad` in this step
+        self.num_attention_calls = 0  # of slices
+        self._causal_masks: dict[Any, Tensor] = {}  # of slices
         self._buffer_memory: frozenset[int] | None = None  # storage keys of the module's buffers; None: not looked at yet
         # What autocast did in the forward is in the graph, the backward runs without it: as in plain PyTorch, where users leave
         # autocast before they call `backward()`.
@@ -91,6 +98,9 @@ class Stage:
         """Before a step, drop microbatches that a failed step has left in flight, and look at the module anew."""
         self.in_flight.clear()
         self._deferred.clear()
+        self._sliced_attention.clear()
+        self._causal_masks.clear()
+        self.num_attention_calls = 0
         self._runner.begin_step()
         slots = list_parameters_with_places(self.module)
         self.parameters = [slot.parameter for slot in slots]
@@ -121,6 +131,7 @@ class Stage:
         seed: int | None = None,
         with_backward: bool = True,
         split_backward: bool = False,
+        sequence_slice: SequenceSlice | None = None,
     ) -> Any:
         """Run the module on `inputs`, and return what is sent: the output, or a message for each of several destinations.
 
@@ -128,6 +139,7 @@ class Stage:
         `seed`: of the microbatch; the random numbers of every layer depend on it and the layer alone. Seeding moves the
         device's generator, which the caller restores.
         `with_backward`: keep what the backward needs. `split_backward`: that will be `backward`, then `backward_weight`.
+        `sequence_slice`: if the inputs are a slice of a microbatch's tokens; then `microbatch` numbers all slices of the step.
         Raises MismatchError for a keyword of the batch that no stage takes, and for a change in place of what shares memory.
         """
         deferred = self._splitter.begin_microbatch() if split_backward and with_backward else None
@@ -135,8 +147,10 @@ class Stage:
             self._clear_autocast_cache()
         shared_parameters = record_versions(self._messages.shared_parameters)
         aliased_inputs: Versions = ()
+        attention = None if sequence_slice is None else self._begin_slice(sequence_slice)
+        slice_context = _NOTHING if attention is None else attention_context(attention)
 
-        with _grad_mode(with_backward), CollectAuxiliaryLosses() as auxiliary_losses:
+        with _grad_mode(with_backward), CollectAuxiliaryLosses() as auxiliary_losses, slice_context:
             # 1. From messages to arguments.
             if self.index == 0:
                 arguments, received = self._signature.arguments_from_batch(*inputs), _NOTHING_RECEIVED
@@ -148,6 +162,11 @@ class Stage:
             # 2. The module, with stand-ins in the places of its parameters.
             with _replaced_parameters(deferred, received):
                 output = self._runner.run(seed, arguments.args, arguments.kwargs)
+
+        if sequence_slice is not None and attention is not None:
+            self.num_attention_calls += attention.num_calls
+            if sequence_slice.is_last and not with_backward:
+                del self._sliced_attention[sequence_slice.microbatch]
 
         # 3. What it must not change, and what it may have changed.
         check_unchanged(aliased_inputs, self.index, ALIASED_VALUE)
@@ -171,8 +190,18 @@ class Stage:
                 ((), ()) if is_last_stage else self._graph_outputs(self._messages.leaves_to_send(output, received))
             )
             auxiliary = [(gradient_edge(loss), loss.detach()) for loss in auxiliary_losses if loss.requires_grad]
-            self.in_flight[microbatch] = InFlightMicrobatch(received, edges, graph_ends, auxiliary, deferred)
+            slice_ = 0 if sequence_slice is None else sequence_slice.slice
+            self.in_flight[microbatch] = InFlightMicrobatch(received, edges, graph_ends, auxiliary, deferred, attention, slice_)
         return output
+
+    def _begin_slice(self, sequence_slice: SequenceSlice) -> SlicedAttention:
+        """Return the attention of a slice's microbatch, ready for the slice's forward."""
+        microbatch, slice_, lengths = sequence_slice
+        if slice_ == 0:
+            self._sliced_attention[microbatch] = SlicedAttention(self.module, lengths, self._causal_masks)
+        attention = self._sliced_attention[microbatch]
+        attention.begin_forward(slice_)
+        return attention
 
     def _clone_buffers(self, output: Any) -> Any:
         """Return `output` with copies of buffers: the next microbatch may change a buffer before it is sent."""
@@ -228,7 +257,7 @@ class Stage:
         `is_last`: with this backward the weights' gradients of this step are complete.
         `auxiliary_weight`: the gradient of the microbatch's auxiliary losses.
         """
-        received, edges, graph_ends, auxiliary, deferred = self.in_flight.pop(microbatch)
+        received, edges, graph_ends, auxiliary, deferred, attention, slice_ = self.in_flight.pop(microbatch)
         if deferred is not None:
             deferred.check_no_inner_backward()
             self._deferred[microbatch] = deferred
@@ -238,12 +267,14 @@ class Stage:
                 "stages share on all ranks that have it"
             )
 
-        if auxiliary or len(gradients) != 1 or gradients[0] is None:  # not in the common case
+        from_later_slices = () if attention is None else attention.begin_backward(slice_)
+        if auxiliary or from_later_slices or len(gradients) != 1 or gradients[0] is None:  # not in the common case
             pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
             pairs += [(edge, torch.full_like(loss, auxiliary_weight)) for edge, loss in auxiliary]
+            pairs += from_later_slices
             edges, gradients = tuple(edge for edge, _ in pairs), [gradient for _, gradient in pairs]
 
-        with self._outside_autocast:
+        with self._outside_autocast, _NOTHING if attention is None else attention_context(attention):
             if is_last:
                 self.replication.before_last_backward(graph_ends)
             if edges:

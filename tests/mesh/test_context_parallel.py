@@ -147,7 +147,9 @@ def test_parts_of_the_tokens_that_count_unequally_are_a_warning() -> None:
         warnings.simplefilter("error")
         LossChecks(loss_fn, "mean", None, 2, 0).check_after_step(target)
         LossChecks(loss_fn, "mean", ps.tokens(), 2, 0, 1, 2).check_after_step(target)
-    with pytest.warns(UserWarning, match=r"of the ranks along cp has 12, 4 values .* weighed by their tokens.*ps.tokens\(\)"):
+    with pytest.warns(
+        UserWarning, match=r"of the parts of the sequences has 12, 4 values .* weighed by their tokens.*ps.tokens\(\)"
+    ):
         LossChecks(loss_fn, "mean", None, 2, 0, 1, 2).check_after_step(target)
 
 

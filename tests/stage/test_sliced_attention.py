@@ -1,0 +1,230 @@
+"""`Pipeline(.., slices=)`: the numbers of whole sequences, the bits of one process that slices alike, and what is refused."""
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import penstock as ps
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+ROWS, TIME, VOCABULARY = 3, 13, 17
+CASES = [  # schedule, slices, further arguments
+    ("1f1b", 3, {}),
+    ("gpipe", [5, 1, 7], {"recompute": "block"}),
+    ("zb-h1", [1, 2, 3, 3, 4], {}),
+    ("zb-h1", 4, {"recompute": "stage"}),
+    ("interleaved-1f1b", 2, {}),
+]
+
+
+def gpt(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(3)
+    return ps.model.GPT(ps.model.GPTConfig(VOCABULARY, 16, width=16, layers=3, heads=4, dropout=dropout)).double()
+
+
+def llama() -> nn.Module:
+    """Grouped heads, positions that all stages use, and a padding mask."""
+    import transformers
+
+    import penstock.integrations.transformers  # noqa: F401 - registers the attention
+
+    torch.manual_seed(3)
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+    config = transformers.LlamaConfig(**shape, num_key_value_heads=2, intermediate_size=24, use_cache=False)
+    model: nn.Module = transformers.LlamaForCausalLM._from_config(config, attn_implementation="penstock")
+    return model.double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """In one row the first tokens do not count, in another one the last: some slices have no loss of their own."""
+    generator = torch.Generator().manual_seed(5)
+    tokens, target = torch.randint(VOCABULARY, (2, ROWS, TIME), generator=generator)
+    target[1, :6], target[2] = -100, -100
+    target[0, 9:] = -100
+    return tokens, target
+
+
+def inputs(kind: str) -> dict[str, Tensor]:
+    tokens, _ = batch()
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens).index_fill_(1, torch.arange(2), 0)} if kind else {}
+
+
+def loss_fn(output: Any, target: Tensor) -> Tensor:
+    return cross_entropy(getattr(output, "logits", output).flatten(0, 1), target.flatten())
+
+
+def pipeline(model: nn.Module | None = None, schedule: str = "1f1b", slices: Any = 3, **arguments: Any) -> ps.Pipeline:
+    loss = arguments.pop("loss_fn", loss_fn)
+    return ps.Pipeline(gpt() if model is None else model, loss, schedule, 2, ps.tokens(), slices=slices, **arguments)
+
+
+def trained(pipe: ps.Pipeline, kind: str = "") -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and gradients of the second of two steps, and the loss of an evaluation."""
+    tokens, target = batch()
+    args, kwargs = ((), inputs(kind)) if kind else ((tokens,), {})
+    for _ in range(2):
+        pipe.zero_grad()
+        losses: list[Tensor] = []
+        loss = pipe.step(*args, target=target, losses=losses, **kwargs)
+    _, evaluated = pipe.eval(*args, target=target, **kwargs)
+    return [*map(float, (loss, evaluated, *losses))], {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
+def refusals() -> dict[str, str]:
+    """The error of each wrong use, by a word for it."""
+    tokens, target = batch()
+
+    class OwnAttention(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
+
+    class LooksAhead(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return ps.attention(hidden[:, None], hidden[:, None], hidden[:, None], causal=False)[:, 0]
+
+    def around(layer: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Embedding(VOCABULARY, 8), layer, nn.Linear(8, VOCABULARY)).double()
+
+    def checkpointed() -> nn.Module:
+        model = gpt()
+        block: Any = model.get_submodule("block1")
+        forward = block.forward
+        block.forward = lambda hidden: checkpoint(forward, hidden, use_reentrant=False)
+        return model
+
+    uses: dict[str, Callable[[], Any]] = {
+        "many": lambda: pipeline(slices=14).step(tokens, target=target),
+        "lengths": lambda: pipeline(slices=[3, 4]).step(tokens, target=target),
+        "target": lambda: pipeline().step(tokens, target=target[:, 1:]),
+        "no number": lambda: pipeline(slices=[3, 0]),
+        "family": lambda: pipeline(schedule="naive"),
+        "cp": lambda: pipeline(mesh=ps.comms.init_mesh(pp=1, cp=2)),
+        "list": lambda: pipeline().step_microbatches([tokens], [target]),
+        "own": lambda: pipeline(around(OwnAttention())).step(tokens, target=target),
+        "ahead": lambda: pipeline(around(LooksAhead())).step(tokens, target=target),
+        "convolution": lambda: pipeline(around(nn.Conv1d(4, 4, 3))),
+        "checkpoint": lambda: pipeline(checkpointed()).step(tokens, target=target),
+    }
+    errors = {}
+    for name, use in uses.items():
+        with pytest.raises(ps.PenstockError) as error:
+            use()
+        errors[name] = str(error.value)
+    return errors
+
+
+def worked() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    tokens, target = batch()
+    results: dict[str, Any] = {}
+    for number, (schedule, slices, arguments) in enumerate(CASES):
+        results[str(number)] = trained(pipeline(gpt(), schedule, slices, **arguments))
+    results["dropout"] = trained(pipeline(gpt(0.2), "zb-h1", recompute="block"))
+    results["rebuilt"] = trained(pipeline(slices=1).rebuild("zb-h1", slices=4))
+
+    pipe = pipeline()
+    outputs = pipe.step(tokens, target=target, return_outputs=True)[1]
+    results["outputs"] = None if outputs is None else [outputs.shape, (outputs - gpt()(tokens)).abs().max().item()]
+    timeline = pipe.timeline()
+    results["cells"] = " ".join(str(event.action) for event in timeline.rows[1]), timeline.peak_in_flight
+    whole = pipeline(slices=1)
+    whole.step(tokens, target=target)
+    sizes, whole_sizes = timeline.activation_sizes, whole.timeline().activation_sizes
+    results["kept"] = [size.act / whole_size.act for size, whole_size in zip(sizes, whole_sizes, strict=True)]
+    results["text"] = [p.generate(tokens[:, :8], max_new_tokens=3).tolist() for p in (pipe, whole)]
+
+    shifts = pipeline(loss_fn=lambda output, target: loss_fn(output[:, :-1], target[:, 1:]))
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        shifts.step(tokens, target=tokens)
+    results["warned"] = [str(warning.message) for warning in given]
+    results["refused"] = refusals()
+    return results
+
+
+@cache
+def everyone() -> list[dict[str, Any]]:
+    return ps.launch(worked, 2)
+
+
+def merged(key: str) -> tuple[list[float], dict[str, Tensor]]:
+    (losses, first), (_, second) = (results[key] for results in everyone())
+    return losses, first | second
+
+
+def assert_equal_bits(found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert found[0] == pytest.approx(expected[0], abs=0, nan_ok=True)
+    assert [name for name, gradient in expected[1].items() if not torch.equal(found[1][name], gradient)] == []
+
+
+def assert_near(found: tuple[list[float], dict[str, Tensor]], model: nn.Module, output: Any) -> None:
+    loss = loss_fn(output, batch()[1])
+    loss.backward()
+    assert max(abs(found[0][0] - loss), abs(found[0][1] - loss)) < 1e-12
+    assert max((found[1][name] - p.grad).abs().max() for name, p in model.named_parameters()) < 1e-12
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_gradients_are_those_of_whole_sequences_with_the_bits_of_one_process_that_slices_alike(number: int) -> None:
+    model, found = gpt(), merged(str(number))
+    assert_near(found, model, model(batch()[0]))
+    assert_equal_bits(found, trained(pipeline(gpt(), "gpipe", CASES[number][1], topology=ps.Topology())))
+
+
+@pytest.mark.ranks
+def test_dropout_depends_on_the_slices_alone_and_a_rebuilt_pipeline_slices_too() -> None:
+    alone = trained(pipeline(gpt(0.2), "gpipe", topology=ps.Topology()))
+    assert_equal_bits(merged("dropout"), alone)
+    assert_equal_bits(merged("rebuilt"), trained(pipeline(gpt(), "gpipe", 4, topology=ps.Topology())))
+
+
+def test_a_model_of_transformers_is_given_positions_and_its_padding_mask_is_cut() -> None:
+    pytest.importorskip("transformers")
+    example = {name: value[:2] for name, value in inputs("llama").items()}
+    pipe = pipeline(llama(), "zb-h1", [2, 6, 5], topology=ps.Topology(), example_kwargs=example, recompute="block")
+    model = llama()
+    assert_near(trained(pipe, "llama"), model, model(**inputs("llama")))
+    with pytest.raises(ps.MismatchError, match="labels= are shifted by a token inside the model"):
+        pipe.eval(**inputs("llama"), labels=batch()[0])
+
+
+@pytest.mark.ranks
+def test_outputs_are_whole_and_what_is_measured_has_the_cells_and_the_memory_of_the_table() -> None:
+    assert everyone()[0]["outputs"] is None
+    shape, difference = everyone()[1]["outputs"]
+    assert (shape, difference < 1e-12) == ((ROWS, TIME, VOCABULARY), True)
+    cells, in_flight = everyone()[0]["cells"]
+    assert cells == "1F0 1F0.1 1F0.2 1B0.2 1F1 1B0.1 1F1.1 1B0 1F1.2"  # microbatch 1 does not count
+    assert in_flight == (4 / 3, 1)
+    assert all(0.95 < share < 1.05 for share in everyone()[0]["kept"]), everyone()[0]["kept"]
+    assert everyone()[0]["text"][0] == everyone()[0]["text"][1]
+
+
+@pytest.mark.ranks
+def test_wrong_uses_are_one_sentence_and_a_loss_that_shifts_inside_is_a_warning() -> None:
+    assert any("loss_fn of 4 tokens is" in text for text in everyone()[1]["warned"])
+    refused = everyone()[0]["refused"]
+    for name, text in {
+        "many": "13 tokens cannot be cut into 14 slices: each needs one",
+        "lengths": "slices=[3, 4] have 7 tokens, but the sequences have 13",
+        "target": "inputs and target have 12 and 13 tokens a row: give as many",
+        "no number": "slices is a number of slices, 1 or more, or a list of their lengths in tokens, not [3, 0]",
+        "family": "naive has no option slices",
+        "cp": "slices and an axis cp cut the same tokens: use slices=1, or a mesh without cp",
+        "list": "step_microbatches() does not cut tokens into slices",
+        "own": "no layer of the model calls ps.attention",
+        "ahead": "1, a LooksAhead, looks at later tokens too (causal=False)",
+        "convolution": "cannot be cut before 1, a Conv1d, which mixes them",
+        "checkpoint": "block1, a GPTBlock, is run again in the backward by a checkpoint inside of the model",
+    }.items():
+        assert text in refused[name], name

@@ -108,11 +108,11 @@ def _calls_counted_from(context: AttentionContext | None, num_calls: int) -> Ite
     if context is None:
         yield
         return
-    before, context.num_calls = context.num_calls, num_calls
+    previous, context.num_calls = context.num_calls, num_calls
     try:
         yield
     finally:
-        context.num_calls = before
+        context.num_calls = previous
 
 
 @contextmanager

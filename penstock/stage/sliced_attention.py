@@ -45,7 +45,7 @@ class SequenceSlice(NamedTuple):
         return self.slice == len(self.lengths) - 1
 
 
-class _Kept(NamedTuple):
+class _SavedTensor(NamedTuple):
     """A key or value that later slices attend to."""
 
     leaf: Tensor
@@ -56,8 +56,8 @@ class _Kept(NamedTuple):
 class _SliceOfCall(NamedTuple):
     """What one call of `attention` was given for one slice."""
 
-    key: _Kept
-    value: _Kept
+    key: _SavedTensor
+    value: _SavedTensor
     padding: Tensor | None
 
 
@@ -90,10 +90,10 @@ class SlicedAttention(AttentionContext):
                 raise RuntimeError(
                     f"a key or value {list(leaf.shape)} given to ps.attention was modified by an inplace operation after it"
                 )
-        kept = [tensor for slices in self._calls for part in slices[slice_:] for tensor in (part.key, part.value)]
+        later = [tensor for slices in self._calls for part in slices[slice_:] for tensor in (part.key, part.value)]
         for slices in self._calls:
             del slices[slice_:]
-        return [(edge, leaf.grad) for leaf, _, edge in kept if edge is not None and leaf.grad is not None]
+        return [(edge, leaf.grad) for leaf, _, edge in later if edge is not None and leaf.grad is not None]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float
@@ -109,7 +109,7 @@ class SlicedAttention(AttentionContext):
         # 1. Keep what later slices attend to.
         if not self._in_backward:
             padding = mask if is_padding else None
-            self._calls[self.num_calls - 1].append(_SliceOfCall(_keep(key), _keep(value), padding))
+            self._calls[self.num_calls - 1].append(_SliceOfCall(_save_tensor(key), _save_tensor(value), padding))
         if not earlier:
             return attend(query, key, value, causal, mask, scale, dropout)
 
@@ -134,9 +134,9 @@ class SlicedAttention(AttentionContext):
             )
 
         # 3. Attention. A checkpoint keeps nothing of it.
-        is_kept = torch.is_grad_enabled() and saved_tensor_hooks() is None
+        saves_tensors = torch.is_grad_enabled() and saved_tensor_hooks() is None
         parts = [(joined_key, (*keys, key.detach())), (joined_value, (*values, value.detach()))]
-        with _joined_again_in_backward(parts) if is_kept else _NOTHING:
+        with _join_again_in_backward(parts) if saves_tensors else _NO_CONTEXT:
             if mask is not None or query.shape[TIME] == 1:
                 return attend(query, joined_key, joined_value, causal, mask, scale, dropout)
             enable_gqa, bias = query.shape[1] != key.shape[1], self._causal_mask(query, num_keys)
@@ -189,18 +189,18 @@ class SlicedAttention(AttentionContext):
         return MismatchError(f"tokens cannot be cut into slices: {(names or ['a layer of the model'])[0]} {finding}")
 
 
-def _keep(tensor: Tensor) -> _Kept:
+def _save_tensor(tensor: Tensor) -> _SavedTensor:
     """Return a key or value for later slices, without memory of others that would be freed otherwise."""
     edge = gradient_edge(tensor) if tensor.requires_grad and torch.is_grad_enabled() else None
     leaf = tensor.detach()
     frees_others = not torch.is_grad_enabled() or saved_tensor_hooks() is not None
     if frees_others and type(leaf) is Tensor and leaf.untyped_storage().nbytes() > leaf.nbytes:
         leaf = leaf.clone()
-    return _Kept(leaf.requires_grad_(edge is not None), tensor_version(leaf), edge)
+    return _SavedTensor(leaf.requires_grad_(edge is not None), tensor_version(leaf), edge)
 
 
 @contextmanager
-def _joined_again_in_backward(parts: list[tuple[Tensor, tuple[Tensor, ...]]]) -> Iterator[None]:
+def _join_again_in_backward(parts: list[tuple[Tensor, tuple[Tensor, ...]]]) -> Iterator[None]:
     """Around an operation: of each pair it saves the second, which is kept anyway, and not the first, which joins it."""
 
     def pack(saved: Tensor) -> Any:
@@ -218,4 +218,4 @@ def _joined_again_in_backward(parts: list[tuple[Tensor, tuple[Tensor, ...]]]) ->
     parts.clear()  # the graph keeps `pack`
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NO_CONTEXT: AbstractContextManager[None] = nullcontext()

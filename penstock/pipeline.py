@@ -715,12 +715,12 @@ class Pipeline(NotAModule):
             if not isinstance(max_norm, int | float) or not max_norm >= 0:
                 raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
             norms = self._parameters.gradient_norms_by_name(float(norm_type))  # "inf" too, as torch's
-            limit = f"max_norm={max_norm:g}, norm_type={float(norm_type):g}"
-            answers = self._control.all_gather_value((limit, norms), "to clip their gradients")
-            for rank, (rank_limit, _) in enumerate(answers):
-                if rank_limit != answers[0][0]:
-                    raise MismatchError(f"clip_grad_norm_() has {answers[0][0]} on rank 0, but {rank_limit} on rank {rank}")
-            return [rank_norms for _, rank_norms in answers]
+            answers = self._control.all_gather_value((norms, float(max_norm), float(norm_type)), "to clip their gradients")
+            texts = [f"max_norm={rank_max:.12g}, norm_type={rank_type:g}" for _, rank_max, rank_type in answers]
+            for rank, (_, *limits) in enumerate(answers):
+                if limits != [*answers[0][1:]]:
+                    raise MismatchError(f"clip_grad_norm_() has {texts[0]} on rank 0, but {texts[rank]} on rank {rank}")
+            return [rank_norms for rank_norms, *_ in answers]
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of the last step by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.

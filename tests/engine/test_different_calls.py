@@ -136,6 +136,7 @@ def rank_differs_otherwise(folder):
     every = 0 if rank == 1 else 5
     results["a trail that one rank has wrong"] = error_of(checkpoint.DigestLog, made.folder, made.pipe, None, every)
     results["another maximum norm on one rank"] = error_of(made.pipe.clip_grad_norm_, 0.5 if rank == 2 else 1.0)
+    results["one that differs in its ninth digit"] = error_of(made.pipe.clip_grad_norm_, 1.00000001 if rank == 2 else 1.0)
     made.model.train(rank != 1)
     results["evaluation mode on one rank"] = error_of(made.step)
     made.model.train()
@@ -166,6 +167,8 @@ def test_what_else_ranks_may_do_differently(tmp_path):
         "a trail that one rank has wrong": "PenstockError: every=0 is no number of steps: use a whole number, 1 or more",
         "another maximum norm on one rank": "MismatchError: clip_grad_norm_() has max_norm=1, norm_type=2 on rank 0, but "
         "max_norm=0.5, norm_type=2 on rank 2",
+        "one that differs in its ninth digit": "MismatchError: clip_grad_norm_() has max_norm=1, norm_type=2 on rank 0, but "
+        "max_norm=1.00000001, norm_type=2 on rank 2",
         "evaluation mode on one rank": "MismatchError: the ranks have models in different modes (call model.train() or "
         "model.eval() on all ranks): rank 0 is in training mode, rank 1 is in evaluation mode",
         "a mesh that one rank has wrong": "MismatchError: a mesh of pp=2, dp=1, tp=1 has 2 ranks, but 3 are running: "

@@ -217,6 +217,7 @@ class ControlGroup:
         if self.is_single:
             return
 
+        assert len(row) <= MAX_ROW_NUMBERS  # a longer message would end the process that receives it
         numbers = [*self._row, *[0.0] * (MAX_ROW_NUMBERS - len(row))]
         message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         last_sent, self._pending_sends = self._pending_sends, []

@@ -219,9 +219,8 @@ class UnequalWeightsCheck:
         if is_list:
             sizes = [count_rows(entry, rows_dim=self._rows_dim) or 0 for entry in target]
             return sizes, list(zip(*map(leaves, target), strict=False))
-        sizes = list(self._microbatches) if isinstance(self._microbatches, Sequence) else []
-        if isinstance(self._microbatches, int):
-            sizes = nonempty_split_sizes(target, "the target", self._microbatches, self._rows_dim)
+        parts = self._microbatches
+        sizes = nonempty_split_sizes(target, "the target", parts, self._rows_dim) if isinstance(parts, int) else list(parts)
         return sizes, [
             split(leaf, sizes, rows_dim=self._rows_dim)
             for leaf in leaves(target)

@@ -193,7 +193,7 @@ class RemoteParameter(nn.Parameter):
     ) -> Any:
         """Called by torch for each function of such parameters. Raises MismatchError if it would read stale values."""
         with DisableTorchFunctionSubclass():
-            if not _leaves_values_unread(function):
+            if not _reads_no_values(function):
                 values = [*args, *(kwargs or {}).values()]
                 for parameter in leaves(values[1:] if _is_write(function) else values):
                     if type(parameter) is RemoteParameter:
@@ -214,7 +214,7 @@ METADATA_FUNCTIONS = {
 }
 
 
-def _leaves_values_unread(function: Callable[..., Any]) -> bool:
+def _reads_no_values(function: Callable[..., Any]) -> bool:
     """Whether a function of tensors needs no values: it gives a shape, a flag, a gradient, or registers a hook."""
     if function.__name__ == "__get__":
         return getattr(function, "__self__", None) not in VALUE_ATTRIBUTES

@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from raised import error_text
 from reference import accumulate, assert_same, gradients, merged
 from safetensors.torch import load_file
 from torch import nn
@@ -172,12 +173,6 @@ THREE_WAYS = (
     "with; or example_args=(..), a microbatch to trace and measure it with; or {{stage: module}}, if it is a stage of this "
     "rank's own"
 )
-
-
-def error_text(work):
-    with pytest.raises(ps.MismatchError) as caught:
-        work()
-    return str(caught.value)
 
 
 def tied_over_ranks(rank):

@@ -22,6 +22,7 @@ def command(**metavars: str) -> Callable[[type[T]], type[T]]:
     """Make a class a command. `metavars`: field -> the word that stands for its value in `--help`, if not its type's."""
 
     def make(cls: type[T]) -> type[T]:
+        """Return `cls`, with a frozen dataclass of its fields registered as the command."""
         frozen_class: Any = dataclass(frozen=True)(cls)
         hints = get_type_hints(frozen_class, include_extras=True)
         frozen_class.__annotations__ = {

@@ -103,7 +103,7 @@ def _latest(times: "list[np.ndarray]") -> "np.ndarray":
 
 
 def _initial_orders(costs: Sequence[float]) -> "np.ndarray":
-    """The given order, cheap ones outside, rising and falling costs."""
+    """Return the given order, the one with the cheap microbatches outside, and those of rising and falling costs."""
     import numpy as np
 
     given = list(range(len(costs)))
@@ -113,7 +113,7 @@ def _initial_orders(costs: Sequence[float]) -> "np.ndarray":
 
 @lru_cache(MAX_EXACT_MICROBATCHES + 1)
 def _all_orders(count: int) -> "np.ndarray":
-    """All orders, the given one first."""
+    """Return all orders, the given one first."""
     import numpy as np
 
     return np.array(list(permutations(range(count)))).T
@@ -157,7 +157,7 @@ class _StepGraph(NamedTuple):
 
 @lru_cache(16)
 def _step_graph(table: Table, microbatches: int) -> _StepGraph:
-    """The graph of the first `microbatches` of a table."""
+    """Return the graph of the first `microbatches` of a table."""
     timeline = simulate(_cut_to(table, microbatches))
     all_cells = sorted(
         (cell for rank in range(timeline.ranks) for cell in timeline.cells(rank)), key=lambda cell: cell[0].start
@@ -189,5 +189,5 @@ def _held_by_rank(timeline: Timeline, rank: int) -> list[float]:
 
 
 def _cut_to(table: Table, microbatches: int) -> Table:
-    """The table of the first `microbatches` alone."""
+    """Return the table of the first `microbatches` alone."""
     return table.filter_actions(lambda action: action.microbatch < microbatches) if microbatches < table.microbatches else table

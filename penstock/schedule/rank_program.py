@@ -60,7 +60,7 @@ class RankPrograms:
         return self._cached_program(training, num_microbatches, forward_only, uncut and self.program.schedule.slices > 1)
 
     def table(self, microbatches: int) -> Table:
-        """The table that has so many microbatches, or more: what `select` takes the first ones of."""
+        """Return the table whose first `microbatches` are run: the pipeline's, or a larger one of the same rule."""
         return self._program_of(microbatches).schedule
 
     def _program_of(self, microbatches: int) -> Program:

@@ -32,6 +32,7 @@ def step(rank: int, ranks: int, microbatches: int, stage: Any, inputs: Tensor, t
     activations, handles, total = deque[tuple[Tensor, Tensor]](), [], torch.zeros(())
 
     def forward(m: int) -> Tensor:
+        """Run a microbatch on this rank and send its output on; return its share of the loss on the last rank, else 0."""
         value = pieces[m] if rank == 0 else receive(pieces[m].shape, source=rank - 1).requires_grad_()
         output = stage(value)
         if rank < ranks - 1:

@@ -1,28 +1,27 @@
 """What goes into a step: the user's call, and from it this rank's share of the batch, split into microbatches."""
 
-import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.comms.encoding import tensor_bytes
 from penstock.comms.topology import Topology
-from penstock.engine.checks.digest import tensor_crc
+from penstock.engine.checks.digest import cached_hash48, hash_values
 from penstock.engine.loss import Reduction, RowwiseLossCheck
 from penstock.engine.microbatch_costs import MicrobatchCosts
 from penstock.engine.microbatch_list import (
     ListSummary,
+    MicrobatchSummary,
     ReplicaList,
     microbatch_order,
     order_argument,
     read_inputs,
     read_targets,
 )
+from penstock.engine.optimizers import make_scaler_flags_binary
 from penstock.engine.sequence import (
     check_arguments_can_be_cut,
     sequence_length,
@@ -32,17 +31,13 @@ from penstock.engine.sequence import (
 )
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
-from penstock.partition.rows import unwrap
 from penstock.randomness import mix_in, mix_seed
 from penstock.schedule.table import Action, Table
 from penstock.stage import microbatch
 from penstock.stage.sliced_attention import SequenceSlice
 from penstock.stage.stage import Stage
-from penstock.trees import leaves
 
 NO_ROWS = -1  # in place of the rows of a batch of which this rank reads nothing
-MAX_DIGEST_BYTES = 2**18  # of a tensor of a batch that ranks compare whole, in 0.1 ms
-MAX_HASHED_VALUES = 64  # of a larger one
 AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -80,9 +75,19 @@ class StepCall(NamedTuple):
         return f"{name}()" if self.order is None else f"{name}_microbatches()"
 
     @property
-    def cuts_tokens(self) -> bool:
+    def has_slices(self) -> bool:
         """Whether microbatches run in slices."""
         return self.slices != 1
+
+    @property
+    def has_one_input(self) -> bool:
+        """Whether it was given one tensor, or one tree of them, without keywords: the common case, with a short way."""
+        return len(self.args) == 1 and not self.kwargs
+
+    @property
+    def inputs(self) -> Any:
+        """The one input, or (args, kwargs); of `step_microbatches`, the list."""
+        return self.args[0] if self.has_one_input else (self.args, self.kwargs)
 
 
 class StepHeader(NamedTuple):
@@ -160,9 +165,7 @@ class LocalBatch(NamedTuple):
 
     def describe_shapes(self) -> list[str]:
         """Return the shapes of inputs and target in words, of those that this rank reads."""
-        args, kwargs = self.call.args, self.call.kwargs
-        inputs = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
-        trees = (("the batch", inputs, self.inputs), ("the target", self.call.target, self.targets))
+        trees = (("the batch", self.call.inputs, self.inputs), ("the target", self.call.target, self.targets))
         return [microbatch.describe_shapes(tree, name, self.call.rows_dim) for name, tree, pieces in trees if pieces]
 
     def forward_inputs(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
@@ -188,77 +191,45 @@ def split_batch(
     _check_options(call)
     if position.cp_size > 1 and call.order is not None:
         raise MismatchError(f"{call.name} does not cut tokens along cp: give a batch to step(), or use a mesh without cp")
-    if call.cuts_tokens and call.order is not None:
+    if call.has_slices and call.order is not None:
         raise MismatchError(f"{call.name} does not cut tokens into slices: give a batch to step(), or use slices=1")
     rank, device = position.pipeline.rank, position.pipeline.device
-    max_microbatches, rows_dim = schedule.microbatches, call.rows_dim
     first_rank, last_rank = schedule.placement[0], schedule.placement[-1]
+    list_arguments = None if call.order is None else (order_argument(call.order), call.limit)
 
     # The first stage's rank reads the inputs; of a list of microbatches, it chooses the order too.
-    is_one_tensor = len(call.args) == 1 and not call.kwargs  # or one tree: the common case, a short way
-    batch = call.args[0] if is_one_tensor else (call.args, call.kwargs)
-    inputs: Sequence[tuple[Any, Any]] = ()
-    order: Sequence[int] = ()
-    input_rows, input_signature, num_tokens = NO_ROWS, 0, 0
-    cuts_tokens = position.cp_size > 1 or call.cuts_tokens
-    summary = ListSummary(arguments=(order_argument(call.order), call.limit)) if call.order is not None else None
-    if rank == first_rank and summary is not None:
-        inputs, input_summaries = read_inputs(batch, device, rows_dim)
-        input_rows, input_signature = len(inputs), cached_hash48(b"a list")
-        tables = table_of or (lambda _: schedule)
-        order = microbatch_order(call.order, input_summaries, tables, call.microbatch_costs, call.limit)
-        inputs = [inputs[index] for index in order]
-        summary = summary._replace(inputs=input_summaries, order=order)
+    inputs = _LocalInputs()
+    if rank == first_rank and list_arguments is not None:
+        inputs = _read_input_list(call, device, table_of or (lambda _: schedule))
     elif rank == first_rank:
-        _check_inputs(call, rank)
-        sizes = microbatch.nonempty_split_sizes(batch, "the batch", max_microbatches, rows_dim)
-        pieces = [batch]
-        if cuts_tokens:
-            assert signature is not None
-            pieces, num_tokens = _cut_input_tokens(call, position, signature)
-            is_one_tensor = False
-        parts = _split_rows(pieces, sizes, device, rows_dim)
-        inputs = [((part,), {}) for part in parts] if is_one_tensor else parts
-        input_rows, input_signature = sum(sizes), cached_hash48(microbatch.batch_signature(batch).encode())
+        inputs = _split_inputs(call, position, schedule.microbatches, signature)
 
     # The last stage's rank reads the target.
-    targets: Sequence[Any] = ()
-    loss_weights: Sequence[float] = ()
-    target_rows = NO_ROWS
-    target = call.target
-    reads_target = rank == last_rank and (call.training or call.target is not None)
-    if reads_target and summary is not None:
+    target = _LocalTarget()
+    if rank == last_rank and (call.training or call.target is not None):
         _check_target(call, rank)
-        targets, sizes = read_targets(call.target, device, rows_dim)
-        if call.loss_weight is not None:
-            loss_weights = microbatch.microbatch_weights(call.target, call.loss_weight)
-        shapes = [microbatch.describe_shapes(entry, "the target", rows_dim) for entry in call.target]
-        summary = summary._replace(target_rows=sizes, target_shapes=shapes, loss_weights=loss_weights)
-        target_rows = len(targets)
-    elif reads_target:
-        _check_target(call, rank)
-        sizes = microbatch.nonempty_split_sizes(target, "the target", max_microbatches, rows_dim)
-        pieces = [target]
-        if cuts_tokens:
-            pieces, num_target_tokens = _cut_tokens(target, "the target", call, position)
-            if num_tokens not in (0, num_target_tokens):
-                raise MismatchError(f"the batch has {num_tokens} tokens a row, but the target has {num_target_tokens}")
-            num_tokens = num_target_tokens
-        if call.loss_weight is not None:  # computed where the target is: nothing waits for a device
-            loss_weights = microbatch.microbatch_weights(_split_rows(pieces, sizes, None, rows_dim), call.loss_weight)
-        targets, target_rows = _split_rows(pieces, sizes, device, rows_dim), sum(sizes)
+        if list_arguments is not None:
+            target = _read_target_list(call, device)
+        else:
+            target = _split_target(call, position, schedule.microbatches, inputs.num_tokens)
+    num_tokens = target.num_tokens or inputs.num_tokens
+
+    summary = None
+    if list_arguments is not None:
+        of_target = target.list_rows, target.list_shapes, target.loss_weights
+        summary = ListSummary(inputs.list_summaries, inputs.order, *of_target, list_arguments)
 
     # If several ranks are given the batch, they compare some of its values, all of a small tensor.
     are_compared = rank in (first_rank, last_rank) and (first_rank != last_rank or len(position.pipelines[0]) > 1)
-    hashes = (hash_values(batch), hash_values(call.target)) if are_compared else (0, 0)
+    hashes = (hash_values(call.inputs), hash_values(call.target)) if are_compared else (0, 0)
 
     header = StepHeader(
         training=call.training,
-        input_rows=input_rows,
-        target_rows=target_rows,
-        num_loss_weights=len(loss_weights),
+        input_rows=inputs.rows,
+        target_rows=target.rows,
+        num_loss_weights=len(target.loss_weights),
         sequence_length=num_tokens,
-        input_signature=input_signature,
+        input_signature=inputs.signature,
         requires_grad_hash=cached_hash48(requires_grad),
         autocast_index=AUTOCAST_DTYPES.index(_autocast_dtype(device)),
         steps_before=call.steps_before,
@@ -276,10 +247,87 @@ def split_batch(
     scale = read_grad_scale(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
     grad_scale = scale * call.user_scale * len(position.part_pipelines)  # gradients are averaged afterwards
     first_seed_index = position.replica * schedule.microbatches * schedule.slices
-    lengths = slice_lengths(call.slices, num_tokens) if num_tokens and call.cuts_tokens else ()
     return LocalBatch(
-        *(call, header, inputs, targets, loss_weights, seed, grad_scale, summary, first_seed_index, order), lengths
+        call,
+        header,
+        inputs.microbatches,
+        target.microbatches,
+        target.loss_weights,
+        seed,
+        grad_scale,
+        summary,
+        first_seed_index,
+        inputs.order,
+        slice_lengths(call.slices, num_tokens) if num_tokens and call.has_slices else (),
     )
+
+
+class _LocalInputs(NamedTuple):
+    """The inputs, as far as this rank reads them."""
+
+    microbatches: Sequence[tuple[Any, Any]] = ()  # (args, kwargs), as in LocalBatch
+    rows: int = NO_ROWS  # of a list, the number of its entries
+    signature: int = 0
+    num_tokens: int = 0  # of a row, if tokens are cut
+    list_summaries: Sequence[MicrobatchSummary] = ()
+    order: Sequence[int] = ()  # of a list
+
+
+class _LocalTarget(NamedTuple):
+    """The target, as far as this rank reads it."""
+
+    microbatches: Sequence[Any] = ()
+    loss_weights: Sequence[float] = ()
+    rows: int = NO_ROWS  # of a list, the number of its entries
+    num_tokens: int = 0  # of a row, if tokens are cut
+    list_rows: Sequence[int] = ()
+    list_shapes: Sequence[str] = ()
+
+
+def _split_inputs(
+    call: StepCall, position: MeshPosition, max_microbatches: int, signature: inspect.Signature | None
+) -> _LocalInputs:
+    _check_inputs(call, position.pipeline.rank)
+    batch, num_tokens = call.inputs, 0
+    sizes = microbatch.nonempty_split_sizes(batch, "the batch", max_microbatches, call.rows_dim)
+    pieces, is_call = [batch], not call.has_one_input
+    if position.cp_size > 1 or call.has_slices:
+        assert signature is not None
+        pieces, num_tokens = _cut_input_tokens(call, position, signature)
+        is_call = True
+    parts = _split_rows(pieces, sizes, position.pipeline.device, call.rows_dim)
+    calls = parts if is_call else [((part,), {}) for part in parts]
+    return _LocalInputs(calls, sum(sizes), cached_hash48(microbatch.batch_signature(batch).encode()), num_tokens)
+
+
+def _read_input_list(call: StepCall, device: torch.device, table_of: Callable[[int], Table]) -> _LocalInputs:
+    entries, summaries = read_inputs(call.inputs, device, call.rows_dim)
+    order = microbatch_order(call.order, summaries, table_of, call.microbatch_costs, call.limit)
+    ordered = [entries[index] for index in order]
+    return _LocalInputs(ordered, len(ordered), cached_hash48(b"a list"), list_summaries=summaries, order=order)
+
+
+def _split_target(call: StepCall, position: MeshPosition, max_microbatches: int, num_input_tokens: int) -> _LocalTarget:
+    pieces, num_tokens = [call.target], 0
+    sizes = microbatch.nonempty_split_sizes(call.target, "the target", max_microbatches, call.rows_dim)
+    if position.cp_size > 1 or call.has_slices:
+        pieces, num_tokens = _cut_tokens(call.target, "the target", call, position)
+        if num_input_tokens not in (0, num_tokens):
+            raise MismatchError(f"the batch has {num_input_tokens} tokens a row, but the target has {num_tokens}")
+    loss_weights: Sequence[float] = ()
+    if call.loss_weight is not None:  # computed where the target is: nothing waits for a device
+        loss_weights = microbatch.microbatch_weights(_split_rows(pieces, sizes, None, call.rows_dim), call.loss_weight)
+    parts = _split_rows(pieces, sizes, position.pipeline.device, call.rows_dim)
+    return _LocalTarget(parts, loss_weights, sum(sizes), num_tokens)
+
+
+def _read_target_list(call: StepCall, device: torch.device) -> _LocalTarget:
+    targets, rows = read_targets(call.target, device, call.rows_dim)
+    loss_weights: Sequence[float] = ()
+    if call.loss_weight is not None:
+        loss_weights = microbatch.microbatch_weights(call.target, call.loss_weight)
+    shapes = [microbatch.describe_shapes(entry, "the target", call.rows_dim) for entry in call.target]
+    return _LocalTarget(targets, loss_weights, len(targets), list_rows=rows, list_shapes=shapes)
 
 
 def _split_rows(pieces: Sequence[Any], sizes: Sequence[int], device: torch.device | None, rows_dim: int) -> list[Any]:
@@ -299,7 +347,7 @@ def _cut_input_tokens(call: StepCall, position: MeshPosition, signature: inspect
 def _cut_tokens(batch: Any, what: str, call: StepCall, position: MeshPosition) -> tuple[list[Any], int]:
     """Return `batch` with the tokens of each slice, or with this rank's along cp; and the number of all tokens."""
     num_tokens = sequence_length(batch, what, call.sequence_dim)
-    if call.cuts_tokens:
+    if call.has_slices:
         lengths = slice_lengths(call.slices, num_tokens)
         indices = range(len(lengths))
     elif num_tokens < position.cp_size:
@@ -318,43 +366,6 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 def requires_grad_flags(stages: Iterable[Stage]) -> bytes:
     """Return a byte for each parameter of `stages`: whether it is trained."""
     return bytes(parameter.requires_grad for stage in stages for parameter in stage.parameters)
-
-
-def hash_values(batch: Any) -> int:
-    """Hash all values of each small tensor, some of a larger one, the same in every process; 0 without tensors.
-
-    Never synchronises: 0 for a batch that is not on the CPU.
-    """
-    tensors = [leaf for leaf in map(unwrap, leaves(batch)) if isinstance(leaf, Tensor)]
-    if not tensors or any(
-        type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.is_cpu for tensor in tensors
-    ):
-        return 0
-    return hash48(b"".join(map(_value_bytes, tensors)))
-
-
-def _value_bytes(tensor: Tensor) -> bytes:
-    """Return the digest of a small tensor, a sample of a larger one."""
-    return tensor_crc(tensor).to_bytes(4, "little") if tensor.nbytes <= MAX_DIGEST_BYTES else _sample_bytes(tensor)
-
-
-def _sample_bytes(tensor: Tensor) -> bytes:
-    """Return at most MAX_HASHED_VALUES values, spread over the tensor, of up to 16 rows."""
-    values_left, slices = MAX_HASHED_VALUES, []
-    for size in tensor.shape:
-        count = min(size, values_left, 16) or 1
-        slices.append(slice(None, None, max(1, math.ceil(size / count))))
-        values_left //= count
-    values = tensor[tuple(slices)].detach().resolve_conj().resolve_neg()
-    return tensor_bytes(values.contiguous())
-
-
-def hash48(data: bytes) -> int:
-    """Hash `data` to 48 bits, which a float64 holds exactly; the same in every process."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "little")
-
-
-cached_hash48 = lru_cache(256)(hash48)  # for data that repeats from step to step
 
 
 def _check_options(call: StepCall) -> None:
@@ -392,5 +403,7 @@ def read_grad_scale(scaler: torch.amp.GradScaler, topology: Topology) -> float:
             f"{type(scaler).__name__} would let each of {topology.world_size} ranks skip steps by itself: "
             "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
         )
+    if topology.world_size > 1:
+        make_scaler_flags_binary()
     scaler.scale(torch.ones((), device=topology.device))  # a scaler creates its scale at the first use
     return scaler.get_scale()

@@ -20,10 +20,9 @@ from penstock.engine.checks.nonfinite import NonFiniteMonitor, check_on_nonfinit
 from penstock.engine.checks.unregistered_uses import UnregisteredParameters, check_loss_attributes
 from penstock.engine.loss import check_reduction
 from penstock.engine.model_partition import ModelPartition, check_can_be_cut
-from penstock.engine.optimizers import make_scaler_flags_binary
 from penstock.engine.rank_comparison import RankComparison
 from penstock.engine.redistribute import PLAN_ARGUMENTS, Redistribution
-from penstock.engine.sequence import forward_signature, sequence_length, with_position_ids
+from penstock.engine.sequence import check_slices, forward_signature, sequence_length, with_position_ids
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.parallelize import parallelize_stages
@@ -133,15 +132,6 @@ def parse_arguments(
     return PipelineConfig(config, schedule, program, rows_dim, recompute, cuttable, plan_layers, slices, cut_context)
 
 
-def check_slices(slices: Any) -> tuple[int | Sequence[int], int]:
-    """Return what `Pipeline(.., slices=)` was given, and how many slices that are. Raise MismatchError for anything else."""
-    if is_whole_number(slices, 1):
-        return int(slices), int(slices)
-    if isinstance(slices, list | tuple) and slices and all(is_whole_number(length, 1) for length in slices):
-        return (tuple(map(int, slices)), len(slices)) if len(slices) > 1 else (1, 1)
-    raise MismatchError(f"slices is a number of slices, 1 or more, or a list of their lengths in tokens, not {slices!r}")
-
-
 def _example_with_position_ids(model: nn.Module, config: Any) -> dict[str, Any]:
     """Return the example's keywords, with positions if the model takes them, as its steps will have them."""
     args = (config.example_args,) if isinstance(config.example_args, Tensor) else tuple(config.example_args or ())
@@ -174,8 +164,6 @@ def _check_argument_types(model: Any, config: Any) -> None:
         raise MismatchError(f"seed is a whole number or None, not {_describe_value(config.seed)}")
     if not isinstance(config.scaler, torch.amp.GradScaler | None):
         raise MismatchError(f"scaler is a GradScaler or None, not {_describe_value(config.scaler)}")
-    if config.scaler is not None:
-        make_scaler_flags_binary()
     if isinstance(config.loss_fn, nn.Module):
         _check_loss_parameters(config.loss_fn, nn.ModuleList(modules))
 
@@ -331,6 +319,7 @@ def build_engine(
         return table, proved
 
     def build_larger(microbatches: int) -> Program:
+        """Return the proved program of a list of more microbatches. Raise MismatchError if the schedule has no such table."""
         larger = build_table(arguments.schedule, config.schedule.ranks, microbatches, arguments.options)
         if larger.microbatches < microbatches:
             raise MismatchError(

@@ -23,8 +23,9 @@ from torch import Tensor
 from penstock.comms.control_group import convert_transport_errors
 from penstock.comms.transport.channels import Channels, MessageSpecs
 from penstock.engine.actions import messages_of
-from penstock.engine.batch import StepCall, hash48, split_batch
+from penstock.engine.batch import StepCall, split_batch
 from penstock.engine.cache import TokenCache, max_context, supports_incremental_decoding
+from penstock.engine.checks.digest import hash48
 from penstock.engine.clock import ActionClock
 from penstock.engine.sequence import slice_lengths
 from penstock.engine.step import Engine

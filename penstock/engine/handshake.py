@@ -179,7 +179,7 @@ class StepHandshake:
             microbatch_rows = [split_sizes(rows, min(rows, max_microbatches)) for rows in replica_rows]
         cp, replica = self.position.cp_size, self.position.replica
         lengths: Sequence[Sequence[int]] = ()
-        if cp > 1 or batch.call.cuts_tokens:
+        if cp > 1 or batch.call.has_slices:
             tokens = [_sequence_length(headers, self.position, replica) for replica in range(self.position.replicas)]
             lengths = [split_sizes(num, cp) if cp > 1 else slice_lengths(batch.call.slices, num) for num in tokens]
         slices = self.programs.program.schedule.slices
@@ -235,7 +235,7 @@ class StepHandshake:
         weights = microbatch_rows
         if sequence_lengths:
             replicas = zip(microbatch_rows, sequence_lengths, strict=True)
-            if batch.call.cuts_tokens:
+            if batch.call.has_slices:
                 weights = [[row * length for row in rows for length in lengths] for rows, lengths in replicas]
             else:
                 weights = [[row * length for row in rows] for rows, lengths in replicas for length in lengths]

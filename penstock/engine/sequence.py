@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, is_whole_number
 from penstock.partition.graph_inputs import given_arguments_by_name
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.rows import Replicated, Rows, unwrap
@@ -32,6 +32,15 @@ def sequence_length(batch: Any, what: str, sequence_dim: int) -> int:
             "tensors of as many tokens; a mask over queries and keys cannot be cut, one of (batch, time) can"
         )
     return sizes.pop()
+
+
+def check_slices(slices: Any) -> tuple[int | Sequence[int], int]:
+    """Return what `Pipeline(.., slices=)` was given, and how many slices that are. Raise MismatchError for anything else."""
+    if is_whole_number(slices, 1):
+        return int(slices), int(slices)
+    if isinstance(slices, list | tuple) and slices and all(is_whole_number(length, 1) for length in slices):
+        return (tuple(map(int, slices)), len(slices)) if len(slices) > 1 else (1, 1)
+    raise MismatchError(f"slices is a number of slices, 1 or more, or a list of their lengths in tokens, not {slices!r}")
 
 
 def slice_lengths(slices: int | Sequence[int], num_tokens: int) -> Sequence[int]:

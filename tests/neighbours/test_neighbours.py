@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "comms"))
@@ -68,13 +69,15 @@ def test_the_example_of_trainer_logs_what_plain_trainer_does(tmp_path):
 
 @needs("peft")
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
-def test_lora_trains_its_adapters_and_then_what_they_were_merged_into(schedule):
-    printed = example("lora.py", "--schedule", schedule)
+def test_lora_trains_its_adapters_and_then_what_they_were_merged_into(schedule, tmp_path):
+    path = str(tmp_path / "trained.safetensors")
+    printed = example("lora.py", path, "--schedule", schedule)
     for what in ("adapters", "merged, all weights"):
         (losses,) = re.findall(rf"^{what}: (.*)", printed, re.MULTILINE)
         assert len(losses.split()) == 5
         assert falls(losses.split())
-    assert printed == example("lora.py", "--schedule", "1f1b", start=TORCHRUN)
+    assert printed == example("lora.py", path, "--schedule", "1f1b", start=TORCHRUN)
+    assert not [name for name in safetensors.torch.load_file(path) if "lora" in name]
 
 
 @needs("lightning")

@@ -60,7 +60,7 @@ def release_of(version: str) -> tuple[int, int]:
 
 
 class _TorchTooOldError(PenstockError, ImportError):
-    """What stands on torch cannot be imported; also an ImportError, which the ranks' server passes over, so it is told once."""
+    """What stands on torch cannot be imported; also an ImportError, which the forkserver ignores: printed once."""
 
 
 def require_min_torch_release(version: str) -> None:
@@ -263,7 +263,7 @@ def tensor_version(tensor: Tensor) -> int:
 
 
 def shares_memory(tensor: Tensor) -> bool:
-    """Whether another tensor lies in its memory, which no public call tells. Of sparse ones and DTensors it is not seen."""
+    """Whether another tensor lies in its memory, which no public call shows. Of sparse ones and DTensors it is not seen."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
     users = getattr(torch._C, "_storage_Use_Count", None)
@@ -348,7 +348,7 @@ def set_env_rendezvous(store: dist.Store) -> None:
 
 
 def export_guards(program: "ExportedProgram") -> list[str]:
-    """What an export took for granted of sizes, each as Python of its arguments `L['name']`. No public call tells."""
+    """What an export took for granted of sizes, each as Python of its arguments `L['name']`. No public call shows it."""
     return [guard.strip() for guard in program._guards_code]
 
 
@@ -362,8 +362,8 @@ def compile_guard(guard: str, argument: str) -> Callable[[Any], bool]:
 
 @contextmanager
 def without_shape_guards(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, what an export's fake `tensors` go through is looked at for its shapes alone: what is asked about sizes becomes
-    no guard, and no result is kept for another call, which with open sizes takes longer than to compute it.
+    """Compute with an export's fake `tensors` for their shapes only: questions about sizes become no guards, and results are
+    not cached, which with open sizes takes longer than to compute them.
     """
     mode = detect_fake_mode(tensors)
     if mode is None:
@@ -411,7 +411,7 @@ def ddp_ignored_names(module: nn.Module) -> Collection[str]:
 
 
 def has_comm_hook(parallel: DistributedDataParallel) -> bool:
-    """Whether somebody has called the public `register_comm_hook`, which nothing public tells."""
+    """Whether somebody has called the public `register_comm_hook`, which no public name shows."""
     return bool(parallel._comm_hooks)
 
 
@@ -480,7 +480,7 @@ def init_fsdp(module: Any) -> None:
 def reduce_fsdp_gradients(modules: Sequence[Any]) -> None:
     """Reduce the gradients of modules that do not sync them by themselves, and wait; the public `finalize_backward` is 2.15's.
 
-    A root's last callback wants to know, since 2.15, who ends the backward, which its forward would have told it.
+    Since 2.15 a root's last callback reads which call ends the backward. Its forward would have set that.
     """
     for module in modules:
         for group in _fsdp_groups(module):
@@ -506,7 +506,7 @@ def has_unreduced_grad(parameter: Any) -> bool:
 
 
 def set_zero_grad(parameter: Any) -> None:
-    """Give such a parameter, which has none, the gradient zero."""
+    """Set the gradient of a parameter of `fsdp_parameters`, which has none, to zero."""
     unsharded = parameter.unsharded_param
     unsharded.grad = torch.zeros_like(unsharded, dtype=unsharded.grad_dtype)
 

@@ -23,7 +23,7 @@ _locks_of_owner: "weakref.WeakKeyDictionary[Any, dict[Path, FolderLock]]" = weak
 def acquire(folder: Path, owner: Any) -> "FolderLock":
     """The lock of `folder`, this process's as long as `owner` lives.
 
-    Raises PenstockError, naming who has the folder, if that is another process; OSError where nothing can be written.
+    Raises PenstockError, naming the owner, if another process has the folder; OSError where nothing can be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = folder.resolve()

@@ -1,4 +1,4 @@
-"""Weights that were trained elsewhere: every rank reads those of its own stages, straight into place, and no others."""
+"""Weights that were trained elsewhere: every rank reads only those of its stages, straight into its parameters."""
 
 import json
 import warnings
@@ -63,7 +63,7 @@ def import_weights(pipe: Pipeline, path: str | Path, strict: bool = True, rename
     """
     control = control_group_for_call(pipe, "checkpoint.import_weights()")
     with fail_together(control, f"import {path}"):
-        homes = _file_of_tensor(Path(path))
+        homes = _files_by_tensor_name(Path(path))
         sources = _tensor_recipes(pipe, _stored_names_by_model_name(homes, rename))
         local_names = [name for name in pipe.state_dict(strict=False) if name in sources]
         files = _open_tensor_files(homes, [place for name in local_names for place in sources[name].stored_names])
@@ -76,7 +76,7 @@ def import_weights(pipe: Pipeline, path: str | Path, strict: bool = True, rename
 
 
 def _stored_names_by_model_name(stored_names: Iterable[str], rename: Callable[[str], str] | None) -> dict[str, str]:
-    """Each name here -> the one in the files. Raises MismatchError for two that would be one."""
+    """Return the stored name by model name. Raises MismatchError for two that would be one."""
     stored_name_of: dict[str, str] = {}
     for name in stored_names:
         model_name = rename(name) if rename else name
@@ -87,8 +87,8 @@ def _stored_names_by_model_name(stored_names: Iterable[str], rename: Callable[[s
     return stored_name_of
 
 
-def _file_of_tensor(path: Path) -> dict[str, Path]:
-    """The file that each tensor is in."""
+def _files_by_tensor_name(path: Path) -> dict[str, Path]:
+    """Return for each tensor's name the file that it is in."""
     if path.is_dir():
         inside = [path / name for name in (WEIGHTS_FILE, WEIGHTS_INDEX_FILE) if (path / name).exists()]
         if not inside:
@@ -172,7 +172,7 @@ def _transformers_recipes(origin: UncutModelInfo, stored_names: Iterable[str]) -
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
         from transformers.modeling_utils import PreTrainedModel
-    except ImportError:  # it is not there, or so old that it has no such forms
+    except ImportError:  # not installed, or too old to have these converters
         return None
     if not issubclass(origin.model_class, PreTrainedModel):
         return None

@@ -55,7 +55,7 @@ def save(
     `scheduler`: of the learning rate, the same on all ranks: anything with a `state_dict`.
     `extra`: what else the program needs to go on, rank 0's: numbers, texts, tensors, and lists, tuples and dicts of them. A
         GradScaler's `state_dict()` goes here, unless the pipeline has it.
-    `keep`: the last so many whole checkpoints up to this step stay, older ones are deleted.
+    `keep`: how many whole checkpoints up to this step stay; older ones are deleted.
     `wait`: False copies everything to host memory and leaves the writing to a thread, while training goes on. The next save
         or resume waits for that, and so does `wait()` of what this returns, which a program calls once before it ends.
 
@@ -106,7 +106,7 @@ def save(
 
 def lock_run_folder(folder: Path, pipe: Pipeline) -> None:
     """Make `folder` this run's, before it writes there what is no checkpoint. All ranks call it; raises as `save` does."""
-    control = control_group_for_call(pipe, "checkpoint.claim()")
+    control = control_group_for_call(pipe, "checkpoint.lock_run_folder()")
     with fail_together(control, f"write to {folder}"):
         if control.topology.rank == 0:
             folder_lock.acquire(folder, pipe)

@@ -42,7 +42,7 @@ def digests(pipe: Pipeline, optimizer: Any = None) -> Digests:
 
     `optimizer`: of this rank's `pipe.parameters()`.
 
-    Each digest is eight hexadecimal digits, or, where ranks that have the same parameter differ in it, those of each such rank.
+    Each digest is eight hexadecimal digits, or, where ranks that share a parameter differ in it, one of each of them.
 
         loss = pipe.step(inputs, target=targets)
         optimizer.step()
@@ -53,7 +53,7 @@ def digests(pipe: Pipeline, optimizer: Any = None) -> Digests:
 
 
 def value_digest(value: Any) -> str:
-    """Of a tensor, or of numbers, texts and tensors in lists, tuples and dicts; of shards, all who have one call it."""
+    """Of a tensor, or of numbers, texts and tensors in lists, tuples and dicts; of shards: all ranks that have one call it."""
     tensors: dict[str, Tensor] = {}
     crc = zlib.crc32(json.dumps(pack(value, "", tensors)).encode())
     for tensor in tensors.values():
@@ -130,7 +130,7 @@ class DigestLog:
 
     `folder`: of the run; rank 0 makes it, and writes. What is there of the steps that `pipe` has done stays, the rest goes.
     `pipe`, `optimizer`: whose. Of an optimizer of this rank's `pipe.parameters()`.
-    `every`: so many steps are a line, 1 or more; those between cost nothing.
+    `every`: one step in `every` is a line, 1 or more; the others cost nothing.
     `settings`: what decides the numbers besides - data, learning rate, .. - as JSON by name, the same on every rank. Runs
         of other settings are not compared.
 
@@ -183,7 +183,7 @@ class DigestLog:
                 self._write_on_first_rank(control, lambda: json_lines.append(self.path, line))
 
     def _write_on_first_rank(self, control: ControlGroup, write: Callable[[], None]) -> None:
-        """Have rank 0 write to the file. If it cannot, all ranks are told."""
+        """Have rank 0 write to the file. If that fails, all ranks raise."""
         if control.topology.rank == 0:
             try:
                 write()
@@ -278,7 +278,7 @@ def compare_runs(a: Path, b: Path) -> tuple[bool, str]:
             counts = [f"{count} of {len(digests_a[kind])} {kind}" for kind, count in kind_counts.items()]
             lines.append(f"  different in that step: {', '.join(counts)}")
             if (between := number - equal) > 1:
-                lines.append(f"  it began in one of the {between} steps up to that: --digests-every 1 (every=1) tells in which")
+                lines.append(f"  it began in one of the {between} steps up to that: --digests-every 1 (every=1) shows which")
             text = "\n".join(lines)
 
             # Bits are promised under the same conditions only.

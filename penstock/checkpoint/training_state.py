@@ -38,7 +38,7 @@ def pack_optimizer(optimizer: Any, names: Names, names_to_write: Container[str],
         if index in state:
             aside: dict[str, Tensor] = {}
             name = names[id(parameter)]
-            value = pack(state.pop(index), f"optimizer.{name}", aside)  # all who have a piece of it pack it
+            value = pack(state.pop(index), f"optimizer.{name}", aside)  # all ranks that have a shard of it pack it
             if name in names_to_write:
                 packed_state[name] = value
                 tensors.update(aside)

@@ -50,7 +50,7 @@ def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") 
         checkpoint.export(pipe, "model.safetensors")
         model.load_state_dict(safetensors.torch.load_file("model.safetensors"))  # elsewhere, without ranks
         checkpoint.export(pipe, "fine-tuned")
-        model = AutoModelForCausalLM.from_pretrained("fine-tuned")  # likewise
+        model = AutoModelForCausalLM.from_pretrained("fine-tuned")  # the same folder
     """
     path, control = Path(path), control_group_for_call(pipe, "checkpoint.export()")
     with fail_together(control, f"export to {path}"):

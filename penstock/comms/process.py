@@ -37,7 +37,7 @@ class Activity:
         self.memory_fd = -1  # the file of the memory, once other processes can read it
 
     def share(self) -> None:
-        """Let other processes read it from now on, where the system has such memory (Linux)."""
+        """Let other processes read it from now on, where the system has memory files (Linux)."""
         if self.memory_fd < 0 and hasattr(os, "memfd_create"):
             with suppress(OSError):
                 fd = os.memfd_create(MEMORY_FILE_NAME)

@@ -16,8 +16,8 @@ from penstock.engine.microbatch_list import (
     ListSummary,
     MicrobatchSummary,
     ReplicaList,
+    comparable_order,
     microbatch_order,
-    order_argument,
     read_inputs,
     read_targets,
 )
@@ -63,7 +63,7 @@ class StepCall(NamedTuple):
     rowwise_check: RowwiseLossCheck | None = None
     order: str | Sequence[int] | None = None  # of `step_microbatches`, whose inputs and target are lists; else None
     microbatch_costs: MicrobatchCosts | None = None  # for `order="planned"`
-    limit: float | None = None  # of the padded tokens in flight on a rank, in such a step
+    limit: float | None = None  # of the padded tokens in flight on a rank, in a step over a list
     gradient_factor: float = math.nan  # of this rank since the last step, see checks/gradient_factor.py
     weights_changed: float = math.nan  # 1 if this rank's weights have changed since the last step, 0 if not
     training_mode: bool = True  # of the model that was cut, if it is to be trained
@@ -184,7 +184,7 @@ def split_batch(
     """Split a call's batch into microbatches, as far as this rank reads it, and write the header.
 
     `requires_grad`: a flag for each parameter of this rank; they decide what its stages send. `signature`: of the model's
-    forward, on the first stage's rank. `table_of(microbatches)`: the table that a list of so many runs, by default `schedule`.
+    forward, on the first stage's rank. `table_of(microbatches)`: the table for a list, by default `schedule`.
 
     Raises MismatchError for inputs or a target that do not fit.
     """
@@ -243,7 +243,7 @@ def split_batch(
     )
     seed = mix_seed(call.seed, call.steps_before) if call.training and call.seed is not None else None
     if seed is not None and position.cp_index:
-        seed = mix_in(seed, -position.cp_index)  # each part of the tokens draws numbers of its own
+        seed = mix_in(seed, -position.cp_index)  # each part of the tokens draws different numbers
     scale = read_grad_scale(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
     grad_scale = scale * call.user_scale * len(position.part_pipelines)  # gradients are averaged afterwards
     first_seed_index = position.replica * schedule.microbatches * schedule.slices

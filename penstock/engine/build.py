@@ -17,7 +17,7 @@ from penstock import partition, torch_private
 from penstock.attention_hook import AttentionContext, attention_context, check_tokens_mix_in_attention, no_attention_error
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.checks.nonfinite import NonFiniteMonitor, check_on_nonfinite
-from penstock.engine.checks.unregistered_uses import UnregisteredParameters, check_loss_attributes
+from penstock.engine.checks.unregistered_uses import RemoteParameterUseCheck, check_loss_attributes
 from penstock.engine.loss import check_reduction
 from penstock.engine.model_partition import ModelPartition, check_can_be_cut
 from penstock.engine.rank_comparison import RankComparison
@@ -184,11 +184,13 @@ def _describe_value(value: Any) -> str:
 def _check_loss_parameters(loss_fn: nn.Module, model: nn.Module) -> None:
     """Raise MismatchError if the loss has trained parameters that are in no stage: no optimizer or checkpoint has them."""
     model_ids = {id(parameter) for parameter in model.parameters()}
-    own = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad and id(parameter) not in model_ids]
-    if own:
+    names = [
+        name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad and id(parameter) not in model_ids
+    ]
+    if names:
         raise MismatchError(
-            f"loss_fn has {len(own)} trained parameters that the model has not ({', '.join(own[:3])}): have its last layer own "
-            "them and give them to the loss, or freeze them"
+            f"loss_fn has {len(names)} trained parameters that the model has not ({', '.join(names[:3])}): have its last layer "
+            "own them and give them to the loss, or freeze them"
         )
 
 
@@ -277,29 +279,29 @@ def check_attention(
 
 
 def materialise_stages(
-    partition_: ModelPartition, comparison: RankComparison, device: torch.device, seed: int | None, init: Init | None
+    model_partition: ModelPartition, comparison: RankComparison, device: torch.device, seed: int | None, init: Init | None
 ) -> tuple[Modules, set[str]]:
-    """Return this rank's stages on `device`; what of them is on the meta device is given memory and initialised.
+    """Return this rank's stages on `device`; tensors on the meta device are given memory and initialised.
 
     Also returns the names in the uncut model of tensors that nothing initialises: they must be loaded.
     """
     unset_names: set[str] = set()
-    uncut_model = partition_.uncut_model
-    for stage, module in partition_.modules.items():
+    uncut_model = model_partition.uncut_model
+    for stage, module in model_partition.modules.items():
         if has_meta_tensors(module) and uncut_model is not None:
             ids = {id(slot.tensor) for slot in torch_private.tensor_slots(module)}  # a module may have two names
             names = {slot.name for slot in torch_private.tensor_slots(uncut_model) if id(slot.tensor) in ids}
             unset_names |= materialise(uncut_model, None, device, seed, init, names)
         elif has_meta_tensors(module):
             unset_names |= materialise(module, comparison.names[stage], device, seed, init)
-    return {stage: move_to(module, device) for stage, module in partition_.modules.items()}, unset_names
+    return {stage: move_to(module, device) for stage, module in model_partition.modules.items()}, unset_names
 
 
 def build_engine(
     control: ControlGroup,
     position: MeshPosition,
     config: PipelineConfig,
-    partition_: ModelPartition,
+    model_partition: ModelPartition,
     comparison: RankComparison,
     modules: Modules,
     unset_names: set[str],
@@ -309,13 +311,13 @@ def build_engine(
     `unset_names`: in the uncut model, of tensors that nothing has initialised.
     """
     arguments, names = config.arguments, comparison.names
-    aliases, remote_parameters = partition_.aliases(names), partition_.remote_parameters(names)
+    aliases, remote_parameters = model_partition.aliases(names), model_partition.remote_parameters(names)
 
     # 1. The program. I and W right after each other are one B; skip connections add messages.
     def proved_program(schedule: Schedule, proved: Program | None) -> tuple[Schedule, Program]:
         table = with_full_backwards(schedule)
-        if proved is None or partition_.skips or table.actions != schedule.actions:
-            proved = verify(table, skips=partition_.skips).program
+        if proved is None or model_partition.skips or table.actions != schedule.actions:
+            proved = verify(table, skips=model_partition.skips).program
         return table, proved
 
     def build_larger(microbatches: int) -> Program:
@@ -332,21 +334,23 @@ def build_engine(
 
     # 2. Replication, then stages. A rank that fails before this exchange is heard by the others here.
     parallelism = arguments.tensor_parallel, arguments.data_parallel
-    replications = parallelize_stages(position, modules, partition_.replications, partition_.tied, names, *parallelism)
+    replications = parallelize_stages(
+        position, modules, model_partition.replications, model_partition.tied, names, *parallelism
+    )
     control.all_gather_value(None, "to build the pipeline")
-    stages = _build_stages(config, partition_, comparison, modules, replications, table, position)
+    stages = _build_stages(config, model_partition, comparison, modules, replications, table, position)
 
     # 3. RankParameters, and those that stages share.
-    tied = TiedParameters(partition_.tied, table.placement, modules, names, aliases, position.pipeline)
+    tied = TiedParameters(model_partition.tied, table.placement, modules, names, aliases, position.pipeline)
     tied.broadcast_values()
-    parameters = RankParameters(modules, names, aliases, partition_.state_names, unset_names, partition_.uncut_info)
+    parameters = RankParameters(modules, names, aliases, model_partition.state_names, unset_names, model_partition.uncut_info)
 
     # 4. Uses of what is elsewhere. A user's own DistributedDataParallel may give borrowed parameters a gradient of zeros.
-    if all(isinstance(replication, NoReplication) for replication in partition_.replications.values()):
+    if all(isinstance(replication, NoReplication) for replication in model_partition.replications.values()):
         remote_parameters += tied.parameters_owned_elsewhere()
     last_stage = table.stages - 1
-    if arguments.loss_fn is not None and partition_.uncut_model is not None and last_stage in modules:
-        check_loss_attributes(arguments.loss_fn, partition_.uncut_model, set(modules[last_stage].modules()))
+    if arguments.loss_fn is not None and model_partition.uncut_model is not None and last_stage in modules:
+        check_loss_attributes(arguments.loss_fn, model_partition.uncut_model, set(modules[last_stage].modules()))
 
     return Engine(
         control,
@@ -356,7 +360,7 @@ def build_engine(
         parameters,
         tied,
         NonFiniteMonitor(position.world.rank, stages, names) if arguments.on_nonfinite else None,
-        UnregisteredParameters(position.world.rank, modules, remote_parameters),
+        RemoteParameterUseCheck(position.world.rank, modules, remote_parameters),
         config.cuttable.read_attributes if config.cuttable else None,
         comparison.clock_ids,
         arguments.on_nonfinite,
@@ -365,7 +369,7 @@ def build_engine(
 
 def _build_stages(
     config: PipelineConfig,
-    partition_: ModelPartition,
+    model_partition: ModelPartition,
     comparison: RankComparison,
     modules: Modules,
     replications: Mapping[int, Replication],
@@ -373,14 +377,14 @@ def _build_stages(
     position: MeshPosition,
 ) -> dict[int, Stage]:
     """Return this rank's stages, ready to run `table`."""
-    connections = stage_connections(table.stages, partition_.skips, partition_.tied)
+    connections = stage_connections(table.stages, model_partition.skips, model_partition.tied)
     return {
         index: Stage(
             index,
             module,
             position.pipeline.device,
             config.arguments.loss_fn if index == table.stages - 1 else None,
-            layer_numbers=partition_.layer_numbers.get(index),
+            layer_numbers=model_partition.layer_numbers.get(index),
             connections=connections[index],
             later_keywords=frozenset().union(*comparison.keywords[index + 1 :]),
             merge_weight_gradients=config.arguments.merge_weight_gradients,

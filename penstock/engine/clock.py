@@ -145,9 +145,9 @@ class GpuActionClock(ActionClock):
 
     def mark_end(self) -> TimedEvent:
         """Return this moment, the end of the step, for the next step's clock. Waits for the stream, which is idle then."""
-        before, event = time.perf_counter(), self._mark()
+        begin, event = time.perf_counter(), self._mark()
         event.synchronize()
-        return TimedEvent(event, (before + time.perf_counter()) / 2)
+        return TimedEvent(event, (begin + time.perf_counter()) / 2)
 
     def _mark(self) -> Any:
         event = self._device.Event(enable_timing=True)

@@ -48,7 +48,7 @@ class ActionFit(NamedTuple):
         return f"{token:.3g} us a token + {pair:.3g} us a token and length + {constant:.3g} us (+- {self.error:.1%})"
 
 
-class SizesInOrder(Protocol):
+class MicrobatchSizes(Protocol):
     """The microbatches of a step, in the order in which they ran."""
 
     @property
@@ -64,7 +64,7 @@ class ActionSamples:
         self._samples: dict[tuple[Kind, int], deque[tuple[int, int, float]]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))
 
     def add(
-        self, actions: Sequence[Action], intervals: Sequence[tuple[float, float, float]], microbatches: SizesInOrder
+        self, actions: Sequence[Action], intervals: Sequence[tuple[float, float, float]], microbatches: MicrobatchSizes
     ) -> None:
         """After a step: what each action took until its messages were sent. `intervals`: its start, its end, and that."""
         for (kind, stage, number, _), (start, _, sent) in zip(actions, intervals, strict=True):
@@ -133,19 +133,19 @@ class MicrobatchCosts:
             by_action[key].append(fit)
         means = {key: ActionFit._make(map(fmean, zip(*same, strict=True))) for key, same in by_action.items()}
         costs = cls(means, tuple(placement))
-        costs._sums_by_rank  # noqa: B018 - raises
+        costs._coefficient_sums_by_rank  # noqa: B018 - raises
         return costs
 
     @cached_property
-    def _sums_by_rank(self) -> list[list[float]]:
+    def _coefficient_sums_by_rank(self) -> list[list[float]]:
         """Rank -> the sums of its actions' coefficients."""
         sums = [[0.0, 0.0, 0.0] for _ in range(max(self.placement) + 1)]
         for stage, rank in enumerate(self.placement):
-            for fit in (part for kind in (Kind.F, Kind.B) for part in self._parts(kind, stage)):
+            for fit in (part for kind in (Kind.F, Kind.B) for part in self._fits_of_action(kind, stage)):
                 sums[rank] = [total + value for total, value in zip(sums[rank], fit[:3], strict=True)]
         return sums
 
-    def _parts(self, kind: Kind, stage: int) -> list[ActionFit]:
+    def _fits_of_action(self, kind: Kind, stage: int) -> list[ActionFit]:
         """Return the fits that add up to a forward, or to a whole backward: of B, else of I and W."""
         kinds = (kind,) if kind is not Kind.B or (kind, stage) in self.fits else (Kind.I, Kind.W)
         if any((part, stage) not in self.fits for part in kinds):
@@ -158,7 +158,9 @@ class MicrobatchCosts:
     def __call__(self, rows: float, longest: float) -> float:
         """Return the seconds of all actions of one microbatch on the rank that takes longest for it."""
         tokens = rows * longest
-        return max(token * tokens + pair * tokens * longest + constant for token, pair, constant in self._sums_by_rank)
+        return max(
+            token * tokens + pair * tokens * longest + constant for token, pair, constant in self._coefficient_sums_by_rank
+        )
 
     @property
     def error(self) -> float:
@@ -176,7 +178,7 @@ class MicrobatchCosts:
         stages = range(len(self.placement))
 
         def seconds(kind: Kind) -> list[list[float]]:
-            parts = [self._parts(kind, stage) for stage in stages]
+            parts = [self._fits_of_action(kind, stage) for stage in stages]
             return [[sum(fit.seconds(*size) for fit in fits) for size in microbatches] for fits in parts]
 
         forwards, backwards = seconds(Kind.F), seconds(Kind.B)

@@ -78,7 +78,7 @@ def read_inputs(
     An entry is a tensor, a tuple of arguments or a dict of keywords. Raises MismatchError for one without rows.
     """
     check_list(entries, "inputs")
-    calls = [_as_call(entry) for entry in entries]
+    calls = [_args_and_kwargs(entry) for entry in entries]
     sizes = [_count_rows(entry, f"microbatch {index}", rows_dim) for index, entry in enumerate(entries)]
     summaries = [
         MicrobatchSummary(rows, _count_elements(entry, rows_dim), microbatch.batch_signature(call))
@@ -88,7 +88,7 @@ def read_inputs(
     return on_device, summaries
 
 
-def _as_call(entry: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _args_and_kwargs(entry: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(entry, Mapping):
         return (), dict(entry)
     return (entry if type(entry) is tuple else (entry,)), {}
@@ -125,7 +125,7 @@ def exchange_lists(control: ControlGroup, position: MeshPosition, summary: ListS
         shards = [_merge_summaries([summaries[rank] for rank in ranks]) for ranks in pipelines]
         if any(shard != shards[0] for shard in shards):
             raise MismatchError(f"{prefix}the ranks along tp work on one batch, but were given different lists of microbatches")
-        lists.append(_checked_list_in_run_order(shards[0], prefix))
+        lists.append(_replica_list_in_run_order(shards[0], prefix))
     return lists
 
 
@@ -146,7 +146,7 @@ def _merge_summaries(summaries: Sequence[ListSummary]) -> ListSummary:
     return ListSummary(*(next(filter(None, column), ()) for column in zip(*summaries, strict=True)))
 
 
-def _checked_list_in_run_order(summary: ListSummary, prefix: str) -> ReplicaList:
+def _replica_list_in_run_order(summary: ListSummary, prefix: str) -> ReplicaList:
     inputs, order, target_rows, target_shapes, loss_weights, _ = summary
     for index, (microbatch_, rows) in enumerate(zip(inputs, target_rows, strict=bool(target_rows))):
         if rows != microbatch_.rows:
@@ -162,7 +162,7 @@ def _checked_list_in_run_order(summary: ListSummary, prefix: str) -> ReplicaList
     )
 
 
-def order_argument(order: object) -> str | list[int]:
+def comparable_order(order: object) -> str | list[int]:
     """Return an order as ranks compare it: indices as ints, anything else as text."""
     if isinstance(order, Sequence) and not isinstance(order, str) and all(map(is_whole_number, order)):
         return list(map(int, order))
@@ -182,7 +182,7 @@ def microbatch_order(
     MismatchError for an order that is none, and for one that has more than `limit` elements in flight on a rank.
     """
     elements = [float(entry.elements) for entry in inputs]
-    indices = order_argument(order)
+    indices = comparable_order(order)
     if order == "given":
         indices = list(range(len(inputs)))
     elif order == "planned":

@@ -33,13 +33,13 @@ class OriginalModel(NamedTuple):
     cuttable: partition.CuttableModel | None  # the same, if it was cut
     given_stages: Mapping[int, nn.Module]  # if it was not: all stages that this rank was given
 
-    def _roots(self) -> dict[str, nn.Module]:
+    def _modules_by_prefix(self) -> dict[str, nn.Module]:
         if self.cuttable:
             return {"": self.cuttable.model}
         return {f"{stage}.": module for stage, module in self.given_stages.items()}
 
     def _slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        return ((prefix + slot.name, slot) for prefix, root in self._roots().items() for slot in tensor_slots(root))
+        return ((prefix + slot.name, slot) for prefix, root in self._modules_by_prefix().items() for slot in tensor_slots(root))
 
     def stage_tensors(self, stages: Mapping[int, nn.Module]) -> dict[str, Tensor]:
         """Return the tensors of `stages` by name, each once, in their order."""
@@ -62,7 +62,11 @@ class OriginalModel(NamedTuple):
 
     def stage_submodules(self, stages: Mapping[int, nn.Module]) -> dict[str, nn.Module]:
         """Return the submodules of `stages` by name. A stage that was cut is itself no submodule of the model."""
-        named = [(prefix + name, module) for prefix, root in self._roots().items() for name, module in root.named_modules()]
+        named = [
+            (prefix + name, module)
+            for prefix, root in self._modules_by_prefix().items()
+            for name, module in root.named_modules()
+        ]
         names = {id(module): name for name, module in reversed(named)}
         return {names[id(module)]: module for stage in stages.values() for module in stage.modules() if id(module) in names}
 
@@ -156,16 +160,18 @@ def partition_model(
 
     # 2. Agree on it.
     own_structure = None if own_stages is None else _stage_structure(own_stages)
-    given_models = control.all_gather_value(GivenModel(_model_form(model), starts, own_structure), "to agree on the cut")
-    _check_same_form(given_models)
+    announcements = control.all_gather_value(
+        ModelAnnouncement(_model_kind(model), starts, own_structure), "to agree on the cut"
+    )
+    _check_same_model_kind(announcements)
 
     # 3. Cut. What a rank does not know of stages that it was not given, the others have sent.
     if own_stages is not None:
-        structures = [model_of_rank.own_structure for model_of_rank in given_models if model_of_rank.own_structure is not None]
+        structures = [model_of_rank.own_structure for model_of_rank in announcements if model_of_rank.own_structure is not None]
         _check_own_stages(structures, position, table)
         stages, structure = own_stages, _merge_structures(structures)
     else:
-        stages = dict(enumerate(stage_list if cuttable is None else cuttable.cut(given_models[0].starts)))
+        stages = dict(enumerate(stage_list if cuttable is None else cuttable.cut(announcements[0].starts)))
         structure = _stage_structure(stages)
 
     bare = {stage: _without_ddp(module) for stage, module in stages.items()}
@@ -180,7 +186,7 @@ def partition_model(
     )
     if cuttable is None:
         return result
-    return result._replace(uncut_model=cuttable.model, balance=cuttable.balance, starts=given_models[0].starts)
+    return result._replace(uncut_model=cuttable.model, balance=cuttable.balance, starts=announcements[0].starts)
 
 
 class StageStructure(NamedTuple):
@@ -192,15 +198,15 @@ class StageStructure(NamedTuple):
     split_owners: Sequence[tuple[int, str, list[int]]] = ()  # stage, parameter, and all its stages, as `split` noted them
 
 
-class GivenModel(NamedTuple):
+class ModelAnnouncement(NamedTuple):
     """What a rank sends to the others of the model that it was given."""
 
-    form: str
+    model_kind: str
     starts: Sequence[str]  # of the stages of a model that is cut
     own_structure: StageStructure | None  # of the rank's own stages
 
 
-def _model_form(model: Any) -> str:
+def _model_kind(model: Any) -> str:
     if isinstance(model, Mapping):
         return "stages of its own, {stage: module}"
     return "a model to be cut" if isinstance(model, partition.CuttableModel) else "a list of all stages"
@@ -269,11 +275,11 @@ def _merge_structures(structures: Sequence[StageStructure]) -> StageStructure:
     )
 
 
-def _check_same_form(given_models: Sequence[GivenModel]) -> None:
-    expected = given_models[0].form
-    for rank, given_model in enumerate(given_models):
-        if given_model.form != expected:
-            raise MismatchError(f"the ranks do not give the same: rank 0 {expected}, rank {rank} {given_model.form}")
+def _check_same_model_kind(announcements: Sequence[ModelAnnouncement]) -> None:
+    expected = announcements[0].model_kind
+    for rank, announcement in enumerate(announcements):
+        if announcement.model_kind != expected:
+            raise MismatchError(f"the ranks do not give the same: rank 0 {expected}, rank {rank} {announcement.model_kind}")
 
 
 def _check_own_stages(structures: Sequence[StageStructure], position: MeshPosition, table: Schedule) -> None:
@@ -284,18 +290,18 @@ def _check_own_stages(structures: Sequence[StageStructure], position: MeshPositi
             stages = list(structures[rank].num_layers)
             if set(stages) != set(expected):
                 raise MismatchError(
-                    f"{table.name} places {_stage_words(expected)} of {table.stages} on rank {rank}, which gives "
-                    f"{_stage_words(stages)}: give {{{', '.join(f'{stage}: module' for stage in expected)}}} there"
+                    f"{table.name} places {_stages_text(expected)} of {table.stages} on rank {rank}, which gives "
+                    f"{_stages_text(stages)}: give {{{', '.join(f'{stage}: module' for stage in expected)}}} there"
                 )
             for stage, name, owners in structures[rank].split_owners:
                 if missing := set(owners) - set(expected):
                     raise MismatchError(
-                        f"{name} of stage {stage} is a parameter of {_stage_words(sorted(missing))} too, and would be trained "
+                        f"{name} of stage {stage} is a parameter of {_stages_text(sorted(missing))} too, and would be trained "
                         "there as another: give every rank all stages that split() made, as a list"
                     )
 
 
-def _stage_words(stages: Sequence[Any]) -> str:
+def _stages_text(stages: Sequence[Any]) -> str:
     if not stages:
         return "no stage"
     return f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
@@ -305,9 +311,9 @@ def _check_plan_layers(plan_layers: Sequence[str], model_layers: Sequence[str]) 
     """Raise MismatchError if a plan is for other layers. A cut inside of a layer may have divided it: prefixes match."""
     if not plan_layers:
         return
-    for names, others, place in ((model_layers, plan_layers, "the plan"), (plan_layers, model_layers, "the model")):
+    for names, expected_names, place in ((model_layers, plan_layers, "the plan"), (plan_layers, model_layers, "the model")):
         for name in names:
-            if not any(f"{name}.".startswith(f"{other}.") or other.startswith(f"{name}.") for other in others):
+            if not any(f"{name}.".startswith(f"{prefix}.") or prefix.startswith(f"{name}.") for prefix in expected_names):
                 raise MismatchError(
                     f"the plan is for a model of {len(plan_layers)} layers, {plan_layers[0]} to {plan_layers[-1]}, and this "
                     f"one has {len(model_layers)}: {name} is not in {place}. Make a plan for this model: penstock plan, or "

@@ -1,8 +1,8 @@
 """Optimizers of all ranks that act as one: what must be equal, and which function iterates over `pipe.parameters()`.
 
 `torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)` is in every script. A function that takes a norm needs the gradients
-of all ranks, an optimizer only this rank's. Torch tells neither of other ranks, but both iterate over our generator, which
-reads from the stack who does.
+of all ranks, an optimizer only this rank's. Torch knows of no other ranks, but both iterate over our generator, which reads
+from the stack which function does.
 """
 
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ WHOLE_MODEL_OPTIMIZERS = ("LBFGS", "Prodigy", "DAdapt")  # prefixes: a step depe
 
 def norm_type_of_caller(frame: FrameType | None) -> float | None:
     """Return the `norm_type` of the norm function that iterates over the generator `frame`; None for other functions."""
-    frame = _iterating_frame(frame)
+    frame = _first_nongenerator_frame(frame)
     if frame is None or frame.f_code.co_name not in NORM_FUNCTIONS:
         return None
     library = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -79,12 +79,12 @@ def norm_type_of_caller(frame: FrameType | None) -> float | None:
 
 def optimizer_of_caller(frame: FrameType | None) -> torch.optim.Optimizer | None:
     """Return the optimizer that iterates over the generator `frame`; None for anything else."""
-    frame = _iterating_frame(frame)
+    frame = _first_nongenerator_frame(frame)
     caller = frame.f_locals.get("self") if frame else None
     return caller if isinstance(caller, torch.optim.Optimizer) else None
 
 
-def _iterating_frame(frame: FrameType | None) -> FrameType | None:
+def _first_nongenerator_frame(frame: FrameType | None) -> FrameType | None:
     """Return the first frame from `frame` upwards that is no generator's."""
     while frame is not None and frame.f_code.co_flags & CO_GENERATOR:
         frame = frame.f_back

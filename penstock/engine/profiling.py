@@ -26,7 +26,7 @@ def _run_in_range(function: Callable[..., Any], action: Action, values: Sequence
         return function(action, values)
 
 
-class ReceiveRanges:
+class ProfiledReceiveChannel:
     """The receiving end of a channel, with a range around every wait for a message."""
 
     def __init__(self, incoming: ReceiveChannel) -> None:
@@ -40,7 +40,7 @@ class ReceiveRanges:
             return self._incoming.receive(transfer, device)
 
 
-class SendRanges:
+class ProfiledSendChannel:
     """The sending end of a channel, with a range around every hand-over of a message."""
 
     def __init__(self, outgoing: SendChannel) -> None:
@@ -55,10 +55,10 @@ class SendRanges:
 
 def message_ranges(
     incoming: Mapping[int, ReceiveChannel], outgoing: Mapping[int, SendChannel]
-) -> tuple[dict[int, ReceiveRanges], dict[int, SendRanges]]:
+) -> tuple[dict[int, ProfiledReceiveChannel], dict[int, ProfiledSendChannel]]:
     """Return both ends of the channels with a range around every message, by rank."""
-    receives = {rank: ReceiveRanges(end) for rank, end in incoming.items()}
-    return receives, {rank: SendRanges(end) for rank, end in outgoing.items()}
+    receives = {rank: ProfiledReceiveChannel(end) for rank, end in incoming.items()}
+    return receives, {rank: ProfiledSendChannel(end) for rank, end in outgoing.items()}
 
 
 def _direction(kind: Kind) -> str:

@@ -40,10 +40,10 @@ class RankComparison(NamedTuple):
 
 
 def compare_ranks(
-    control: ControlGroup, position: MeshPosition, table: Schedule, partition_: ModelPartition, options: Mapping[str, Any]
+    control: ControlGroup, position: MeshPosition, table: Schedule, model_partition: ModelPartition, options: Mapping[str, Any]
 ) -> RankComparison:
     """Compare what all ranks are about to build. Raise MismatchError, the same on every rank, if they differ."""
-    description = describe_rank(position, table, partition_, options)
+    description = describe_rank(position, table, model_partition, options)
     descriptions = control.all_gather_value(description, "to build the pipeline")
     check_same_pipeline(descriptions)
     if position.world.rank == 0:
@@ -56,7 +56,7 @@ def compare_ranks(
         keywords_by_stage.update(rank_description.keywords)
     stages = sorted(names_by_stage)
     return RankComparison(
-        partition.model_names_of_stages([names_by_stage[stage] for stage in stages], partition_.uncut_model is not None),
+        partition.model_names_of_stages([names_by_stage[stage] for stage in stages], model_partition.uncut_model is not None),
         [keywords_by_stage[stage] for stage in stages],
         [rank_description.clock_id for rank_description in descriptions],
         set().union(*[rank_description.changed_keys for rank_description in descriptions]),
@@ -64,21 +64,21 @@ def compare_ranks(
 
 
 def describe_rank(
-    position: MeshPosition, table: Schedule, partition_: ModelPartition, options: Mapping[str, Any]
+    position: MeshPosition, table: Schedule, model_partition: ModelPartition, options: Mapping[str, Any]
 ) -> RankDescription:
     """Describe what this rank is about to build. `options`: those of the pipeline that must be equal on all ranks."""
-    state_names = partition_.state_names
+    state_names = model_partition.state_names
     settings = {
         "mesh": f"a mesh with the pipelines {position.pipelines}",
         "schedule": f"{table.name} with {table.microbatches} microbatches and {table.stages} stages",
         "table": f"another table of that name ({table.digest()[:12]})",
         "backend": f"backend {position.world.backend}",
-        "tied": f"tied parameters {partition_.tied}",
-        "skips": f"values that skip stages {sorted(partition_.skips)}",
+        "tied": f"tied parameters {model_partition.tied}",
+        "skips": f"values that skip stages {sorted(model_partition.skips)}",
         "uncut": "stages" if state_names is None else f"a model of {len(state_names)} names",
         **{name: f"{name}={_option_text(value)}" for name, value in options.items()},
     }
-    modules = partition_.modules.items()
+    modules = model_partition.modules.items()
     return RankDescription(
         settings,
         {stage: _tensor_descriptions(module) for stage, module in modules},
@@ -86,7 +86,7 @@ def describe_rank(
         {stage: keyword_names(module) for stage, module in modules},
         clock_id(),
         stale_weights.changed_keys(),
-        _value_digests(partition_.uncut_model if position.world.world_size > 1 else None),
+        _value_digests(model_partition.uncut_model if position.world.world_size > 1 else None),
     )
 
 

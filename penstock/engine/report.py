@@ -145,8 +145,8 @@ def gather_step_report(
 
 def _microbatch_loss(rank_losses: Sequence[MicrobatchLosses], number: int) -> float:
     """Return the loss of a microbatch with its auxiliary ones; NaN for a microbatch that counts nothing."""
-    own = [losses.own[number] for losses in rank_losses if number in losses.own] or [math.nan]
-    return math.fsum([*own, *(loss for losses in rank_losses for other, loss, _ in losses.auxiliary if other == number)])
+    shares = [losses.own[number] for losses in rank_losses if number in losses.own] or [math.nan]
+    return math.fsum([*shares, *(loss for losses in rank_losses for index, loss, _ in losses.auxiliary if index == number)])
 
 
 def local_loss_and_dtype(losses: Mapping[int, Tensor], shares: Sequence[float], order: Sequence[int] = ()) -> tuple[float, int]:

@@ -35,7 +35,7 @@ from penstock.engine.actions import ActionFunctions, EarlyForward, StepActions, 
 from penstock.engine.activation_memory import MemoryMeasurement
 from penstock.engine.batch import LocalBatch, StepCall, requires_grad_flags, split_batch
 from penstock.engine.checks.digest import check_tied_copies, is_comparison_due
-from penstock.engine.checks.gradient_factor import GradientFactor
+from penstock.engine.checks.gradient_factor import GradientFactorCheck
 from penstock.engine.checks.nonfinite import (
     CAUSE_TEXTS,
     DATA,
@@ -46,11 +46,11 @@ from penstock.engine.checks.nonfinite import (
     find_origin,
 )
 from penstock.engine.checks.stale_weights import SharedTensors
-from penstock.engine.checks.unregistered_uses import GradientRecord, UnregisteredParameters
+from penstock.engine.checks.unregistered_uses import GradientRecord, RemoteParameterUseCheck
 from penstock.engine.clock import ActionClock, make_clock, measure_clock_skew
 from penstock.engine.handshake import LearnedShapes, StepHandshake
 from penstock.engine.microbatch_costs import ActionSamples, MicrobatchCosts
-from penstock.engine.profiling import ReceiveRanges, SendRanges, action_ranges, message_ranges
+from penstock.engine.profiling import ProfiledReceiveChannel, ProfiledSendChannel, action_ranges, message_ranges
 from penstock.engine.report import (
     BackgroundSave,
     RankSummary,
@@ -91,7 +91,7 @@ class Engine:
         parameters: RankParameters,
         tied: TiedParameters,
         nonfinite_monitor: NonFiniteMonitor | None,
-        unregistered: UnregisteredParameters,
+        unregistered: RemoteParameterUseCheck,
         attributes: AttributeSnapshot | None,
         clock_ids: Sequence[str],
         on_nonfinite: OnNonfinite | None,
@@ -111,7 +111,7 @@ class Engine:
         self.attributes = attributes  # of the model, as they were when it was cut
         self.shared_tensors: SharedTensors  # set once the pipeline is built
         self.unregistered = unregistered
-        self.gradient_factor = GradientFactor(parameters, position.world.world_size)
+        self.gradient_factor = GradientFactorCheck(parameters, position.world.world_size)
         self.nonfinite_monitor, self.on_nonfinite = nonfinite_monitor, on_nonfinite
 
         self.clock_ids = clock_ids  # of every rank
@@ -137,7 +137,7 @@ class Engine:
             return self._run_once(call)
 
         with StepRollback(self.stages.values(), self.device, include_state=self.on_nonfinite is not None) as rollback:
-            result = self._run_watched(call)
+            result = self._run_with_nonfinite_monitor(call)
             if result.nonfinite_origin is None:
                 return result
             return self._handle_nonfinite(result, result.nonfinite_origin, call, rollback)
@@ -187,7 +187,7 @@ class Engine:
         # 7. Run the program.
         channels.begin_step(config.message_specs)
         actions = StepActions(self.stages, self.schedule.stages - 1, batch, config, early)
-        functions = self._with_observers(actions.functions, measurement)
+        functions = self._wrap_with_observers(actions.functions, measurement)
         if self.attention is not None:
             self.attention.begin_step(config.sequence_lengths)
         with attention_context(self.attention):
@@ -203,7 +203,7 @@ class Engine:
         clock.mark_averaged()
 
         # 9. Conclude. Gradients of tied parameters are copied last: no rank can fail any more.
-        result = self._conclude(actions, clock, measurement)
+        result = self._exchange_results(actions, clock, measurement)
         if batch.training and config.has_backward:
             self.tied.broadcast_gradients()
         channels.end_step()
@@ -243,7 +243,7 @@ class Engine:
             stage.wait_parameters()
             self.activity.begin_action(action)
             clock.mark_start()
-            messages = self._with_observers({Kind.F: forward}, measurement)[Kind.F](action, ())
+            messages = self._wrap_with_observers({Kind.F: forward}, measurement)[Kind.F](action, ())
             clock.mark_stop()
             self.activity.end_action()
         except Exception as error:
@@ -260,8 +260,8 @@ class Engine:
         early: EarlyForward | None = None,
     ) -> None:
         """Run the lines of a program: for each, post its receives, wait for its inputs, run its action, send what it made."""
-        incoming: Mapping[int, ReceiveChannel | ReceiveRanges] = channels.incoming
-        outgoing: Mapping[int, SendChannel | SendRanges] = channels.outgoing
+        incoming: Mapping[int, ReceiveChannel | ProfiledReceiveChannel] = channels.incoming
+        outgoing: Mapping[int, SendChannel | ProfiledSendChannel] = channels.outgoing
         if profiler_is_active():
             incoming, outgoing = message_ranges(channels.incoming, channels.outgoing)
 
@@ -306,13 +306,13 @@ class Engine:
         if not any(self.control.all_gather_value(num_calls, "to compare their attention")):
             raise no_attention_error()
 
-    def _with_observers(self, functions: ActionFunctions, measurement: MemoryMeasurement | None) -> ActionFunctions:
+    def _wrap_with_observers(self, functions: ActionFunctions, measurement: MemoryMeasurement | None) -> ActionFunctions:
         """Return `functions`, wrapped by what watches them: monitor of values, measurement of memory, profiler."""
         for observer in (self.nonfinite_monitor, measurement):
             functions = functions if observer is None else observer.wrap_actions(functions)
         return action_ranges(functions) if profiler_is_active() else functions
 
-    def _conclude(self, actions: StepActions, clock: ActionClock, measurement: MemoryMeasurement | None) -> StepResult:
+    def _exchange_results(self, actions: StepActions, clock: ActionClock, measurement: MemoryMeasurement | None) -> StepResult:
         """Exchange losses, times and flags with all ranks. The host waits for its GPU here; before, only without NCCL."""
         config = actions.config
         ran = [line.action for line in config.program.lines]
@@ -348,7 +348,7 @@ class Engine:
 
     # -- values that are not finite ------------------------------------------------------------------------------------
 
-    def _run_watched(self, call: StepCall) -> StepResult:
+    def _run_with_nonfinite_monitor(self, call: StepCall) -> StepResult:
         """Run the step, with the monitor on if there is one. A scaler expects gradients to overflow: they are not checked."""
         if self.nonfinite_monitor is None:
             return self._run_once(call)
@@ -373,7 +373,7 @@ class Engine:
             return result._replace(report=result.report._replace(skipped=True, nonfinite=origin.text))
 
         self.discard_step_state()
-        result = self._run_watched(call)
+        result = self._run_with_nonfinite_monitor(call)
         second_origin = result.nonfinite_origin
         if second_origin is None:
             self._warn_on_rank0(f"{prefix}, and was transient: run once more, the step is finite. {origin.text}")

@@ -5,7 +5,7 @@ Actions come from the ranges that a runtime leaves:
 * `2F3`, ours, and `PP:2F3`, `PP:(2F3;5B1)OVERLAP_F_B` of torch's runtime of schedules
 * `Forward 3`, `Backward 3` of torch's GPipe, which name no stage: a rank has one
 
-In such a range a rank may first wait for its message, and send at last; both are left out of the action. Ranges that name no
+In this range a rank may first wait for its message, and send at last; both are left out of the action. Ranges that name no
 microbatch (Megatron's `forward_step` and `backward_step`, DeepSpeed's `_exec_forward_pass`) are counted, step by step. Where
 there are no ranges (torch's 1F1B), actions are inferred: a backward is what autograd ran between two messages, its forward are
 the operations with the same sequence numbers. On a GPU an action takes from its first kernel to its last: the kernels that were

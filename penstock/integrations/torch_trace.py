@@ -106,8 +106,8 @@ def _of_pipeline(traces: Sequence[RankTrace], ranks: Sequence[int] | None) -> li
     """The traces of one pipeline, in its order."""
     by_rank: dict[int, RankTrace] = {}
     for trace in traces:
-        if (other := by_rank.setdefault(trace.rank, trace)) is not trace:
-            raise PenstockError(f"{other.path} and {trace.path} are both of rank {trace.rank}: give one trace for each rank")
+        if (earlier := by_rank.setdefault(trace.rank, trace)) is not trace:
+            raise PenstockError(f"{earlier.path} and {trace.path} are both of rank {trace.rank}: give one trace for each rank")
     first_rank = min(by_rank)
     ranks = ranks or [rank for rank in by_rank[first_rank].pipeline if rank in by_rank] or sorted(by_rank)
     if missing_ranks := [rank for rank in ranks if rank not in by_rank]:
@@ -118,7 +118,7 @@ def _of_pipeline(traces: Sequence[RankTrace], ranks: Sequence[int] | None) -> li
 
 
 def _set_stages(traces: Sequence[RankTrace], placement: Sequence[int] | None, stages_per_rank: int) -> None:
-    """Give the actions of ranks whose traces name no stage the stages that such a rank has."""
+    """Set the stages of actions on ranks whose traces name none."""
     if any(trace.names_stages for trace in traces):
         if nameless := [trace for trace in traces if not trace.names_stages]:
             raise PenstockError(f"{nameless[0].path} names no stages, the other traces do: give traces of one job")
@@ -294,7 +294,7 @@ def _checked(timeline: MeasuredTimeline, key: StepKey) -> MeasuredTimeline:
     return timeline
 
 
-# ---- what is told
+# ---- sentences
 
 
 def _notes(record: Record, traces: Sequence[RankTrace], dropped: int, error: float) -> list[str]:

@@ -1,7 +1,7 @@
 """What a trace says of a step beyond its timeline: pauses of the host, blocked collectives, and what runs between steps.
 
 Each cause is an `Improvement` for the verdict: the step replayed without the time that it took. What cannot be shorter on its
-own, collectives in actions and what gaps consist of, is told in a sentence.
+own, collectives in actions and what gaps consist of, is a sentence.
 """
 
 from bisect import bisect_left, bisect_right

@@ -51,39 +51,39 @@ class ContextParallelAttention(AttentionContext):
             mask = mask[:, 0].bool()
 
         if all(tensor.shape[1] % ranks == 0 for tensor in (query, key)):
-            query, key, value = self._heads_for_tokens([query, key, value])
-            mixed = attend(query, key, value, causal, mask, scale, dropout)
-            return self._tokens_for_heads(mixed)
+            query, key, value = self._gather_tokens_scatter_heads([query, key, value])
+            attended = attend(query, key, value, causal, mask, scale, dropout)
+            return self._gather_heads_scatter_tokens(attended)
 
         key, value = self._gather_tokens([key, value])
         visible_length = self.first_position + length if causal else sum(self._lengths)
         mask = None if mask is None else mask[:, :visible_length]
         return attend(query, key[:, :, :visible_length], value[:, :, :visible_length], causal, mask, scale, dropout)
 
-    def _heads_for_tokens(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _gather_tokens_scatter_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Give away all heads but this rank's, and get those of all tokens."""
         head_chunks = zip(*[tensor.chunk(len(self._lengths), 1) for tensor in tensors], strict=True)
-        return self._exchange_tokens([list(heads) for heads in head_chunks])
+        return self._gather_tokens_by_rank([list(heads) for heads in head_chunks])
 
-    def _tokens_for_heads(self, mixed: Tensor) -> Tensor:
+    def _gather_heads_scatter_tokens(self, attended: Tensor) -> Tensor:
         """Give away all tokens but this rank's, and get all heads of those."""
-        parts = mixed.split(list(self._lengths), 2)
+        parts = attended.split(list(self._lengths), 2)
         shape = parts[self._index].shape
-        return torch.cat([heads for [heads] in self._exchange([[part] for part in parts], [[shape]] * len(parts))], 1)
+        return torch.cat([heads for [heads] in self._all_to_all_tensors([[part] for part in parts], [[shape]] * len(parts))], 1)
 
     def _gather_tokens(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return each tensor with the tokens of all ranks, which are in dimension 2."""
-        return self._exchange_tokens([tensors] * len(self._lengths))
+        return self._gather_tokens_by_rank([tensors] * len(self._lengths))
 
-    def _exchange_tokens(self, tensors_by_rank: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    def _gather_tokens_by_rank(self, tensors_by_rank: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Send to each rank its list of tensors of this rank's tokens; return them with the tokens of all ranks."""
         shapes = [
             [(*tensor.shape[:2], length, *tensor.shape[3:]) for tensor in tensors_by_rank[self._index]]
             for length in self._lengths
         ]
-        return [torch.cat(parts, 2) for parts in zip(*self._exchange(tensors_by_rank, shapes), strict=True)]
+        return [torch.cat(parts, 2) for parts in zip(*self._all_to_all_tensors(tensors_by_rank, shapes), strict=True)]
 
-    def _exchange(
+    def _all_to_all_tensors(
         self, tensors_by_rank: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
     ) -> list[Sequence[Tensor]]:
         """Send to each rank its list of tensors; return the lists that the ranks have sent, of these shapes."""

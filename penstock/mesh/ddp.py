@@ -8,7 +8,7 @@ step. Instead this steers its reducer, by the hooks of `Replication`:
     before_last_backward  the reducer expects one gradient for each trainable parameter; `_LastBackward` notes which arrive
       last B or W         a bucket is complete -> `_average_bucket` begins an all-reduce of it, and the rank goes on
     after_last_backward   add zeros for parameters without a gradient, so that every bucket is completed;
-                          begin to ask all replicas which parameters had one (`GradientPresence`)
+                          begin to ask all replicas which parameters had one (`GradientPresenceReduce`)
     finish_step           wait for the all-reduces; what no replica had a gradient of gets `grad = None` again
 """
 
@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import torch_private
-from penstock.mesh.gradient_presence import GradientPresence
+from penstock.mesh.gradient_presence import GradientPresenceReduce
 from penstock.stage.replication import Replication
 from penstock.torch_private import run_backward
 
@@ -130,7 +130,7 @@ class _LastBackward:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         self.all_reduces: list[Any] = []  # works to wait for
-        self._presence: GradientPresence | None = None
+        self._presence: GradientPresenceReduce | None = None
 
         self._reached_ids: set[int] = set()  # of the parameters
         add = self._reached_ids.add  # the hooks must not hold `self`, or it would outlive its step
@@ -146,7 +146,7 @@ class _LastBackward:
         has_gradient = [parameter.grad is not None for parameter in self.parameters]
         _add_zero_gradients([parameter for parameter in self.parameters if id(parameter) not in self._reached_ids])
         if group is not None and self.parameters:
-            self._presence = GradientPresence(has_gradient, group, self.parameters[0].device)
+            self._presence = GradientPresenceReduce(has_gradient, group, self.parameters[0].device)
 
     def finish(self) -> None:
         """Wait for the all-reduces; remove the gradients that no replica has."""

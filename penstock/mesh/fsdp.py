@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock import torch_private
-from penstock.mesh.gradient_presence import GradientPresence
+from penstock.mesh.gradient_presence import GradientPresenceReduce
 from penstock.stage.replication import NoReplication, Replication
 
 _averaging_pool = ThreadPoolExecutor(1, "penstock-average")  # on the CPU these collectives block the caller
@@ -86,7 +86,7 @@ class FSDPReplication(Replication):
         parameters = [parameter for module in self._modules for parameter in torch_private.fsdp_parameters(module)]
         has_gradient = [torch_private.has_unreduced_grad(parameter) for parameter in parameters]
 
-        on_any_replica = GradientPresence(has_gradient, group, self._device).on_any_replica()
+        on_any_replica = GradientPresenceReduce(has_gradient, group, self._device).on_any_replica()
         for parameter, on_this, on_any in zip(parameters, has_gradient, on_any_replica, strict=True):
             if on_any and not on_this:
                 torch_private.set_zero_grad(parameter)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from penstock.torch_private import group_device_types
 
 
-class GradientPresence:
+class GradientPresenceReduce:
     """An asynchronous all-reduce over `group`: for each parameter, whether this replica has a gradient."""
 
     def __init__(self, has_gradient: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> None:

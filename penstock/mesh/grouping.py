@@ -29,11 +29,11 @@ def group_rows(
 
     Raises MismatchError for fewer rows than microbatches, a length below 1, and a limit that cannot be kept.
     """
-    _check(lengths, microbatches, limit)
+    _check_lengths_and_limit(lengths, microbatches, limit)
     order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
     ordered = [lengths[row] for row in order]
     costs = _costs_of_runs(ordered, cost, limit)
-    ends = _best_ends(costs, microbatches)
+    ends = _best_group_ends(costs, microbatches)
     if ends is None:
         raise MismatchError(
             f"{len(lengths)} rows do not fit into {microbatches} microbatches of at most {limit:g} padded tokens: "
@@ -45,7 +45,7 @@ def group_rows(
     return [sorted(order[start:end]) for start, end in (*runs[::2], *reversed(runs[1::2]))]
 
 
-def _check(lengths: Sequence[int], microbatches: int, limit: float | None) -> None:
+def _check_lengths_and_limit(lengths: Sequence[int], microbatches: int, limit: float | None) -> None:
     if not 1 <= microbatches <= len(lengths):
         raise MismatchError(f"{len(lengths)} rows cannot be shared out over {microbatches} microbatches: each needs one")
     if min(lengths) < 1:
@@ -76,7 +76,7 @@ def _costs_of_runs(lengths: Sequence[int], cost: Cost | None, limit: float | Non
     return costs
 
 
-def _best_ends(costs: Tensor, groups: int) -> list[int] | None:
+def _best_group_ends(costs: Tensor, groups: int) -> list[int] | None:
     """The end of each of the `groups` runs for which (sum + largest) of the costs is least; None if there is no way."""
     candidates = costs[torch.isfinite(costs)].unique()
     last_row_alone = costs[-2, -1]

@@ -5,8 +5,8 @@
 `unit_times`    the seconds of each unit's forward and backward, measured
 `rows`          which dimension of a tensor has its rows
 `model_graph`   what a model does, as two graphs of its units: of training and of evaluation
-`trace`         such graphs, traced by torch.fx without data
-`export`        such graphs, exported on an example by torch.export
+`trace`         graphs traced by torch.fx, without data
+`export`        graphs exported by torch.export, on an example
 `opaque_units`  units as single operations while a forward is exported
 `graph_inputs`  what a cut model's forward takes, and whether a batch fits the example
 `graph_stage`   a stage of a graph, and which values go from which stage to which

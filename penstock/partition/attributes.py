@@ -47,7 +47,7 @@ def attributes_restored(model: nn.Module) -> Iterator[set[Attribute]]:
         for (module_id, name), (module, value, elements) in snapshots.items():
             if not _have_same_elements(_elements(value), elements):
                 changed_attributes.add((module_id, name))
-                _refill(value, elements)
+                _replace_elements(value, elements)
             if (current := vars(module).get(name, _MISSING)) is not value:
                 vars(module)[name] = value
                 # torch.export puts copies of containers there.
@@ -66,7 +66,7 @@ def _have_same_elements(elements: list[Any], expected: list[Any]) -> bool:
     return len(elements) == len(expected) and all(a is b for a, b in zip(elements, expected, strict=True))
 
 
-def _refill(container: Any, elements: list[Any]) -> None:
+def _replace_elements(container: Any, elements: list[Any]) -> None:
     container.clear()
     if isinstance(container, dict):
         container.update(zip(elements[::2], elements[1::2], strict=True))

@@ -25,7 +25,7 @@ from penstock.errors import MismatchError
 from penstock.partition.graph_inputs import GraphInputs, InputParameter, InputTensorSpec, given_arguments_by_name
 from penstock.partition.materialise import META
 from penstock.partition.model_graph import DEVICE_ATTRIBUTE, NO_GRAD, ModelGraph, first_line, train_then_eval
-from penstock.partition.opaque_units import UNIT_OPERATION, UnitCall, opaque_units
+from penstock.partition.opaque_units import UNIT_OPERATION, RecordedUnitCall, units_as_custom_ops
 from penstock.partition.rows import rows_dim_of, unwrap_tree
 from penstock.partition.unit_times import tensors_replaced
 from penstock.torch_private import (
@@ -53,11 +53,11 @@ def export_graph(
     example = given_arguments_by_name(signature, args, kwargs)
     rows_dims = tree_map(lambda leaf: rows_dim_of(leaf, rows_dim), example)
     device = _device_to_export_on(model)
-    values = _with_several_rows(unwrap_tree(example), rows_dims)
+    values = _double_single_row(unwrap_tree(example), rows_dims)
     values = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, values)
 
     # Two programs, of training and of evaluation, and their graphs.
-    with _moved_without_memory(model, device) if device in (CPU, META) else nullcontext():
+    with _model_on_device_without_memory(model, device) if device in (CPU, META) else nullcontext():
         exports = [_export_program(model, units, values) for _ in train_then_eval(model)]
     extras: dict[str, Any] = {}
     graphs = [_Unflattener(program, calls, device, extras).make_graph() for program, calls in exports]
@@ -83,7 +83,7 @@ def _device_to_export_on(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def _moved_without_memory(model: nn.Module, device: torch.device) -> Iterator[None]:
+def _model_on_device_without_memory(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Replace tensors on other devices by ones on `device`, whose memory is never touched and so takes none."""
     if all(slot.tensor.device == device for slot in tensor_slots(model)):
         yield
@@ -91,19 +91,19 @@ def _moved_without_memory(model: nn.Module, device: torch.device) -> Iterator[No
     deterministic: Any = torch.utils.deterministic
     fills, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
     try:
-        with tensors_replaced(model, partial(_uninitialised_on, device)):
+        with tensors_replaced(model, partial(_empty_like_on_device, device)):
             yield
     finally:
         deterministic.fill_uninitialized_memory = fills
 
 
-def _uninitialised_on(device: torch.device, tensor: Tensor) -> Tensor:
+def _empty_like_on_device(device: torch.device, tensor: Tensor) -> Tensor:
     if tensor.device == device:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _with_several_rows(values: dict[str, Any], rows_dims: dict[str, Any]) -> dict[str, Any]:
+def _double_single_row(values: dict[str, Any], rows_dims: dict[str, Any]) -> dict[str, Any]:
     """Return the example, with two rows if it has one: `torch.export` takes a size of 1 to be always 1."""
     pairs = zip(tree_leaves(values), tree_leaves(rows_dims), strict=True)
     if {leaf.shape[dim] for leaf, dim in pairs if dim is not None and dim < leaf.dim()} != {1}:
@@ -118,7 +118,7 @@ def _with_doubled_rows(leaf: Any, rows_dim: int | None) -> Any:
 # -- the export --------------------------------------------------------------------------------------------------------
 
 
-class _ByName(nn.Module):
+class _KeywordModel(nn.Module):
     """A model that takes its arguments as a dict: **keywords are then arguments like all others."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -131,12 +131,12 @@ class _ByName(nn.Module):
 
 def _export_program(
     model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any]
-) -> tuple[ExportedProgram, list[UnitCall]]:
+) -> tuple[ExportedProgram, list[RecordedUnitCall]]:
     """Return the model as a program in which units are operations, and the calls that these stand for."""
     dynamic_shapes = tree_map(_open_sizes, values)
-    with torch.enable_grad(), opaque_units(units) as calls, _without_logs():
+    with torch.enable_grad(), units_as_custom_ops(units) as calls, _without_logs():
         try:
-            return torch.export.export(_ByName(model), (values,), dynamic_shapes=(dynamic_shapes,), strict=False), calls
+            return torch.export.export(_KeywordModel(model), (values,), dynamic_shapes=(dynamic_shapes,), strict=False), calls
         except Exception as error:
             reason, advice = first_line(error), "change what it says"
             if "data-dependent" in reason:  # torch's words for a decision by values
@@ -202,7 +202,7 @@ class _Unflattener:
     """
 
     def __init__(
-        self, program: ExportedProgram, calls: Sequence[UnitCall], device: torch.device, extras: dict[str, Any]
+        self, program: ExportedProgram, calls: Sequence[RecordedUnitCall], device: torch.device, extras: dict[str, Any]
     ) -> None:
         self.program, self.calls, self.device, self.extras = program, calls, device, extras
         self.graph = fx.Graph()
@@ -225,15 +225,15 @@ class _Unflattener:
             return self.graph.placeholder(node.name)
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             return self.graph.get_attr(spec.target.removeprefix("model."))
-        return self._read_extra(self.program.constants[spec.target])
+        return self._add_constant_attribute(self.program.constants[spec.target])
 
     def _copy_body(self, module: fx.GraphModule, with_grad: bool) -> list[Any]:
         """Copy the nodes between placeholders and output; return the output's leaves. `with_grad`: inside autograd's graph."""
         for node in module.graph.nodes:
             if node.op == "output":
-                return [self._copy_of(leaf) for leaf in node.args[0]]
+                return [self._copied_argument(leaf) for leaf in node.args[0]]
             if node.op == "get_attr":
-                self.copies[node] = self._read_extra(getattr(module, str(node.target)))
+                self.copies[node] = self._add_constant_attribute(getattr(module, str(node.target)))
             elif node.op != "placeholder":
                 self.copies[node] = copied = self._copy_call(module, node, with_grad)
                 if isinstance(copied, fx.Node) and not with_grad:
@@ -254,19 +254,19 @@ class _Unflattener:
             enabled, inner_graph, *inner_arguments = arguments
             inner = getattr(module, str(inner_graph.target))
             inner_inputs = inner.graph.find_nodes(op="placeholder")
-            self.copies |= zip(inner_inputs, map(self._copy_of, inner_arguments), strict=True)
+            self.copies |= zip(inner_inputs, map(self._copied_argument, inner_arguments), strict=True)
             return self._copy_body(inner, with_grad and enabled)
 
         # Anything else.
         if any(inner_node.target is UNIT_OPERATION for inner_node in _inner_nodes(module, node)):
             raise MismatchError(f"the forward has layers inside {node.target}: give a list with one module for each stage")
-        args, kwargs = tree_map(self._copy_of, (node.args, dict(node.kwargs)))
+        args, kwargs = tree_map(self._copied_argument, (node.args, dict(node.kwargs)))
         return self.graph.create_node(node.op, node.target, args, kwargs, node.name)
 
     def _call_unit(self, number: int, tensors: Sequence[fx.Node], sizes: Sequence[Any], with_grad: bool) -> list[Any]:
         """Add the call of a unit; return the nodes of its output's tensors."""
         call = self.calls[number]
-        args, kwargs = call.arguments(list(map(self._copy_of, tensors)), list(map(self._copy_of, sizes)))
+        args, kwargs = call.arguments(list(map(self._copied_argument, tensors)), list(map(self._copied_argument, sizes)))
         output = self.graph.call_module(call.name, args, kwargs)
         output.meta |= {} if with_grad else {NO_GRAD: True}
         if call.output_structure.is_leaf():
@@ -275,12 +275,12 @@ class _Unflattener:
         tensor_indices = [index for index, leaf in enumerate(call.output_leaves) if isinstance(leaf, Tensor)]
         return [self.graph.call_function(operator.getitem, (leaves, index)) for index in tensor_indices]
 
-    def _copy_of(self, argument: Any) -> Any:
+    def _copied_argument(self, argument: Any) -> Any:
         if isinstance(argument, torch.device) and argument.type == self.device.type:
             return self.graph.get_attr(DEVICE_ATTRIBUTE)
         return self.copies[argument] if isinstance(argument, fx.Node) else argument
 
-    def _read_extra(self, value: Any) -> fx.Node:
+    def _add_constant_attribute(self, value: Any) -> fx.Node:
         name = next((name for name, extra in self.extras.items() if extra is value), f"_penstock_{len(self.extras)}")
         self.extras[name] = value
         return self.graph.get_attr(name)

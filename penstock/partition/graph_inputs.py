@@ -88,12 +88,14 @@ def _matching_leaves(parameter: InputParameter, value: Any, cast: torch.dtype | 
             spec = spec._replace(dtype=cast)
         if not _matches(leaf, spec):
             actual = str(InputTensorSpec(leaf.dtype, tuple(leaf.shape))) if isinstance(leaf, Tensor) else repr(leaf)
-            hint = "give an example like this batch" + ", with a size of 1 where this has one" * _has_other_size_1(leaf, spec)
+            hint = "give an example like this batch" + ", with a size of 1 where this has one" * _has_unexpected_size_1(
+                leaf, spec
+            )
             raise MismatchError(f"the model was cut for {parameter.name} = {spec}, not {actual}: {hint}")
     return leaves
 
 
-def _has_other_size_1(leaf: Any, spec: Any) -> bool:
+def _has_unexpected_size_1(leaf: Any, spec: Any) -> bool:
     """Return whether the leaf has a size of 1, other than its rows, where the example had another."""
     if not isinstance(leaf, Tensor) or not isinstance(spec, InputTensorSpec):
         return False

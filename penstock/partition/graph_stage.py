@@ -46,7 +46,7 @@ class GraphStage(nn.Module):
         for op in ("call_module", "get_attr"):  # units first: they bring their parameters
             for name in dict.fromkeys(str(node.target) for node in nodes if node.op == op):
                 if name != DEVICE_ATTRIBUTE:
-                    add_model_part(self, model_graph, name)
+                    add_module_or_tensor(self, model_graph, name)
         self.penstock = GraphInterpreter(self, model_graph, stage_graphs)
 
     def forward(self, *messages: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ def cut_graph(model_graph: ModelGraph, starts: Sequence[str]) -> list[GraphStage
         destinations = tuple(destination for source, destination in counts if source == stage)
         graphs = {training: cut.stage_graph(stage) for training, cut in cuts.items()}
         stages.append(GraphStage(model_graph, StageGraphs(graphs, sources, destinations)))
-    _add_unused_parts(stages, model_graph)
+    _add_unused_tensors(stages, model_graph)
     return stages
 
 
@@ -209,7 +209,7 @@ def _one_or_all(values: list[Any]) -> Any:
 # -- parts of the model in stages --------------------------------------------------------------------------------------
 
 
-def add_model_part(stage: nn.Module, model_graph: ModelGraph, name: str) -> None:
+def add_module_or_tensor(stage: nn.Module, model_graph: ModelGraph, name: str) -> None:
     """Add the model's module, parameter or buffer `name`, or an extra, to `stage` under the same name."""
     if name in model_graph.extras:
         _set_buffer_or_attribute(stage, name, model_graph.extras[name], is_saved=False)
@@ -234,13 +234,13 @@ def _set_buffer_or_attribute(module: nn.Module, name: str, value: Any, is_saved:
         setattr(module, name, value)
 
 
-def _add_unused_parts(stages: Sequence[GraphStage], model_graph: ModelGraph) -> None:
+def _add_unused_tensors(stages: Sequence[GraphStage], model_graph: ModelGraph) -> None:
     """Add tensors that no stage uses: another name of a tensor to the stage that has it, others to the last stage."""
     stage_with = {id(tensor): stage for stage in stages for _, tensor in _named_tensors(stage)}
     used_names = {name for stage in stages for name, _ in _named_tensors(stage)}
     for name, tensor in _named_tensors(model_graph.model):
         if name not in used_names:
-            add_model_part(stage_with.get(id(tensor), stages[-1]), model_graph, name)
+            add_module_or_tensor(stage_with.get(id(tensor), stages[-1]), model_graph, name)
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -1,6 +1,6 @@
 """What a model does, as a graph whose nodes call units and what is between them: once for training, once for evaluation.
 
-`trace.py` and `export.py` are the two ways to such a graph, `graph_stage.py` cuts it.
+`trace.py` and `export.py` are the two ways to a graph, `graph_stage.py` cuts it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

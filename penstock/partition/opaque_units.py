@@ -14,7 +14,7 @@ _LEAF = tree_flatten(None)[1]
 
 
 @dataclass
-class UnitCall:
+class RecordedUnitCall:
     """One call of a unit during the export: its arguments, and once it has run its output."""
 
     name: str
@@ -43,7 +43,7 @@ def _kind(leaf: Any) -> Any:
     return Tensor if isinstance(leaf, Tensor) else torch.SymInt if isinstance(leaf, torch.SymInt) else None
 
 
-_exports: list[list[UnitCall]] = []  # the calls of the export that is running, last
+_exports: list[list[RecordedUnitCall]] = []  # the calls of the export that is running, last
 
 
 @torch.library.custom_op("penstock::unit", mutates_args=())
@@ -61,12 +61,12 @@ def _(call: int, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
 
 
 @contextmanager
-def opaque_units(units: Mapping[str, nn.Module]) -> Iterator[list[UnitCall]]:
+def units_as_custom_ops(units: Mapping[str, nn.Module]) -> Iterator[list[RecordedUnitCall]]:
     """Replace the forward of every unit by one operation; yield a list that gets the units' calls."""
-    calls: list[UnitCall] = []
+    calls: list[RecordedUnitCall] = []
     _exports.append(calls)
     for name, unit in units.items():
-        unit.forward = _opaque_forward(name, unit.forward, calls)
+        unit.forward = _custom_op_forward(name, unit.forward, calls)
     try:
         yield calls
     finally:
@@ -75,11 +75,11 @@ def opaque_units(units: Mapping[str, nn.Module]) -> Iterator[list[UnitCall]]:
             del unit.forward
 
 
-def _opaque_forward(name: str, forward: Callable[..., Any], calls: list[UnitCall]) -> Callable[..., Any]:
+def _custom_op_forward(name: str, forward: Callable[..., Any], calls: list[RecordedUnitCall]) -> Callable[..., Any]:
     def opaque_forward(*args: Any, **kwargs: Any) -> Any:
         """Call the unit as one operation."""
         leaves, structure = tree_flatten((args, kwargs))
-        call = UnitCall(name, forward, leaves, structure)
+        call = RecordedUnitCall(name, forward, leaves, structure)
         calls.append(call)
 
         tensors = [leaf for leaf in leaves if _kind(leaf) is Tensor]

@@ -26,7 +26,7 @@ class Rows:
     def __init__(self, tensor: Tensor, dim: int) -> None:
         _check_tensor("Rows", tensor)
         if type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
-            raise MismatchError(f"Rows(tensor, {dim!r}): a tensor of shape {tuple(tensor.shape)} has no such dimension")
+            raise MismatchError(f"Rows(tensor, {dim!r}): a tensor of shape {tuple(tensor.shape)} does not have that dimension")
         self.tensor, self.dim = tensor, dim % tensor.dim()
 
     def __repr__(self) -> str:

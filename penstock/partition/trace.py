@@ -31,11 +31,11 @@ def trace_graph(model: nn.Module, units: Mapping[str, nn.Module]) -> ModelGraph:
 
 
 class _Proxy(fx.Proxy):
-    """A value in the graph. `value += other` changes it in place there too, where torch's own proxy would make another."""
+    """A value in the graph. `value += operand` changes it in place there too, where torch's own proxy would make another."""
 
 
 def _inplace_method(change: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda value, other: value.tracer.create_proxy("call_function", change, (value, other), {})
+    return lambda value, operand: value.tracer.create_proxy("call_function", change, (value, operand), {})
 
 
 for _name in INPLACE_OPERATORS:

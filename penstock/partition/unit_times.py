@@ -118,7 +118,7 @@ def measure_unit_seconds(
 def _unit_seconds(unit: RecordedUnit, device: torch.device | None) -> float:
     """Return the seconds of one run, after one to warm up."""
     device = device or module_device(unit.module, (unit.args, unit.kwargs))
-    on_device = partial(with_memory, device=device)
+    on_device = partial(materialise_meta_tensor, device=device)
     with (
         tensors_replaced(unit.module, partial(on_device, spread=0.02)),
         preserve_generator_state(CPU),
@@ -172,7 +172,7 @@ def _without_graph(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def with_memory(tensor: Tensor, device: torch.device, spread: float = 1.0) -> Tensor:
+def materialise_meta_tensor(tensor: Tensor, device: torch.device, spread: float = 1.0) -> Tensor:
     """Return `tensor` on `device`; a meta tensor becomes one of the same layout, normally distributed, or 0 for integers.
 
     `spread`: the standard deviation.

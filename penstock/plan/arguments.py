@@ -35,7 +35,7 @@ def check_numbers(**numbers: float) -> dict[str, float]:
     return {name: float(number) for name, number in numbers.items()}
 
 
-def integers(name: str, value: int | Sequence[int]) -> list[int]:
+def parse_integers(name: str, value: int | Sequence[int]) -> list[int]:
     """The one, or each of several once."""
     values = list(dict.fromkeys(value)) if isinstance(value, Iterable) else [value]
     if not values or not all(map(is_whole_number, values)):
@@ -63,7 +63,7 @@ def speeds_of_ranks(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
 
 def replica_counts(dp: int | Sequence[int], ranks: int, batch: int) -> list[int]:
     """Numbers of replicas that are tried: of those asked for the ones that divide both."""
-    requested_counts = integers("dp", dp)
+    requested_counts = parse_integers("dp", dp)
     if not (usable_counts := [value for value in requested_counts if value > 0 and ranks % value == 0 and batch % value == 0]):
         max_replicas = math.gcd(ranks, batch)
         raise PenstockError(f"dp={dp}: give replicas that divide {ranks} ranks and {batch} rows, such as {max_replicas}")
@@ -92,7 +92,7 @@ def microbatch_counts(
         fewest = min(max_count, max(1, min(rows, ranks) // 4, math.ceil(rows / max_rows)))
         divisors = [count for count in range(fewest, max_count + 1) if rows % count == 0]
         return divisors or [min(rows, 4 * ranks)]
-    counts = sorted(integers("microbatches", microbatches))
+    counts = sorted(parse_integers("microbatches", microbatches))
     if wrong := [count for count in counts if not 1 <= count <= batch]:
         raise PenstockError(f"a batch of {batch} rows cannot be split into {wrong[0]} microbatches: use 1 to {batch}")
     return [count for count in counts if count <= rows]

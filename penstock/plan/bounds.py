@@ -11,7 +11,7 @@ from penstock.schedule import Timeline
 def min_step_seconds(
     layers: Sequence[LayerCost], ranks: int, microbatches: int, cores: float = math.inf, speeds: Sequence[float] = ()
 ) -> float:
-    """Seconds of a step below which none can be that runs so many microbatches on so many ranks.
+    """Return a lower bound for the seconds of a step of `microbatches` on `ranks`.
 
     There must be time for all work, shared by the ranks' speeds, though the k-th rank to begin waits for k layers before it;
     and for the dearest layer, though a microbatch must come to it first and, unless W are still to do, go all the way back

@@ -20,7 +20,7 @@ from penstock.partition.balance import Balance
 from penstock.partition.model_graph import first_line
 from penstock.partition.rows import unwrap_tree
 from penstock.partition.unit_times import RecordedUnit, tensors_replaced
-from penstock.plan.measuring import TensorsToTensors, costs_in_layer_order, record_layer_inputs
+from penstock.plan.measuring import TensorFunctionModule, costs_in_layer_order, record_layer_inputs
 from penstock.plan.model_profile import LayerCost, ModelProfile
 from penstock.schedule import Kind, Measurement
 from penstock.torch_private import storage_key
@@ -60,11 +60,11 @@ def estimate(
 
 def _estimate_unit(unit: RecordedUnit, speed: float) -> LayerCost:
     with tensors_replaced(unit.module, _to_meta):
-        return _count_unit(unit, speed)
+        return _estimate_layer_cost(unit, speed)
 
 
-def _count_unit(unit: RecordedUnit, speed: float) -> LayerCost:
-    module = TensorsToTensors(unit)
+def _estimate_layer_cost(unit: RecordedUnit, speed: float) -> LayerCost:
+    module = TensorFunctionModule(unit)
     parameters, arguments = list(unit.module.parameters()), list(map(_to_meta, module.argument_tensors()))
     parameter_keys = set(map(storage_key, parameters))
     saved_bytes: dict[int, int] = {}
@@ -99,9 +99,9 @@ def _backward_operations(output: Sequence[Tensor], inputs: Sequence[Tensor]) -> 
 
 
 def estimate_transformers(path: Path, tokens: int, speed: float) -> ModelProfile:
-    """The same of the causal language model that a config.json of transformers describes, for rows of so many tokens.
+    """Estimate the causal language model that a config.json of transformers describes, for rows of `tokens` tokens.
 
-    In bfloat16. Raises PenstockError where there is no such file, or no transformers.
+    In bfloat16. Raises PenstockError without that file, or without transformers.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -130,7 +130,7 @@ COSTS_FILE = "costs.json"  # its name in the folder of a run
 
 
 def profile_of_run(measured: Measurement, balance: Balance, parameters: Sequence[float], rows: int) -> ModelProfile:
-    """What the layers of `balance`, with so many bytes of `parameters` each, took in steps with microbatches of so many rows.
+    """Return what the layers of `balance` took in steps with microbatches of `rows` rows. `parameters`: bytes of each layer's.
 
     The engine's time for an action is in its layers'; what messages took is not: that is `measured.send`.
     """

@@ -20,7 +20,13 @@ from penstock.partition.attributes import attributes_restored
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.materialise import has_meta_tensors
 from penstock.partition.model_graph import first_line
-from penstock.partition.unit_times import RecordedUnit, module_device, record_unit_inputs, tensors_replaced, with_memory
+from penstock.partition.unit_times import (
+    RecordedUnit,
+    materialise_meta_tensor,
+    module_device,
+    record_unit_inputs,
+    tensors_replaced,
+)
 from penstock.plan.model_profile import LayerCost, ModelProfile, ProfileSample
 from penstock.randomness import preserve_generator_state
 from penstock.schedule import Action, ActivationSize, Kind
@@ -32,7 +38,7 @@ from penstock.torch_private import gradient_hooks, pretend_exporting, tree_flatt
 MIN_ROUNDS, MIN_SECONDS = 3, 2.0  # a layer is measured at least so often, and all of them on until so long
 MAX_ROUNDS = 50  # rounds whose median more would not change
 CACHE_EVICTION_FLOATS = 1 << 20  # floats that are touched before each run, as the work of other layers does in a step
-SMALL_SAMPLE_DIVISOR = 4  # the second sample has one row for so many of the first
+SMALL_SAMPLE_DIVISOR = 4  # rows of the first sample for each row of the second
 MIDDLE_STAGE = 1  # the number of a stage that gets messages and gives some
 
 T = TypeVar("T")
@@ -78,19 +84,19 @@ def measure(
     return ModelProfile(tuple(samples))
 
 
-class _WithLoss(nn.Module):
+class _ModelWithLoss(nn.Module):
     """A model, and its loss as one more layer."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
         super().__init__()
-        self.model, self.loss = model, _Loss(loss_fn)
+        self.model, self.loss = model, _LossLayer(loss_fn)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Any:
         """The loss, or the output if there is none."""
         return self.loss(self.model(*args, **kwargs), target)
 
 
-class _Loss(nn.Module):
+class _LossLayer(nn.Module):
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
         super().__init__()
         self.loss_fn = loss_fn
@@ -102,12 +108,12 @@ class _Loss(nn.Module):
 def record_layer_inputs(
     cuttable: CuttableModel, example: tuple[Any, ...], loss_fn: Callable[[Any, Any], Tensor] | None, rows: int
 ) -> list[RecordedUnit]:
-    """Every layer, the loss last, with what it is called with on an example of so many `rows`."""
+    """Return every layer, the loss last, with its arguments on an example of `rows` rows."""
     if not cuttable.unit_order:
         raise MismatchError(
             f"{type(cuttable.model).__name__} has no layers to plan with: give an nn.Sequential or a model of several"
         )
-    model = _WithLoss(cuttable.model, loss_fn)
+    model = _ModelWithLoss(cuttable.model, loss_fn)
     model.training = cuttable.model.training
     name_of_module = {
         cuttable.model.get_submodule(name): name for name in reversed(cuttable.unit_order)
@@ -179,7 +185,7 @@ def _border_bytes(cuttable: CuttableModel, example: tuple[Any, ...]) -> dict[int
     return carried
 
 
-class TensorsToTensors(nn.Module):
+class TensorFunctionModule(nn.Module):
     """A unit as a module that takes the tensors of its arguments, and gives the tensors of its output that have a gradient."""
 
     def __init__(self, unit: RecordedUnit) -> None:
@@ -202,7 +208,7 @@ class TensorsToTensors(nn.Module):
 def _run_as_stage(unit: RecordedUnit, device: torch.device | None, measurement: Callable[[Stage, list[Tensor]], T]) -> T:
     """What `measurement` finds of the unit as a stage, with stand-ins for its parameters and its inputs."""
     where = device or module_device(unit.module, (unit.args, unit.kwargs))
-    make = partial(with_memory, device=where)
+    make = partial(materialise_meta_tensor, device=where)
     hooks = [gradient_hooks(parameter) for parameter in unit.module.parameters()]  # run in W, and take their time
     with (
         tensors_replaced(unit.module, partial(make, spread=0.02)),
@@ -214,7 +220,7 @@ def _run_as_stage(unit: RecordedUnit, device: torch.device | None, measurement: 
             (parameter, hook) for parameter, some in zip(unit.module.parameters(), hooks, strict=True) for hook in some
         ]:
             parameter.register_hook(hook)
-        module = TensorsToTensors(unit)
+        module = TensorFunctionModule(unit)
         inputs = trees.map_tensors(make, module.argument_tensors())
         stage = Stage(MIDDLE_STAGE, module, where, connections=StageConnections((MIDDLE_STAGE - 1,), ()))
         stage.begin_step()  # as before any step: it learns which parameters there are
@@ -252,7 +258,7 @@ def _measure_seconds(stage: Stage, inputs: list[Tensor]) -> ActionSeconds:
 
 
 def _measure_bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, float, float, float]:
-    """Of the activation, of what W keeps, of parameters, of the output; and what it keeps of that: the next layer counts it."""
+    """Return bytes of the activation, of what W keeps, of parameters, of the output, and of the output's part in the first."""
     measured = MemoryMeasurement({MIDDLE_STAGE: stage})
     acts = measured.wrap_actions(
         {

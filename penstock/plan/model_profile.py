@@ -1,4 +1,4 @@
-"""What each layer of a model costs for a microbatch of so many rows: seconds and bytes, measured or given.
+"""What each layer of a model costs for a microbatch of a given number of rows: seconds and bytes, measured or given.
 
 {"format": "penstock layers 1",
  "samples": [{"rows": 8, "layers": [{"name": "embed", "forward": 0.001, "backward_input": 0, "backward_weight": 0.001,

@@ -20,7 +20,7 @@ class Overheads(NamedTuple):
     """Seconds; bytes a second."""
 
     empty_layer: LayerCost  # what `measure` finds of a layer that does next to nothing
-    action: float  # of a stage of such a layer
+    action: float  # of a stage that does next to nothing
     send: float
     bandwidth: float
 
@@ -67,7 +67,7 @@ def measure_overheads() -> Overheads:
 
 
 def _measure_empty_pipeline(floats: int) -> Measurement:
-    """What a pipeline takes whose layers do next to nothing, with so many floats in a message."""
+    """Return the seconds of a pipeline whose layers do next to nothing. `floats`: in each message."""
     topology = comms.current_topology()
     layers = nn.Sequential(*(ScalarMultiply() for _ in range(topology.world_size)))
     pipe = Pipeline(layers.to(topology.device), nn.functional.mse_loss, "1f1b", PROBE_MICROBATCHES)

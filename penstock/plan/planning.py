@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
 
     @property
     def penalized_seconds(self) -> float:
-        """Seconds of a step, more where memory does not fit: such a candidate may be improved until it fits."""
+        """Seconds of a step, more where memory does not fit: the search may still improve that candidate until it fits."""
         return self.best.seconds * (1 + 4 * self.best.excess_bytes / sum(self.search.limits.memory_bytes))
 
     @property
@@ -77,7 +77,7 @@ class ReplicaTask(NamedTuple):
         return len(self.limits.memory_bytes)
 
     def layer_chain(self, microbatches: int) -> LayerChain:
-        """Return the layers' costs for so many microbatches: seconds of the mean one, bytes of the one with the most rows."""
+        """Return the layers' costs for `microbatches`: seconds of the mean one, bytes of the one with the most rows."""
         mean_rows, most_rows = self.rows / microbatches, -(-self.rows // microbatches)
         byte_fields = ("activation", "keep", "output", "ends")
         return LayerChain(
@@ -123,7 +123,7 @@ def plan(
     `cores`: how many ranks can compute at once, where they share a machine that has fewer.
     `speeds`: of each rank of a pipeline, if they differ: 0.5 for one that takes twice as long as the layers say.
     `fewer`: whether fewer ranks may be used than there are.
-    `progress`: told which table is searched for, the share of that which is done, and the seconds of its step so far. If it
+    `progress`: called with the schedule, the share of the search that is done, and the best seconds so far. If it
     returns something true, the search ends with what it has, as on Ctrl-C.
 
     Raises PenstockError if nothing fits: which rank misses how many bytes, and what would fit.
@@ -154,7 +154,7 @@ def plan(
     closest = candidates[0]
     if closest.best.excess_bytes:
         [task] = [task for task in tasks if task.limits.dp == closest.search.limits.dp]
-        raise PenstockError(nothing_fits_message(closest.search, closest.best, _changes_that_fit(task)))
+        raise PenstockError(nothing_fits_message(closest.search, closest.best, _settings_that_would_fit(task)))
 
     if schedules is None:
         with suppress(KeyboardInterrupt):
@@ -260,7 +260,7 @@ def _balanced_starts(chain: LayerChain, num_ranks: int, limits: Limits, num_stag
     return tuple(balanced_starts(costs, num_stages))
 
 
-def _changes_that_fit(task: ReplicaTask) -> Iterator[str]:
+def _settings_that_would_fit(task: ReplicaTask) -> Iterator[str]:
     """Yield what would fit, each change alone: the next number of microbatches above those tried, the next number of ranks."""
     names, random, num_ranks = ("1f1b", "zb-h1", "v-min"), Random(0), task.num_ranks
 

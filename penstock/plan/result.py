@@ -23,7 +23,7 @@ FORMAT = "penstock plan 1"
 class Plan:
     """A cut, a table and what to recompute: `Pipeline(model, loss_fn, plan=plan)` runs it. Seconds and bytes.
 
-    Of a step: `seconds` it takes, `bound` it cannot be below with any cut, table and recomputation for so many ranks and
+    Of a step: `seconds` it takes, `bound` it cannot be below with any cut, table and recomputation for these ranks and
     microbatches, and `why` it is above that. `peak_memory` is of every rank, with parameters, gradients and optimizer state.
     """
 
@@ -89,7 +89,7 @@ class Plan:
 
 
 def robustness(plan: Plan, share: float = 0.1, draws: int = 200, seed: int = 0) -> tuple[float, float]:
-    """Seconds of a step where every action takes up to `share` more or less: the median of so many draws, and the worst."""
+    """Seconds of a step where every action takes up to `share` more or less: the median of `draws`, and the worst."""
     table, random, stages = ScheduleTimer(plan.schedule), Random(seed), plan.schedule.stages
     costs = [cost for kind in KINDS for cost in plan.costs.action_costs(stages)[kind]]
     crosses_ranks = [rank_a != rank_b for rank_a, rank_b in pairwise(plan.schedule.placement)]

@@ -31,7 +31,9 @@ class ScheduleTimer:
         self.placement, self.microbatches = schedule.placement, schedule.microbatches
         self.stages_of_rank = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
         self.operations = _operations_in_order(self.schedule)
-        self.peak_counts = [_peak_counts(row, home) for row, home in zip(schedule.actions, self.stages_of_rank, strict=True)]
+        self.peak_counts = [
+            _peak_activation_counts(row, stages) for row, stages in zip(schedule.actions, self.stages_of_rank, strict=True)
+        ]
         self._work = [(sorted(Counter(map(self._cost_index, row)).items()), row[-1]) for row in schedule.actions]
 
     def _cost_index(self, action: Action) -> int:
@@ -103,13 +105,13 @@ def _operations_in_order(schedule: Schedule) -> list[tuple[int, int, int, int]]:
         lines.append((KINDS.index(kind) * stages + stage, last_operation[event.rank], needed, border))
         number[event.action] = last_operation[event.rank] = len(lines)
         if kind is Kind.I:
-            number[Action(Kind.B, stage, microbatch)] = len(lines)  # who waits for B waits for I as well
+            number[Action(Kind.B, stage, microbatch)] = len(lines)  # an action that waits for B waits for I as well
     return lines
 
 
-def _peak_counts(row: Sequence[Action], home: Sequence[int]) -> list[tuple[int, ...]]:
-    place = {stage: 2 * index for index, stage in enumerate(home)}
-    in_flight = [0] * (2 * len(home))
+def _peak_activation_counts(row: Sequence[Action], stages: Sequence[int]) -> list[tuple[int, ...]]:
+    place = {stage: 2 * index for index, stage in enumerate(stages)}
+    in_flight = [0] * (2 * len(stages))
     count_tuples = set()
     for (kind, stage, *_), following in zip(row, [*row[1:], None], strict=True):
         at = place[stage]

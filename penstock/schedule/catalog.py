@@ -44,7 +44,7 @@ class Family:
 
     @property
     def options(self) -> list[str]:
-        """What `build` can be told besides P and M."""
+        """Return the options of `build` besides P and M."""
         parameters = inspect.signature(self.rule).parameters.values()
         return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
@@ -86,12 +86,12 @@ def names() -> list[str]:
 
 
 def family_options(name: str) -> list[str]:
-    """What `build` can be told of a schedule besides P and M. Raises ScheduleError for a name it does not know."""
+    """Return the options of `build` for a schedule besides P and M. Raises ScheduleError for a name it does not know."""
     return list(dict.fromkeys(["stages_per_rank", *_find_family(name).options]))
 
 
 def all_build_options() -> list[str]:
-    """What `build` can be told besides P and M, of any schedule."""
+    """Return the options of `build` for any schedule, besides P and M."""
     return list(dict.fromkeys(option for name in names() for option in family_options(name)))
 
 
@@ -161,8 +161,8 @@ def _check_group_size(build_schedule: Callable[[int], Schedule], microbatches: i
     if reason := _proof_failure(build_schedule(microbatches)):
         by_distance = sorted(range(1, 2 * microbatches + group_size), key=lambda m: (abs(m - microbatches), m))
         nearest = next((m for m in by_distance if not _proof_failure(build_schedule(m))), None)
-        other = f"use microbatches={nearest}, or leave" if nearest else "leave"
-        raise ScheduleError(f"{reason}: with group_size={group_size}, {other} group_size out")
+        advice = f"use microbatches={nearest}, or leave" if nearest else "leave"
+        raise ScheduleError(f"{reason}: with group_size={group_size}, {advice} group_size out")
 
 
 def _proof_failure(schedule: Schedule) -> str:

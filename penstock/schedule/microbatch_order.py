@@ -41,8 +41,8 @@ def plan_order(
     """
     timer = OrderTimer(costs, table, stage_costs, sizes, limit)
     if len(costs) <= MAX_EXACT_MICROBATCHES:
-        return timer.choose(_all_orders(len(costs)))
-    return _swap_while_faster(timer.choose(_initial_orders(costs)), timer)
+        return timer.fastest_order(_all_orders(len(costs)))
+    return _swap_while_faster(timer.fastest_order(_initial_orders(costs)), timer)
 
 
 def peak_in_flight(sizes: Sequence[float], table: Table) -> list[float]:
@@ -50,7 +50,7 @@ def peak_in_flight(sizes: Sequence[float], table: Table) -> list[float]:
 
     On a rank with V stages, an activation of one of them takes a V-th of its microbatch.
     """
-    cut = _cut_to(table, len(sizes))
+    cut = _first_microbatches(table, len(sizes))
     unused = [0.0] * (table.microbatches - len(sizes))
     timeline = simulate(cut, Costs(microbatch_factors=[*sizes, *unused]))
     return [peak / max(1, len(cut.stages_of(rank))) for rank, peak in enumerate(timeline.peak_memory)]
@@ -69,31 +69,31 @@ class OrderTimer:
         self._action_costs = stage_costs.action_costs(table.num_stages)
         self._longest = sum(costs) * sum(map(sum, self._action_costs.values()))  # no step takes longer
 
-    def times(self, orders: "np.ndarray") -> "np.ndarray":
+    def step_times(self, orders: "np.ndarray") -> "np.ndarray":
         """Return what a step takes in each of `orders`, (microbatches, orders); more than any where the limit is not kept."""
         import numpy as np
 
         factors, ends = self._costs[orders], list["np.ndarray"]()
-        taken = {cost: cost * factors for costs in self._action_costs.values() for cost in costs}
+        scaled_costs = {cost: cost * factors for costs in self._action_costs.values() for cost in costs}
         for needs, actions in self._graph.cells:
-            first, *rest = [taken[self._action_costs[kind][stage]][microbatch] for kind, stage, microbatch, _ in actions]
+            first, *rest = [scaled_costs[self._action_costs[kind][stage]][microbatch] for kind, stage, microbatch, _ in actions]
             end = sum(rest, first)
-            ends.append(end + _latest([ends[need] for need in needs]) if needs else end)
-        times = _latest([ends[cell] for cell in self._graph.last_cells])
+            ends.append(end + _elementwise_max([ends[need] for need in needs]) if needs else end)
+        times = _elementwise_max([ends[cell] for cell in self._graph.last_cells])
         if self._limit is None:
             return times
         peaks = (self._graph.in_flight @ self._sizes[orders]).max(axis=0)
         return np.where(peaks <= self._limit, times, self._longest * peaks / self._limit)
 
-    def choose(self, orders: "np.ndarray") -> list[int]:
+    def fastest_order(self, orders: "np.ndarray") -> list[int]:
         """Return the fastest order; the first one where the others gain nothing."""
-        times = self.times(orders)
+        times = self.step_times(orders)
         best = int(times.argmin())
         order: list[int] = orders[:, best if times[best] < times[0] * (1 - LEAST_GAIN) else 0].tolist()
         return order
 
 
-def _latest(times: "list[np.ndarray]") -> "np.ndarray":
+def _elementwise_max(times: "list[np.ndarray]") -> "np.ndarray":
     import numpy as np
 
     latest = times[0]
@@ -106,9 +106,9 @@ def _initial_orders(costs: Sequence[float]) -> "np.ndarray":
     """Return the given order, the one with the cheap microbatches outside, and those of rising and falling costs."""
     import numpy as np
 
-    given = list(range(len(costs)))
-    rising = sorted(given, key=lambda index: (costs[index], index))
-    return np.array([given, [*rising[::2], *reversed(rising[1::2])], rising, rising[::-1]]).T
+    given_order = list(range(len(costs)))
+    rising = sorted(given_order, key=lambda index: (costs[index], index))
+    return np.array([given_order, [*rising[::2], *reversed(rising[1::2])], rising, rising[::-1]]).T
 
 
 @lru_cache(MAX_EXACT_MICROBATCHES + 1)
@@ -126,11 +126,11 @@ def _swap_while_faster(order: list[int], timer: OrderTimer) -> list[int]:
     first, second = np.triu_indices(len(order), 1)
     stride = -(-len(first) // MAX_SWAPS)
     for number in range(MAX_ROUNDS):
-        one, other = (part[number % stride :: stride] for part in (first, second))
-        orders = np.repeat(np.array(order)[:, None], 1 + len(one), axis=1)
-        columns = np.arange(1, 1 + len(one))
-        orders[one, columns], orders[other, columns] = orders[other, columns], orders[one, columns]
-        better = timer.choose(orders)
+        rows, swap_rows = (part[number % stride :: stride] for part in (first, second))
+        orders = np.repeat(np.array(order)[:, None], 1 + len(rows), axis=1)
+        columns = np.arange(1, 1 + len(rows))
+        orders[rows, columns], orders[swap_rows, columns] = orders[swap_rows, columns], orders[rows, columns]
+        better = timer.fastest_order(orders)
         if better == order and stride == 1:
             break
         order = better
@@ -140,7 +140,7 @@ def _swap_while_faster(order: list[int], timer: OrderTimer) -> list[int]:
 # ---- what waits for what
 
 
-class _Cell(NamedTuple):
+class _StepNode(NamedTuple):
     """An action or a pair, and the earlier cells that end before it starts."""
 
     needs: list[int]
@@ -150,7 +150,7 @@ class _Cell(NamedTuple):
 class _StepGraph(NamedTuple):
     """A table, as far as its times and its memory depend on the order of the microbatches."""
 
-    cells: list[_Cell]  # each behind those that it needs
+    cells: list[_StepNode]  # each behind those that it needs
     last_cells: list[int]  # of each rank
     in_flight: "np.ndarray"  # after each action: the share of each microbatch that its rank holds
 
@@ -158,36 +158,36 @@ class _StepGraph(NamedTuple):
 @lru_cache(16)
 def _step_graph(table: Table, microbatches: int) -> _StepGraph:
     """Return the graph of the first `microbatches` of a table."""
-    timeline = simulate(_cut_to(table, microbatches))
+    timeline = simulate(_first_microbatches(table, microbatches))
     all_cells = sorted(
         (cell for rank in range(timeline.ranks) for cell in timeline.cells(rank)), key=lambda cell: cell[0].start
     )
     numbers = {event.action: number for number, cell in enumerate(all_cells) for event in cell}
-    cells, last_cells = list[_Cell](), dict[int, int]()
+    cells, last_cells = list[_StepNode](), dict[int, int]()
     for number, cell in enumerate(all_cells):
         needs = {numbers[needed.action] for event in cell for needed in timeline.needed_events(event)}
         if cell[0].rank in last_cells:
             needs.add(last_cells[cell[0].rank])
-        cells.append(_Cell(sorted(needs), tuple([event.action for event in cell])))
+        cells.append(_StepNode(sorted(needs), tuple([event.action for event in cell])))
         last_cells[cell[0].rank] = number
-    return _StepGraph(cells, list(last_cells.values()), _shares_in_flight(timeline, microbatches))
+    return _StepGraph(cells, list(last_cells.values()), _memory_share_matrix(timeline, microbatches))
 
 
-def _shares_in_flight(timeline: Timeline, microbatches: int) -> "np.ndarray":
+def _memory_share_matrix(timeline: Timeline, microbatches: int) -> "np.ndarray":
     import numpy as np
 
     columns = []
     for microbatch in range(microbatches):
         alone = replace(timeline, microbatch_factors=tuple(float(number == microbatch) for number in range(microbatches)))
-        columns.append([held for rank in range(timeline.ranks) for held in _held_by_rank(alone, rank)])
+        columns.append([share for rank in range(timeline.ranks) for share in _memory_shares_of_rank(alone, rank)])
     return np.unique(np.array(columns).T, axis=0)
 
 
-def _held_by_rank(timeline: Timeline, rank: int) -> list[float]:
+def _memory_shares_of_rank(timeline: Timeline, rank: int) -> list[float]:
     stages = {event.action.stage for event in timeline.rows[rank]}
-    return [held / len(stages) for _, held in timeline.memory_after_actions(rank)]
+    return [amount / len(stages) for _, amount in timeline.memory_after_actions(rank)]
 
 
-def _cut_to(table: Table, microbatches: int) -> Table:
+def _first_microbatches(table: Table, microbatches: int) -> Table:
     """Return the table of the first `microbatches` alone."""
     return table.filter_actions(lambda action: action.microbatch < microbatches) if microbatches < table.microbatches else table

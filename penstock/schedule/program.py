@@ -97,8 +97,8 @@ class Program:
 
 
 def remote_transfers(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
-    """Those of them that go to another rank."""
-    return tuple([each for each in transfers if each.is_remote])
+    """Return those of `transfers` that go to another rank."""
+    return tuple([transfer for transfer in transfers if transfer.is_remote])
 
 
 def check_skips(skips: Collection[Skip], num_stages: int) -> None:
@@ -172,29 +172,29 @@ class _ReceiveQueue:
         self.position = {transfer: index for index, transfer in enumerate(queue)}
         self.posted = self.consumed = 0
 
-    def post_up_to(self, upto: int) -> list[Transfer]:
-        """Until `upto` of the queue have been."""
-        fresh = self.queue[self.posted : upto]
+    def take_receives_up_to(self, end_position: int) -> list[Transfer]:
+        """Return the receives that are not posted yet up to `end_position` of the queue, and count them as posted."""
+        fresh = self.queue[self.posted : end_position]
         self.posted += len(fresh)
         return fresh
 
     def receives_before(self, transfer: Transfer) -> list[Transfer]:
         """Before `transfer` can be waited for."""
-        return self.post_up_to(self.position[transfer] + 1)
+        return self.take_receives_up_to(self.position[transfer] + 1)
 
     def receives_after_use(self) -> list[Transfer]:
         """When one more transfer has been used."""
         self.consumed += 1
-        return self.post_up_to(self.consumed + self.ahead)
+        return self.take_receives_up_to(self.consumed + self.ahead)
 
 
 def _lines_of_rank(
-    row: Iterable[Action], together: dict[Action, Action], transfers: TransferTable, inboxes: dict[int, _ReceiveQueue]
+    row: Iterable[Action], pair_partners: dict[Action, Action], transfers: TransferTable, inboxes: dict[int, _ReceiveQueue]
 ) -> Iterator[ProgramLine]:
-    fresh = [transfer for inbox in inboxes.values() for transfer in inbox.post_up_to(inbox.ahead)]
+    fresh = [transfer for inbox in inboxes.values() for transfer in inbox.take_receives_up_to(inbox.ahead)]
     for action in row:
         needs = transfers.inputs_of(action)
-        awaited = needs + transfers.inputs_of(together[action]) if action in together else needs
+        awaited = needs + transfers.inputs_of(pair_partners[action]) if action in pair_partners else needs
         for transfer in awaited:
             if transfer.is_remote:
                 fresh += inboxes[transfer.source].receives_before(transfer)

@@ -3,7 +3,7 @@
 Besides the cells of a table (`0F0`, `1I0`, `(0F1;3B0)OVERLAP_F_B`) a rank's row has `0SEND_F0`, the output of 0F0, with
 `1RECV_F0` on the rank of stage 1; and `3SEND_B1`, the gradient of 3B1 or 3I1, with `2RECV_B1` on the rank of stage 2.
 `0WAIT_SEND_F0` waits until rank 1 receives it (torch 2.15 and later write it; to those before, a send takes no waiting).
-What concerns sharded weights only is passed over. `prove(script, shared=True)` then tells whether such a table can stop
+What concerns sharded weights only is passed over. `prove(script, shared=True)` then proves whether the table can stop
 where both directions between two ranks share one queue, as on NCCL; `prove(script)`, with a queue for each direction as
 on Gloo, whether something that is sent lands in the place of something else.
 """
@@ -22,7 +22,7 @@ from penstock.schedule.verify import check_table
 _POST = re.compile(r"([0-9]{1,9})(SEND|RECV|WAIT_SEND)_([FB])([0-9]{1,9})")
 
 
-class _Post(NamedTuple):
+class _CommunicationCell(NamedTuple):
     """A cell that sends or receives what `stage` makes or takes, or waits until what it sent is received."""
 
     text: str
@@ -48,12 +48,14 @@ def script_from_compute_comms_rows(name: str, rows: Sequence[Iterable[str]]) -> 
     send, a wait before its send, an action before its receive, and for a send, a receive or a partner that is missing or
     there twice. It is not proved yet.
     """
-    parsed = [[cell for text in row for cell in _cells(text)] for row in rows]
-    table = [[cell for cell in row if not isinstance(cell, _Post)] for row in parsed]
+    parsed = [[cell for text in row for cell in _parse_cells(text)] for row in rows]
+    table = [[cell for cell in row if not isinstance(cell, _CommunicationCell)] for row in parsed]
     schedule = from_rows(name, table)
     check_table(schedule)
     transfers = TransferTable(schedule)
-    script = Script(schedule, tuple(tuple(_row(rank, row, schedule, transfers)) for rank, row in enumerate(parsed)))
+    script = Script(
+        schedule, tuple(tuple(_instructions_of_rank(rank, row, schedule, transfers)) for rank, row in enumerate(parsed))
+    )
     sent_transfers = {
         cell for rank, row in enumerate(script.rows) for cell in row if isinstance(cell, Transfer) and cell.source == rank
     }
@@ -63,24 +65,28 @@ def script_from_compute_comms_rows(name: str, rows: Sequence[Iterable[str]]) -> 
     return script
 
 
-def _cells(text: str) -> Iterator[Cell | _Post]:
+def _parse_cells(text: str) -> Iterator[Cell | _CommunicationCell]:
     if post := _POST.fullmatch(text.strip()):
         stage, end, direction, microbatch = post.groups()
-        yield _Post(text.strip(), end != "RECV", end == "WAIT_SEND", direction == "F", int(stage), int(microbatch))
+        yield _CommunicationCell(text.strip(), end != "RECV", end == "WAIT_SEND", direction == "F", int(stage), int(microbatch))
     else:
         yield from parse_cell(text)
 
 
-def _row(rank: int, cells: Sequence[Cell | _Post], schedule: Schedule, transfers: TransferTable) -> Iterator[Instruction]:
+def _instructions_of_rank(
+    rank: int, cells: Sequence[Cell | _CommunicationCell], schedule: Schedule, transfers: TransferTable
+) -> Iterator[Instruction]:
     done_actions: set[Action] = set()
     posted: set[Transfer] = set()
     for number, cell in enumerate(cells):
-        if isinstance(cell, _Post):
-            transfer = _transfer(rank, cell, schedule, transfers)
+        if isinstance(cell, _CommunicationCell):
+            transfer = _find_transfer(rank, cell, schedule, transfers)
             if cell.waits:
                 if transfer not in posted:
                     raise ScheduleError(f"rank {rank} has {cell.text}, but before it no send of the {transfer}")
-                yield Compute(next((cell for cell in cells[number:] if not isinstance(cell, _Post)), None), (transfer,))
+                yield Compute(
+                    next((cell for cell in cells[number:] if not isinstance(cell, _CommunicationCell)), None), (transfer,)
+                )
                 continue
             if transfer in posted:
                 raise ScheduleError(f"rank {rank} has {cell.text} twice")
@@ -99,7 +105,7 @@ def _row(rank: int, cells: Sequence[Cell | _Post], schedule: Schedule, transfers
             yield Compute(cell, tuple(needs))
 
 
-def _transfer(rank: int, post: _Post, schedule: Schedule, transfers: TransferTable) -> Transfer:
+def _find_transfer(rank: int, post: _CommunicationCell, schedule: Schedule, transfers: TransferTable) -> Transfer:
     """The transfer whose send or receive `post` is."""
     if not post.stage < schedule.num_stages or schedule.placement[post.stage] != rank:
         raise ScheduleError(f"rank {rank} has {post.text}, but not stage {post.stage}")

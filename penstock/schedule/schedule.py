@@ -26,7 +26,7 @@ class Schedule(Table):
         `placement`: as in `from_rows`.
         `name`: what it is called, by default `path`.
 
-        Raises OSError where there is no such file, ScheduleError for one that is no text, for a cell that is no action and
+        Raises OSError without that file, ScheduleError for one that is no text, for a cell that is no action and
         for a table that `verify` refuses: one that is not complete, or that would stop.
         """
         schedule = from_rows(name or str(path), read_csv_cells(path), placement)

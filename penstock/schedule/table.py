@@ -73,12 +73,12 @@ def actions_of(cell: Cell) -> tuple[Action, ...]:
 
 
 def cell_text(cell: Cell) -> str:
-    """A cell as people are told it: `2F3`, or `{2F3 5B1}` for a pair."""
+    """Return a cell as text: `2F3`, or `{2F3 5B1}` for a pair."""
     return str(cell) if isinstance(cell, Action) else f"{{{cell[0]} {cell[1]}}}"
 
 
 def receiving_stages(num_stages: int, skips: Collection[Skip] = ()) -> dict[Kind, list[list[int]]]:
-    """Kind -> stage -> the stages that take what such an action makes, in order: outputs go onward, gradients back."""
+    """Return kind -> stage -> the stages that take what that action makes, in order: outputs go onward, gradients back."""
     forward, backward, nowhere = ([list[int]() for _ in range(num_stages)] for _ in range(3))
     for start, end in sorted({*pairwise(range(num_stages)), *skips}):
         forward[start].append(end)

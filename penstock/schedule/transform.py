@@ -54,9 +54,9 @@ def _as_input_backward(action: Action) -> Action:
     return action._replace(kind=Kind.I) if action.kind is Kind.B else action
 
 
-def with_overlapped_pairs(table: Schedule, time: Callable[[Schedule], float], tries: int) -> Schedule:
+def with_overlapped_pairs(table: Schedule, makespan_of: Callable[[Schedule], float], tries: int) -> Schedule:
     """`table` with neighbours made pairs, one after the other, where `time` does not get longer; at most `tries` are tried."""
-    rows, best = [list(table.cells(rank)) for rank in range(table.ranks)], time(table)
+    rows, best = [list(table.cells(rank)) for rank in range(table.ranks)], makespan_of(table)
     for row in rows:
         for at in reversed(range(len(row) - 1)):
             pair = _as_pair(*row[at : at + 2])
@@ -64,7 +64,7 @@ def with_overlapped_pairs(table: Schedule, time: Callable[[Schedule], float], tr
                 tries -= 1
                 row[at : at + 2] = [pair]
                 candidate = from_rows(table.name, rows, table.placement)
-                if (shorter := time(candidate)) <= best:
+                if (shorter := makespan_of(candidate)) <= best:
                     table, best = candidate, shorter
                 else:
                     row[at : at + 1] = pair

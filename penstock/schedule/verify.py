@@ -285,9 +285,9 @@ def _completeness_errors(table: Table) -> Iterator[str]:
         yield f"{table.name} is not complete: {', '.join(missing[:4])}{' and more' if missing[4:] else ''}"
 
 
-def _missing_actions(stage: int, parts: dict[Kind, set[int]], table: Table) -> Iterator[Action]:
+def _missing_actions(stage: int, slices_by_kind: dict[Kind, set[int]], table: Table) -> Iterator[Action]:
     """Yield the actions that `stage` lacks. Raise ScheduleError for a backward that is there both in full and in halves."""
-    forwards, full, inputs, weights = (parts[kind] for kind in Kind)
+    forwards, full, inputs, weights = (slices_by_kind[kind] for kind in Kind)
     for part in sorted(full & (inputs | weights)):
         kinds = Kind.B, Kind.I if part in inputs else Kind.W
         full_backward, half = (Action(kind, stage, *divmod(part, table.slices)) for kind in kinds)
@@ -297,7 +297,7 @@ def _missing_actions(stage: int, parts: dict[Kind, set[int]], table: Table) -> I
     for part in range(table.microbatches * table.slices):
         halves = part in inputs or part in weights
         for kind in (Kind.F, Kind.I, Kind.W) if halves else (Kind.F, Kind.B):
-            if part not in parts[kind]:
+            if part not in slices_by_kind[kind]:
                 yield Action(kind, stage, *divmod(part, table.slices))
 
 

@@ -75,12 +75,12 @@ def record_versions(tensors: Iterable[Tensor]) -> Versions:
     return [(tensor, tensor_version(tensor)) for tensor in tensors if not tensor.is_inference()]
 
 
-def check_unchanged(before: Versions, stage: int, kind: tuple[str, str]) -> None:
+def check_unchanged(versions: Versions, stage: int, kind: tuple[str, str]) -> None:
     """After a forward of `stage`, raise MismatchError if it has changed one of these tensors in place.
 
     `kind`: ALIASED_VALUE or SHARED_PARAMETER.
     """
-    for tensor, version in before:
+    for tensor, version in versions:
         if tensor_version(tensor) != version:
             changed, advice = kind
             raise MismatchError(

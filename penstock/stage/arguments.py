@@ -62,11 +62,11 @@ class ForwardSignature:
         if self._is_graph or not kwargs:
             return Arguments(args, kwargs)
 
-        taken = self._select_taken(kwargs, args)
-        if unknown := [name for name in kwargs if name not in taken and name not in self._later_keywords]:
+        first_kwargs = self._select_taken(kwargs, args)
+        if unknown := [name for name in kwargs if name not in first_kwargs and name not in self._later_keywords]:
             keywords = ", ".join(self.keywords) or "nothing"
             raise MismatchError(f"no stage's forward takes {unknown[0]}=: the first takes {keywords}")
-        return Arguments(args, taken, kwargs)
+        return Arguments(args, first_kwargs, kwargs)
 
     def arguments_from_values(self, values: Sequence[Any]) -> Arguments:
         """On other stages, return the call for the `values` that arrived.

@@ -49,7 +49,7 @@ def count_rows(batch: Any, what: str = "batch", rows_dim: int = 0) -> int | None
             kind = "nested" if leaf.is_nested else "meta" if leaf.is_meta else leaf.layout
             raise MismatchError(f"{what} has a {kind} tensor, which is not split into microbatches: give dense tensors")
 
-    sizes = {_leaf_rows(leaf, rows_dim) for leaf in batch_leaves} - {None}
+    sizes = {_count_leaf_rows(leaf, rows_dim) for leaf in batch_leaves} - {None}
     if len(sizes) > 1 or WITHOUT_ROWS_DIM in sizes:
         shapes = describe_shapes(batch, what, rows_dim)
         raise MismatchError(f"the tensors of a batch must have the same number of rows: {shapes}; {rows_dim_hint(rows_dim)}")
@@ -64,7 +64,7 @@ def rows_dim_hint(rows_dim: int) -> str:
     )
 
 
-def _leaf_rows(leaf: Any, rows_dim: int) -> int | None:
+def _count_leaf_rows(leaf: Any, rows_dim: int) -> int | None:
     dim = rows_dim_of(leaf, rows_dim)
     if dim is None:
         return None
@@ -76,7 +76,7 @@ def describe_shapes(batch: Any, what: str, rows_dim: int = 0) -> str:
     """Return as text the shapes of the tensors in `batch`, one for each number of rows."""
     by_rows: dict[int, str] = {}
     for path, leaf in tree_flatten_with_path(batch)[0]:
-        if (num_rows := _leaf_rows(leaf, rows_dim)) is not None:
+        if (num_rows := _count_leaf_rows(leaf, rows_dim)) is not None:
             by_rows.setdefault(num_rows, f"{what}{keystr(path)} has shape {tuple(unwrap(leaf).shape)}")
     return ", ".join(by_rows.values())
 
@@ -130,7 +130,7 @@ def check_output_rows(output: Any, num_rows: int, rows_dim: int) -> None:
     Along the first dimension there may be several entries for each row: tokens, for instance.
     """
     for path, leaf in tree_flatten_with_path(output)[0]:
-        output_rows = _leaf_rows(leaf, rows_dim)
+        output_rows = _count_leaf_rows(leaf, rows_dim)
         if output_rows is not None and output_rows != num_rows and (rows_dim or output_rows % num_rows):
             raise MismatchError(
                 f"outputs are joined along {describe_rows_dim(rows_dim)}, but output{keystr(path)} of shape {tuple(leaf.shape)}"

@@ -118,9 +118,9 @@ def _calls_counted_from(context: AttentionContext | None, num_calls: int) -> Ite
 @contextmanager
 def _record_changed_buffers(slots: Sequence[TensorSlot], changed: dict[str, Tensor]) -> Iterator[None]:
     """Around the first forward, put the former values of the buffers that it changes into `changed`."""
-    before = [(slot, tensor_version(slot.tensor), slot.tensor.clone()) for slot in _current_buffers(slots)]
+    values = [(slot, tensor_version(slot.tensor), slot.tensor.clone()) for slot in _current_buffers(slots)]
     yield
-    for slot, version, value in before:
+    for slot, version, value in values:
         if slot.registry.get(slot.key) is not slot.tensor or tensor_version(slot.tensor) != version:
             changed[slot.name] = value
 

@@ -160,7 +160,7 @@ class Stage:
                 arguments = self._signature.arguments_from_values(values)
 
             # 2. The module, with stand-ins in the places of its parameters.
-            with _replaced_parameters(deferred, received):
+            with _parameter_replacement(deferred, received):
                 output = self._runner.run(seed, arguments.args, arguments.kwargs)
 
         if sequence_slice is not None and attention is not None:
@@ -177,7 +177,7 @@ class Stage:
             self._runner.seed_loss(seed)
 
         # 4. From the output to messages.
-        output = self._clone_buffers(output)
+        output = self._clone_output_buffers(output)
         if arguments.keywords:
             output = self._signature.add_later_keywords(output, arguments.keywords)
         output = self._messages.from_output(output, aliased_inputs)
@@ -203,7 +203,7 @@ class Stage:
         attention.begin_forward(slice_)
         return attention
 
-    def _clone_buffers(self, output: Any) -> Any:
+    def _clone_output_buffers(self, output: Any) -> Any:
         """Return `output` with copies of buffers: the next microbatch may change a buffer before it is sent."""
         if isinstance(output, Tensor) and output.requires_grad:  # the common case
             return output
@@ -278,7 +278,7 @@ class Stage:
             if is_last:
                 self.replication.before_last_backward(graph_ends)
             if edges:
-                with _replaced_parameters(deferred, received):
+                with _parameter_replacement(deferred, received):
                     run_backward(edges, gradients)
             self._after_backward(is_last)
         return [stage_input.gradients for stage_input in received.inputs]
@@ -336,7 +336,7 @@ def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided
 
 
-def _replaced_parameters(deferred: DeferredGradients | None, received: Received) -> AbstractContextManager[None]:
+def _parameter_replacement(deferred: DeferredGradients | None, received: Received) -> AbstractContextManager[None]:
     """Replace parameters in a microbatch's forward, and in its backward, which may run the forward again."""
     if deferred is None and not received.borrowed:
         return _NOTHING

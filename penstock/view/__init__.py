@@ -1,8 +1,8 @@
-"""A timeline for people: whatever is drawn or told of it comes from one plain form, `data/`.
+"""A timeline for people: all pictures and texts come from one plain form, `data/`.
 
 `record`        the timelines of a run's steps, or of a schedule: what every picture is drawn from, and its file
 `reading`       records read back from their files
-`data/`         a timeline as plain data, and the sums of one that is too large to be told action by action
+`data/`         a timeline as plain data, and the sums of one that is too large to be listed action by action
 `terminal`      a timeline as text, and in numbers
 `differences`   two of them in numbers, side by side
 `html`          one HTML file that needs nothing else, made of what is in `page/`

@@ -21,7 +21,7 @@ MAX_REASON_CHARACTERS = 300
 def load(path: str | PathLike[str]) -> Record:
     """Read what `save` wrote, from the file or from the folder of its run.
 
-    Raises PenstockError if there is no such file, or it is none of Penstock's timelines.
+    Raises PenstockError if the file does not exist, or is no timeline of Penstock.
     """
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     if not file.is_file():

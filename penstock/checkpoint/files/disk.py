@@ -1,7 +1,7 @@
 """Files on a disk, or in memory as those in `/dev/shm` are.
 
 What is written to a disk outlasts a failure, and has a checksum: SHA-256, in memory the quick CRC-32. What is read may be
-anything: only regular files are opened, and what is wrong is told in a sentence.
+anything: only regular files are opened, and errors are sentences.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def is_in_memory(path: Path) -> bool:
-    """Whether what is at `path` is gone when the machine is; only Linux tells, elsewhere all is on a disk."""
+    """Return whether `path` is on a file system in memory, which ends with the machine. Only Linux shows that: else False."""
     if sys.platform != "linux":
         return False
     statfs_buffer = (ctypes.c_ulong * 64)()  # its first word is the kind of file system

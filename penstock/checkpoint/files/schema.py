@@ -64,7 +64,7 @@ _MANIFEST = {
 
 
 def validate_manifest(content: Any) -> list[str]:
-    """The names of the tensors that a manifest's `content` tells of. Raises ValueError, naming the place, if it is none."""
+    """Return the names of the tensors in a manifest's `content`. Raises ValueError, with the place, if it is no manifest."""
     return list(_tensor_names(content, _MANIFEST, "it"))
 
 

@@ -42,7 +42,7 @@ def write_shards(
     max_shard_bytes: float = MAX_SHARD_BYTES,
     with_checksums: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Write a rank's tensors into files of its own in `folder`, of `max_shard_bytes` bytes where one tensor is not larger.
+    """Write a rank's tensors into this rank's own files in `folder`, of `max_shard_bytes` bytes where one tensor is not larger.
 
     Returns what a manifest says of each file: its bytes and, `with_checksums`, that.
     """
@@ -149,7 +149,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self.locations)
 
     def mapped_tensor(self, name: str) -> Tensor:
-        """A tensor whose memory is the file's, so that only what is looked at is read. It cannot be written to."""
+        """A tensor whose memory is the file's, so that only the values that are used are read. It cannot be written to."""
         path, begin, dtype, shape = self.locations[name]
         if not shape.numel():
             return torch.empty(shape, dtype=dtype, device="cpu")

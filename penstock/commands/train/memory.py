@@ -33,7 +33,7 @@ for _ in range(10):  # ranks end a moment later, and may write until then
 
 @contextmanager
 def memory_of_launch(enabled: bool) -> Iterator[Path | None]:
-    """Make the folder of a launch by this process, and delete it at the end; None if not `enabled`, or without such memory."""
+    """Make the folder of a launch by this process, and delete it at the end; None if not `enabled`, or without /dev/shm."""
     folder = _folder_of(os.getpid()) if enabled else None
     cleaner = _clean_up_after(os.getpid(), folder) if folder else None
     try:
@@ -46,7 +46,7 @@ def memory_of_launch(enabled: bool) -> Iterator[Path | None]:
 
 
 def memory_of_agent() -> Path | None:
-    """Make the folder of torchrun's agent, this rank's parent; None without such memory, or with ranks on several machines."""
+    """Make the folder of torchrun's agent, this rank's parent; None without /dev/shm, or with ranks on several machines."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return None
     folder = _folder_of(agent := os.getppid())

@@ -150,10 +150,10 @@ def _attempt_with_dead_ranks(ranks: int, failed: Mapping[int, RankResult], first
     )
 
 
-def _attempt_with_lost_ranks(ranks: int, failed: Mapping[int, RankResult], heard_from: Collection[int]) -> Attempt:
+def _attempt_with_lost_ranks(ranks: int, failed: Mapping[int, RankResult], ranks_with_result: Collection[int]) -> Attempt:
     """All errors say that other ranks are lost. Those of the blamed ranks failed that sent no result."""
     blamed = [rank for result in failed.values() for rank in result.ranks]
-    silent = tuple(dict.fromkeys(rank for rank in blamed if rank not in heard_from))
+    silent = tuple(dict.fromkeys(rank for rank in blamed if rank not in ranks_with_result))
     witnesses = [result for result in failed.values() if isinstance(result.value, LostRankError)]
     if not witnesses:
         first_rank, result = next(iter(failed.items()))

@@ -1,4 +1,4 @@
-"""The store where launched ranks meet: the launching process keeps it, and each rank reaches it through a pipe of its own.
+"""The store where launched ranks meet: the launching process keeps it, and each rank has one pipe to it.
 
 The pipe is inherited and has no name. So there is no port that another user of the machine could connect to, as torch's
 TCPStore has, which checks no identity; and nothing is left when the processes have ended, however they do.

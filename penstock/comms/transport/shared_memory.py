@@ -60,7 +60,7 @@ def create_shared_memory(num_bytes: int) -> tuple[mmap.mmap | None, int]:
 def open_shared_memory(pid: int, fd: int, secret: bytes) -> mmap.mmap | None:
     """Return the memory that process `pid` has created, where its descriptor is `fd`.
 
-    None if that process is on another machine (in containers many have the same pid), or this system has no such memory.
+    None if that process is on another machine (in containers many have the same pid), or this system has no memory files.
     """
     path = f"/proc/{pid}/fd/{fd}"
     try:

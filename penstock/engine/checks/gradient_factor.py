@@ -1,6 +1,6 @@
 """Find ranks that multiply their gradients by different numbers between two steps, as clipping by a list's norm does.
 
-A list of parameters is this rank's, and so is their norm: every rank would train with a learning rate of its own, and copies of
+A list of parameters is this rank's, and so is their norm: every rank would train with another learning rate, and copies of
 a shared parameter would drift apart. So some small gradients are remembered at the end of a step. When the next one begins, a
 rank sends the number by which all of them were multiplied since; it must be the same on all ranks.
 
@@ -32,7 +32,7 @@ class TensorSnapshot(NamedTuple):
     values: Tensor
 
 
-class GradientFactor:
+class GradientFactorCheck:
     """Measures by what the gradients of `parameters` were multiplied since `remember`, if there are several ranks.
 
     Changed gradients are compared the 1st, 2nd, 4th, .. time only: comparing waits for a GPU.
@@ -91,15 +91,15 @@ class GradientFactor:
 
     def _compare_values(self) -> float:
         """Return the number by which all remembered gradients were multiplied, read at the largest value, or UNKNOWN."""
-        before = torch.cat([values.flatten().double() for _, _, values in self._gradients])
-        now = torch.cat([gradient.flatten().double() for gradient, _, _ in self._gradients])
-        largest = before.abs().argmax()
-        factor = now[largest] / before[largest]
+        remembered = torch.cat([values.flatten().double() for _, _, values in self._gradients])
+        current = torch.cat([gradient.flatten().double() for gradient, _, _ in self._gradients])
+        largest = remembered.abs().argmax()
+        factor = current[largest] / remembered[largest]
 
         sizes = [values.numel() for _, _, values in self._gradients]
         fits = [
-            (values_now - values_before * factor).abs().max() <= TOLERANCE * values_now.abs().max()
-            for values_now, values_before in zip(now.split(sizes), before.split(sizes), strict=True)
+            (current_values - remembered_values * factor).abs().max() <= TOLERANCE * current_values.abs().max()
+            for current_values, remembered_values in zip(current.split(sizes), remembered.split(sizes), strict=True)
         ]
         return factor.item() if all(fits) and factor > 0 and factor.isfinite() else UNKNOWN
 

@@ -106,7 +106,9 @@ class NonFiniteMonitor:
     def __init__(self, rank: int, stages: Mapping[int, Stage], names: Sequence[Mapping[str, str]]) -> None:
         self.first_value: NonFiniteValue | None = None
         self._rank, self._stages, self._names = rank, stages, names
-        renamed = any(uncut != strip_compiled_prefix(own) for stage_names in names for own, uncut in stage_names.items())
+        renamed = any(
+            uncut != strip_compiled_prefix(stage_name) for stage_names in names for stage_name, uncut in stage_names.items()
+        )
         self._prefix = {index: f"{index}." if renamed else "" for index in stages}
 
         # Set for each step.

@@ -28,7 +28,7 @@ class GradientRecord(NamedTuple):
     version: int
 
 
-class UnregisteredParameters:
+class RemoteParameterUseCheck:
     """Checks that no step of `rank`, which runs `stages`, adds to the gradient of a remote parameter, by name.
 
     These are the parameters of other ranks' stages, and this rank's that get their gradients there (`stage/connections.py`).

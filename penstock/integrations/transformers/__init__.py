@@ -7,7 +7,7 @@ What they override, and what each override needs of transformers (releases: `arg
 
     _setup_devices                  makes `PartialState`, from RANK, WORLD_SIZE and LOCAL_RANK of the environment: here one
                                     process for each replica, so that loaders, sums and gathers are those of these processes
-    should_save, should_log,        decide who writes: rank 0
+    should_save, should_log,        decide which rank writes: rank 0
     is_world_process_zero, ..
     main_process_first              waits for rank 0 of all ranks
     create_accelerator_and_postprocess  makes `accelerator.scaler` for `fp16`: here one that all ranks share

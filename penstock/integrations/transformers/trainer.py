@@ -290,7 +290,7 @@ class PipelineTrainerMixin(Mixin):
         if self.pipeline is not None:
             self.pipeline.gather(lambda: None, purpose)
 
-    # -- who writes --------------------------------------------------------------------------------------------------
+    # -- writing ranks --------------------------------------------------------------------------------------------------
 
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""

@@ -42,7 +42,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Collective:
-    """One of the eight: by hand, who has what before, and which one its backward is."""
+    """One of the eight: by hand, what each rank has before, and which one its backward is."""
 
     hand: Callable[[RankGroup, Tensor], Tensor | None]
     given: str  # "all" ranks have all pieces, each has its own "piece", or only the "root", rank 0, has all

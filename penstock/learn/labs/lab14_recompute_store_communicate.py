@@ -297,7 +297,7 @@ def bandwidth(rank: int, tensor: Tensor) -> float:
 
 
 def in_a_pipeline() -> tuple[float, float]:
-    """A step of emulated devices that store, and of some that recompute; who has room. Returns the seconds of both."""
+    """Run a step of emulated devices that store, and of some that recompute. Return the seconds of both."""
     table = ps.schedule.build("1f1b", ranks=RANKS, microbatches=MICROBATCHES)
     in_flight = "/".join(map(str, ps.schedule.simulate(table).peak_in_flight))
     say(f"In a pipeline recomputing adds a forward to each backward (1f1b, {RANKS} ranks, {MICROBATCHES} microbatches):\n")
@@ -328,7 +328,7 @@ def pipeline_step(recompute: Any) -> float:
 
 
 def launched(recompute: Any) -> float:
-    """The seconds of such a step on all ranks."""
+    """Return the seconds of that step on all ranks."""
     return ps.launch(pipeline_step, RANKS, recompute)[0]
 
 

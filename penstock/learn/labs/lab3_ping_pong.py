@@ -94,7 +94,7 @@ def watch_an_agent() -> None:
 
 
 def agent(ranks: int, program: str) -> list[int]:
-    """Run a Python program as so many ranks; if one fails, end the others. Returns how each ended."""
+    """Run a Python program as `ranks` ranks; if one fails, end the others. Returns how each ended."""
     environments = [{**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
     processes = [subprocess.Popen([sys.executable, "-c", program], env=environment) for environment in environments]
     while any(process.poll() is None for process in processes):
@@ -175,7 +175,7 @@ def both_send_first() -> str:
         ps.comms.send_tensor(torch.ones(4), dest=peer)
         ps.comms.recv_tensor((4,), src=peer)
     except ps.LostRankError as error:
-        time.sleep(PATIENCE / 2)  # until the other has given up too: else it is told that this rank has finished
+        time.sleep(PATIENCE / 2)  # until the other has given up too: else its error says that this rank has finished
         return str(error)
     return f"rank {topology.rank} came through"
 

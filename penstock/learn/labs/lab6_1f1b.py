@@ -82,7 +82,7 @@ def build(name: str, ranks: int) -> ps.schedule.Schedule:
 
 
 def blocking_circle(ranks: int) -> str:
-    """How 1F1B stops when sends block: who waits for whom. Empty if it does not stop."""
+    """Return how 1F1B stops when sends block: which rank waits for which. Empty if it does not stop."""
     try:
         ps.schedule.verify(build("1f1b", ranks), sends="blocking")
     except ps.ScheduleError as error:

@@ -117,7 +117,7 @@ def tell(ranks: int, microbatches: int, mended: bool) -> str:
     measured, _ = judge(ps.schedule.build("1f1b", ranks=ranks, microbatches=microbatches))
     say("\nNow you: mend it, then reach the target. This hands the broken one out, unless the file is there, and judges it:")
     say("  penstock lab 9 my_schedule.py")
-    say("What mends it is told by: penstock lab 9 --fix")
+    say("How to mend it: penstock lab 9 --fix")
     return measured
 
 

@@ -13,7 +13,7 @@ from penstock.learn.puzzles.judge import Missed, Passed, written, yours
 
 @yours
 def bytes_needed(parameters: float, activations: float, in_flight: int) -> float:
-    """Bytes of a rank with so many `parameters`, and numbers of `activations` for each microbatch in flight."""
+    """Return the bytes of a rank with `parameters` parameters, and numbers of `activations` for each microbatch in flight."""
     weight = gradient = 4 * parameters
     adam = 2 * 4 * parameters
     return weight + gradient + adam + 4 * activations * in_flight

@@ -9,7 +9,7 @@ for a message. You may call `simulate(from_rows("mine", rows), costs).makespan` 
 what you try.
 
 Target: never slower than 1f1b, and over all trials at least 5 % faster on average; no more than 2P - 1 microbatches in
-flight. Beside the score you are told the best of the catalogue, and what is proven: by how much the best table there can be
+flight. Beside the score you see the best of the catalogue, and what is proven: by how much the best table there can be
 is faster at most. Then a table of yours really runs.
 """
 

@@ -38,13 +38,13 @@ class _Interval(NamedTuple):
 
 
 def check_solvable(costs: Costs) -> None:
-    """Raises ScheduleError where OR-Tools is not installed, and for what it is not told of."""
+    """Raises ScheduleError where OR-Tools is not installed, and for costs that its model does not have."""
     if costs.overlap:
         raise ScheduleError(f"effort='optimal' knows no pairs that overlap: use 'long', or overlap=0 and not {costs.overlap}")
-    _solver()
+    _import_cp_model()
 
 
-def _solver() -> Any:
+def _import_cp_model() -> Any:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
@@ -59,7 +59,7 @@ def improve(problem: SearchProblem, initial: Schedule, lower_bound: float, seed:
     `problem`: with its backwards in halves; whole ones are tried wherever they may be worth it.
     """
     model = _CpSatModel(problem, initial, lower_bound)
-    solver = _solver().CpSolver()
+    solver = _import_cp_model().CpSolver()
     solver.parameters.max_deterministic_time = MAX_DETERMINISTIC_SECONDS
     solver.parameters.random_seed = seed
     solver.parameters.num_workers = 8
@@ -73,7 +73,7 @@ class _CpSatModel:
     """The pipeline in variables and constraints; `unit` is the time that 1 stands for."""
 
     def __init__(self, problem: SearchProblem, initial: Schedule, lower_bound: float) -> None:
-        self.problem, self.cp_model = problem, _solver()
+        self.problem, self.cp_model = problem, _import_cp_model()
         self.model = self.cp_model.CpModel()
         times, stages = problem.times, problem.num_stages
         full = problem.costs.action_costs(stages)[Kind.B]
@@ -85,7 +85,7 @@ class _CpSatModel:
         initial_makespan = simulate(initial, problem.costs).makespan
         ways = sorted({time for sends in problem.sends for send in sends for time in send[2:]})
         every = [*times, *full, *ways]
-        numbers, self.unit = _units(every, 2 * initial_makespan)
+        numbers, self.unit = _scale_to_integers(every, 2 * initial_makespan)
         self.time = dict(zip(every, numbers, strict=True))
         self.full = [self.time[stage_time] for stage_time in full]
         self.is_full_backward: dict[int, Any] = {}  # the number of an I -> whether it is a B
@@ -159,7 +159,7 @@ class _CpSatModel:
             sizes = [problem.sizes[stage] for stage in problem.stages_of[rank]]
             if count * sum(max(size) for size in sizes) <= limit:
                 continue
-            units, unit = _units([amount for size in sizes for amount in size], limit)
+            units, unit = _scale_to_integers([amount for size in sizes for amount in size], limit)
             intervals, amounts = list[Any](), list[int]()
             for at, stage in enumerate(problem.stages_of[rank]):
                 act, keep = units[2 * at : 2 * at + 2]
@@ -204,7 +204,7 @@ class _CpSatModel:
         return from_rows("searched", rows, problem.placement)
 
 
-def _units(values: Sequence[float], largest: float) -> tuple[list[int], float]:
+def _scale_to_integers(values: Sequence[float], largest: float) -> tuple[list[int], float]:
     """`values` as numbers of a unit, rounded down, and the unit; `largest` is the largest number that there will be."""
     decimals = [Fraction(value).limit_denominator(1000) for value in values]
     scale = float(math.lcm(*(decimal.denominator for decimal in decimals)))

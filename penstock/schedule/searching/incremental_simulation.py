@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from penstock.schedule.searching.problem import INFINITE, TOLERANCE, RankState, Rows, SearchProblem, SlotTimes
 
-# The work of a search is counted in actions run. What else a try costs is counted as if so many actions ran:
+# The work of a search is counted in actions run. Other costs of a try are counted as a number of actions:
 WORK_PER_TRY, WORK_PER_ROW = 25, 5  # for a try, and for each row whose memory is checked
 TRY_WORK_PER_ACTION, ACCEPT_WORK_PER_ACTION = 1 / 32, 1 / 2  # for each action of the table, in a try and if it is accepted
 
@@ -39,8 +39,8 @@ class Snapshot(NamedTuple):
     slack: list[float] | None
 
 
-class _Attempt(NamedTuple):
-    """What follows from an attempt, if it is accepted."""
+class _TrialResult(NamedTuple):
+    """The state after tried changes, which `accept_changes` takes over."""
 
     rows: Rows
     deferred_weights: Rows
@@ -245,7 +245,7 @@ class IncrementalSimulation:
                 for weight in weights[weights_done:]:
                     time += cost[weight]
                 ends[r] = time  # which is `min_end`
-        self.last_attempt = _Attempt(rows, deferred_weights, slot_times, changes, begin, traces, ends)
+        self.last_attempt = _TrialResult(rows, deferred_weights, slot_times, changes, begin, traces, ends)
         return max(ends)
 
     def _rewind_to_changes(self, changes: Mapping[int, RowChange], traces: list[Trace]) -> tuple[list[int], SlotTimes]:

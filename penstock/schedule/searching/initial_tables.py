@@ -22,7 +22,7 @@ def published_schedules(placement: Sequence[int], microbatches: int) -> Iterator
         value = stages // ranks
         try:
             yield build(name, ranks, microbatches, None if value == family.stages_per_rank else value)
-        except ScheduleError:  # not for so many stages on a rank
+        except ScheduleError:  # not for this number of stages on a rank
             continue
 
 
@@ -124,7 +124,7 @@ class GreedyDispatch:
 
 
 def in_flight_limits(problem: SearchProblem) -> Iterator[list[float]]:
-    """How many of every stage may be in flight: so many as its round trip takes, times something; and any number."""
+    """Yield limits of microbatches in flight for every stage: none, then multiples of what its round trip takes."""
     period = max(problem.work) / problem.microbatches
     yield [float("inf")] * problem.num_stages
     for factor in ROUND_TRIP_FACTORS:

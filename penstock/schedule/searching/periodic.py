@@ -38,7 +38,7 @@ def find_modulo_schedules(problem: SearchProblem, rng: random.Random, tries: int
         code = int(rng.random() * 2 * problem.num_stages)
         new_waits[code] = 0.0 if rng.random() < 0.5 else rng.random() * rng.random() * period
         starts = _start_times(problem, period, new_waits)
-        memory, fits = _memory_measure(problem, period, starts)
+        memory, fits = _memory_objective(problem, period, starts)
         if memory <= needed - TEMPERATURE * math.log(1.0 - rng.random()):
             waits, needed = new_waits, memory
         if fits:
@@ -87,7 +87,7 @@ def _first_free_time(busy: list[tuple[float, float]], ready_time: float, length:
     return start
 
 
-def _memory_measure(problem: SearchProblem, period: float, starts: list[float]) -> tuple[float, bool]:
+def _memory_objective(problem: SearchProblem, period: float, starts: list[float]) -> tuple[float, bool]:
     """What the codes hold in a period, as a measure to make smaller, and whether every rank has room for it."""
     if not starts:
         return INFINITE, False

@@ -21,7 +21,7 @@ INFINITE = float("inf")
 TOLERANCE = 1e-9  # relative: memories that differ by less are the same
 
 
-class Send(NamedTuple):
+class ActionMessage(NamedTuple):
     """Which slot says when something is there, and what its way costs: nothing, and no channel, within a rank."""
 
     slot: int
@@ -69,7 +69,7 @@ class SearchProblem:
     def _connect_actions(self) -> None:
         """Set which action sends to which: `slot` and `latency` in a chain, where each has one taker; else `sends`."""
         count, stages = len(self.cost), self.num_stages
-        self.sends: list[list[Send]] = [[] for _ in range(count)]
+        self.sends: list[list[ActionMessage]] = [[] for _ in range(count)]
         self.also_needs: list[list[int]] = [[] for _ in range(count)]
         self.source = dict[int, int]()  # slot -> the action that fills it
         self.taker = dict[int, int]()  # slot -> the action that needs it
@@ -84,14 +84,14 @@ class SearchProblem:
                 self.taker[slot] = action
                 self.sends[source * self.microbatches + m].append(send._replace(slot=slot))
                 self.source[slot] = source * self.microbatches + m
-        no_send = Send(count, None, 0.0, 0.0)
+        no_send = ActionMessage(count, None, 0.0, 0.0)
         first_sends = [(sends or [no_send])[0] for sends in self.sends]
         self.slot, self.latency = [send.slot for send in first_sends], [send.latency for send in first_sends]
         self.initial_slot_times = [-1.0 if slot in filled_slots else 0.0 for slot in range(count)] + [-1.0] * (slots - count)
         self.is_simple_chain = slots == count + 1 and all(send.transmission == 0 for sends in self.sends for send in sends)
         self.has_positive_times = self.is_simple_chain and min(self.times[: 2 * stages]) > 0
 
-    def _messages(self) -> Iterator[tuple[int, int, Send]]:
+    def _messages(self) -> Iterator[tuple[int, int, ActionMessage]]:
         """Yield (source code, receiving code, cost of the message), in the order in which a rank sends."""
         stages, home = self.num_stages, self.placement
         borders = dict(
@@ -104,8 +104,12 @@ class SearchProblem:
                     border = borders[min(stage, taker), max(stage, taker)]
                     link = home[stage], home[taker]
                     is_local = link[0] == link[1]
-                    yield base + stage, base + taker, Send(0, None, 0.0, 0.0) if is_local else Send(0, link, *border)
-        yield stages - 1, 2 * stages - 1, Send(0, None, 0.0, 0.0)
+                    yield (
+                        base + stage,
+                        base + taker,
+                        ActionMessage(0, None, 0.0, 0.0) if is_local else ActionMessage(0, link, *border),
+                    )
+        yield stages - 1, 2 * stages - 1, ActionMessage(0, None, 0.0, 0.0)
 
     def codes_in_dependency_order(self) -> list[int]:
         """The codes, each behind those that it needs."""

@@ -42,7 +42,7 @@ class Found:
 
 
 class _SearchFinished(Exception):
-    """It is proven that there is no better, or whoever watches the progress wants no more."""
+    """The best table is proven optimal, or `progress` returned True."""
 
 
 def search(
@@ -66,7 +66,7 @@ def search(
     give the same table anywhere. `optimal`, for small pipelines: `normal`, and then up to some minutes of OR-Tools
     (`pip install 'penstock[optimal]'`), which proves that there is nothing shorter, or finds it, or raises the bound.
     `start`: one more table to begin with, for example one found before.
-    `progress`: told the share of the work that is done and the best makespan so far (infinite before there is one), some ten
+    `progress`: called with the share of work done and the best makespan so far (infinite before there is one), some ten
     times a second. If it returns something true the search ends with what it has, as it does on Ctrl-C.
 
     The table is never longer than the best published one within the limit. Raises ScheduleError for a limit that no table
@@ -87,12 +87,12 @@ def search(
         cp_sat.check_solvable(costs)
     problems = [
         SearchProblem(costs, placement, microbatches, limits, full_backwards)
-        for full_backwards in _backward_forms(costs, len(placement))
+        for full_backwards in _full_backward_choices(costs, len(placement))
     ]
     best = _BestTable(problems[0], start, EFFORTS[effort], progress)
     rng = random.Random(seed)
     with suppress(KeyboardInterrupt, _SearchFinished):
-        best.check()
+        best.add_steps_or_finish()
         for problem in problems:
             _search_backward_form(best, problem, best.work / len(problems), rng)
         if effort == "optimal":
@@ -100,8 +100,8 @@ def search(
     return best.found()
 
 
-def _backward_forms(costs: Costs, stages: int) -> list[bool]:
-    """Whether backwards are to be whole or not: both, where a whole one costs less than its halves or holds less."""
+def _full_backward_choices(costs: Costs, stages: int) -> list[bool]:
+    """Return the values of `full_backwards` to search with: both where a full one costs less than its halves, or holds less."""
     times = costs.action_costs(stages)
     halves = zip(times[Kind.I], times[Kind.W], strict=True)
     cheaper = any(full < i + w for full, (i, w) in zip(times[Kind.B], halves, strict=True))
@@ -122,19 +122,19 @@ def _check_start(start: Schedule | None, placement: tuple[int, ...], microbatche
 
 
 class _BestTable:
-    """The best that was found so far, how much of the search's work is done, and who wants to know."""
+    """The best that was found so far, how much of the search's work is done, and the callback that hears of it."""
 
     def __init__(self, problem: SearchProblem, start: Schedule | None, work: int, progress: Progress | None) -> None:
         self.problem, self.work, self.progress, self.steps_done = problem, work, progress, 0.0
         self.bound = lower_bound(problem)
         self.published = list(initial_tables.published_schedules(problem.placement, problem.microbatches))
         self.tables = [*self.published, *([start] if start else ())]
-        self.time = lru_cache(self._time)
+        self.time = lru_cache(self._makespan_within_limits)
         self.makespan = min(map(self.time, self.tables), default=INFINITE)
         self.searched: tuple[SearchProblem, Rows] | None = None  # None: one of the tables
 
-    def _time(self, table: Table) -> float:
-        """The makespan of `table`, infinite if it does not keep the limit, or stops."""
+    def _makespan_within_limits(self, table: Table) -> float:
+        """Return the makespan of `table`; infinite if it exceeds a memory limit, or deadlocks."""
         try:
             timeline = simulate(table, self.problem.costs)
         except ScheduleError:  # pairs that wait for each other in a circle
@@ -142,14 +142,14 @@ class _BestTable:
         fits = all(peak <= limit for peak, limit in zip(timeline.peak_memory, self.problem.limits, strict=True))
         return timeline.makespan if fits else INFINITE
 
-    def report(self, steps: int, simulation: IncrementalSimulation) -> None:
-        """`steps` more are done, and the search is at `simulation`."""
+    def record_if_better(self, steps: int, simulation: IncrementalSimulation) -> None:
+        """Count `steps` as done; take over the table of `simulation` if it is the best."""
         if simulation.makespan < self.makespan:
             self.makespan, self.searched = simulation.makespan, (simulation.problem, simulation.rows_with_weights())
-        self.check(steps)
+        self.add_steps_or_finish(steps)
 
-    def check(self, steps: float = 0) -> None:
-        """`steps` more are done. Raises _SearchFinished if there is no better, or whoever watches wants no more."""
+    def add_steps_or_finish(self, steps: float = 0) -> None:
+        """Count `steps` as done. Raises _SearchFinished if the best is optimal, or `progress` returned True."""
         self.steps_done += steps
         if self.makespan <= self.bound.time * (1 + TOLERANCE):
             raise _SearchFinished
@@ -205,14 +205,14 @@ def _search_backward_form(best: _BestTable, problem: SearchProblem, work: float,
         periodic_starts += periodic.find_modulo_schedules(
             problem, rng, int(PERIODIC_WORK_SHARE / PERIODIC_RUNS * work / WORK_PER_CODE / len(problem.times))
         )
-        best.check(PERIODIC_WORK_SHARE / PERIODIC_RUNS * work)
+        best.add_steps_or_finish(PERIODIC_WORK_SHARE / PERIODIC_RUNS * work)
 
     begins = [
         *initial_tables.initial_rows(problem),
         *(periodic.unroll_modulo_schedule(problem, offsets) for offsets in periodic_starts),
         *map(problem.rows_from_table, best.tables),
     ]
-    _anneal_in_rounds(problem, begins, work * (1 - PERIODIC_WORK_SHARE), rng, best.report)
+    _anneal_in_rounds(problem, begins, work * (1 - PERIODIC_WORK_SHARE), rng, best.record_if_better)
 
 
 def _anneal_in_rounds(

@@ -1,7 +1,7 @@
-"""A measured step in words: where its time went, who holds it up, and what would make it shorter.
+"""A measured step in words: where its time went, which rank holds it up, and what would make it shorter.
 
 Every `what if` is the simulator's answer for the costs that were measured, set against its answer for the table that ran, so
-that what the simulator does not know cancels out. How far it is from the measured step is told too.
+that what the simulator does not know cancels out. The verdict also says how far it is from the measured step.
 """
 
 from collections import defaultdict
@@ -80,7 +80,7 @@ class MeasuredTimeline(Timeline):
     """The timeline of a step that ran."""
 
     def explain(self, measurement: Measurement | None = None) -> Explanation:
-        """The step in words: where its time went, who holds it up, what would make it shorter. `print` it.
+        """The step in words: where its time went, which rank holds it up, what would make it shorter. `print` it.
 
         `measurement`, and what is raised: as in `penstock.schedule.explain`.
         """

@@ -196,8 +196,8 @@ def _improvement(kind: str, change: str, timeline: Timeline, explanation: Explan
 
 
 def _text_lines(explanation: Explanation) -> Iterator[str]:
-    yield from _where_the_time_went(explanation)
-    yield from _what_would_help(explanation)
+    yield from _time_share_lines(explanation)
+    yield from _improvement_lines(explanation)
 
     predicted, measured = explanation.predicted_step, explanation.step
     error = predicted / measured - 1 if measured else 0.0
@@ -205,7 +205,7 @@ def _text_lines(explanation: Explanation) -> Iterator[str]:
     yield f"prediction: {_format_ms(predicted)} at these costs, {abs(error):.1%} {direction} than measured"
 
 
-def _where_the_time_went(explanation: Explanation) -> Iterator[str]:
+def _time_share_lines(explanation: Explanation) -> Iterator[str]:
     table = explanation.schedule
     size = ", ".join(
         (
@@ -233,7 +233,7 @@ def _where_the_time_went(explanation: Explanation) -> Iterator[str]:
         yield f"memory of activations: up to {format_bytes(max_size)} on {place}"
 
 
-def _what_would_help(explanation: Explanation) -> Iterator[str]:
+def _improvement_lines(explanation: Explanation) -> Iterator[str]:
     predicted = explanation.predicted_step
     yield _straggler_text(explanation.straggler, predicted)
 

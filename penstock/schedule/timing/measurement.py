@@ -33,7 +33,7 @@ class Measurement:
 
     schedule: Schedule  # the table that ran
     seconds: Times  # of an action
-    engine_seconds: Times  # of the engine, from the end of such an action to the start of the next, if that waits for nothing
+    engine_seconds: Times  # of the engine, from the end of that action to the start of the next, if that waits for nothing
     message_seconds: tuple[float, ...]  # of a message beyond that, over each border between two stages
     step_overhead: float = 0.0  # of a step, before its first action and after its last
     layers: tuple[float, ...] = ()  # how much of the model each stage has, in layers or any unit
@@ -83,7 +83,7 @@ class Measurement:
         return Costs(forward, inputs, weights, self.message_seconds, act=act, keep=keep, backward=backward)
 
     def predict(self, schedule: Schedule, layers: Sequence[float] = ()) -> Timeline:
-        """When every action of `schedule` would run on such ranks, with as many rows in a microbatch.
+        """Predict when every action of `schedule` would run on these ranks, with as many rows in a microbatch.
 
         Where microbatches were unlike, those of `schedule` are the same, in the same order; of more, again from the first on.
 
@@ -118,7 +118,7 @@ class Measurement:
         return gap.is_wait(self.message_seconds[low] + _time_after(self.engine_seconds, gap.needed) if high == low + 1 else 0.0)
 
     def recut(self, stages: int, layers: Sequence[float] = ()) -> "Measurement":
-        """The same model cut into so many stages: every layer takes along its part of what its stage took.
+        """Return the costs of the same model in `stages` stages: every layer takes along its part of what its stage took.
 
         What a stage took for another reason, a slow rank or the loss, moves with its layers too, and so does memory. Where the
         number of stages differs, the engine's time and that of a message are what is usual.

@@ -58,7 +58,7 @@ class Costs:
     backward: Cost | None = None
     microbatch_factors: Sequence[float] = field(default_factory=list)
 
-    def factors(self, microbatches: int) -> list[float]:
+    def factors_by_microbatch(self, microbatches: int) -> list[float]:
         """Return how many times as much each microbatch costs. Raise ScheduleError unless there is one number for each."""
         if not self.microbatch_factors:
             return [1.0] * microbatches
@@ -86,7 +86,7 @@ class Costs:
         return tuple(MessageCost(size / bandwidth, send) for (send, bandwidth), size in zip(links, sizes, strict=True))
 
     def skip_connection_costs(self, stages: int) -> dict[Skip, MessageCost]:
-        """What a message of each skip costs. Raises ScheduleError as `table` does, and for a skip between no such stages."""
+        """Return what a message of each skip costs. Raises ScheduleError for a cost or a skip that the table cannot have."""
         check_skips(self.skips, stages)
         links = self._latency_and_bandwidth(stages)
         sizes = _checked_costs("skips", list(self.skips.values()), len(self.skips), "skip", "a number of bytes")
@@ -97,7 +97,7 @@ class Costs:
         """The latency and the bandwidth of every border."""
         count = max(0, stages - 1)
         sends = _checked_costs("send", self.send, count, "border")
-        bandwidths = _one_cost_each("bandwidth", self.bandwidth, count, "border")
+        bandwidths = _expand_cost("bandwidth", self.bandwidth, count, "border")
         for bandwidth in bandwidths:
             if not bandwidth > 0:
                 raise ScheduleError(f"bandwidth has {bandwidth}: give bytes per unit of time, more than 0")
@@ -111,14 +111,14 @@ class Costs:
 
 
 def _checked_costs(name: str, cost: Cost, count: int, unit: str = "stage", description: str = "a time") -> list[float]:
-    costs = _one_cost_each(name, cost, count, unit)
+    costs = _expand_cost(name, cost, count, unit)
     for value in costs:
         if not 0 <= value < float("inf"):
             raise ScheduleError(f"{name} has the cost {value}: a cost is {description}, 0 or more")
     return costs
 
 
-def _one_cost_each(name: str, cost: Cost, count: int, unit: str) -> list[float]:
+def _expand_cost(name: str, cost: Cost, count: int, unit: str) -> list[float]:
     costs = [float(c) for c in cost] if isinstance(cost, Iterable) else [float(cost)] * count
     if len(costs) != count:
         raise ScheduleError(f"{name} has {len(costs)} costs for {count} {unit}s: give one number, or one for each {unit}")
@@ -166,7 +166,7 @@ def simulate_until_deadlock(schedule: Table, costs: Costs = Costs()) -> Timeline
         costs.activation_sizes(stages),
         schedule.overlaps,
         costs.skip_connection_costs(stages),
-        microbatch_factors=tuple(costs.factors(schedule.microbatches)) if costs.microbatch_factors else (),
+        microbatch_factors=tuple(costs.factors_by_microbatch(schedule.microbatches)) if costs.microbatch_factors else (),
     )
 
 
@@ -206,20 +206,22 @@ class _Simulation:
 
     def __init__(self, schedule: Table, costs: Costs) -> None:
         self.schedule, self.overlap = schedule, float(costs.overlap)
-        self.action_works = _connected_works(schedule, costs)
-        self.factors = [factor / schedule.slices for factor in costs.factors(schedule.microbatches)] * schedule.slices
+        self.action_works = _work_by_kind_and_stage(schedule, costs)
+        self.factors = [
+            factor / schedule.slices for factor in costs.factors_by_microbatch(schedule.microbatches)
+        ] * schedule.slices
         self.rows: list[list[Event]] = [[] for _ in schedule.actions]
         self.awaited_times: list[ReadyTimes | None] = [None] * schedule.ranks
         self.ready_ranks = list(reversed(range(schedule.ranks)))
 
     def run(self) -> None:
         """Run until nothing can run any more."""
-        ranks = [self._run(rank) for rank in range(self.schedule.ranks)]
+        ranks = [self._run_rank(rank) for rank in range(self.schedule.ranks)]
         while self.ready_ranks:
             rank = self.ready_ranks.pop()  # the one just woken: what it needs is in the processor's cache
             self.awaited_times[rank] = next(ranks[rank], None)
 
-    def _run(self, rank: int) -> Iterator[ReadyTimes]:
+    def _run_rank(self, rank: int) -> Iterator[ReadyTimes]:
         """Run the row of `rank`; yields the times it waits for an entry of, whenever it cannot go on without.
 
         The one loop that runs for every action, millions of times: hence no functions in it.
@@ -270,7 +272,7 @@ def _cells_in_slice_order(schedule: Table, rank: int) -> Iterator[Cell]:
         yield cell
 
 
-def _connected_works(schedule: Table, costs: Costs) -> dict[Kind, list[_ActionWork]]:
+def _work_by_kind_and_stage(schedule: Table, costs: Costs) -> dict[Kind, list[_ActionWork]]:
     """Kind -> the work of every stage, with the times that connect them."""
     home, stages, skips = schedule.placement, schedule.num_stages, costs.skip_connection_costs(schedule.num_stages)
     borders = dict(zip(pairwise(range(stages)), costs.message_costs(stages), strict=True)) | skips
@@ -295,7 +297,7 @@ def averaging_end_time(timeline: Timeline, seconds: Cost, *, overlapped: bool = 
     """When the gradients of all stages are averaged, in the unit and on the clock of `timeline`, a planned or measured step.
 
     The gradients of a stage leave after its last backward, those of a rank's stages one after the other. `seconds` is what
-    that takes alone, a number for all stages or one for each: over n replicas and a link of so many bytes a second,
+    that takes alone, a number for all stages or one for each: over n replicas and a link of `bandwidth` bytes a second,
     2 (n - 1) / n times the bytes of its gradients / bandwidth. `shared`: all ranks' gradients take one link, as where replicas
     are machines. Not `overlapped`: nothing leaves before the step has ended on all ranks.
 

@@ -39,7 +39,7 @@ class WeightUse:
 
         self.targets = _parameter_index(weight), _parameter_index(bias)  # the parameters whose gradients these are
         self.view_edges = (_view_edge(weight), None) if bias is None else (_view_edge(weight), _view_edge(bias))
-        self.weight = _outside_graph(weight)
+        self.weight = _detach_current_data(weight)
 
     def unpack(self) -> Tensor:
         """Return the saved input. Raises RuntimeError, as autograd does, if it was changed in place."""
@@ -112,7 +112,7 @@ class DeferredGradients:
         """Return the input, and the weights outside the graph, in the dtype in which autocast hands them to a product."""
         device = value.device.type
         if not torch.is_autocast_enabled(device) or not value.is_floating_point() or value.dtype is torch.float64:
-            return value, *map(_outside_graph, weights)
+            return value, *map(_detach_current_data, weights)
         dtype = torch.get_autocast_dtype(device)
         return value.to(dtype), *[None if weight is None else self._cast(weight, dtype) for weight in weights]
 
@@ -123,7 +123,7 @@ class DeferredGradients:
         """
         if not self._is_standin(weight):
             return weight.detach().to(dtype)
-        detached = _outside_graph(weight)
+        detached = _detach_current_data(weight)
         key, version = (detached.data_ptr(), detached.shape, detached.stride(), dtype), tensor_version(detached)
         if key not in self.autocast_cache or self.autocast_cache[key][0] != version:
             self.autocast_cache[key] = version, detached.to(dtype)
@@ -221,7 +221,7 @@ def _parameter_index(weight: Tensor | None) -> int | None:
     return getattr(weight, "parameter_index", None)
 
 
-def _outside_graph(weight: Any) -> Any:
+def _detach_current_data(weight: Any) -> Any:
     """Return `weight` detached, or None for None."""
     detached = getattr(weight, "detached", None)
     if weight is not None and (detached is None or detached.data_ptr() != weight.data_ptr()):  # a forward may set `weight.data`

@@ -117,8 +117,8 @@ class BackwardSplitter:
             return
 
         # 1. What is to be computed, in groups. After the last `I`, stand-ins in `_free` may have some that the module kept.
-        pending, leftovers = self._pop_all(deferred, self._free if is_last else [])
-        groups = self._group(pending, leftovers)
+        pending, leftovers = self._pop_pending_and_leftovers(deferred, self._free if is_last else [])
+        groups = self._cached_groups(pending, leftovers)
 
         # 2. The short way: gradients that can be added with no copy of a large one.
         if before_accumulation is None:
@@ -141,7 +141,7 @@ class BackwardSplitter:
         # 4. The stand-ins serve again, unless the memory that they stand for was replaced.
         self._free += [done for done in deferred if done.autocast_cache is self.autocast_cache]
 
-    def _pop_all(
+    def _pop_pending_and_leftovers(
         self, deferred: Sequence[DeferredGradients], unused: Sequence[DeferredGradients]
     ) -> tuple[list[PendingUse], dict[int, Tensor]]:
         """Return the uses whose gradients are to be computed, and the leftovers by index of the parameter."""
@@ -179,7 +179,7 @@ class BackwardSplitter:
         ]
         return sorted(index for index in hooked.union(*worth) if index is not None)
 
-    def _group(self, pending: Sequence[PendingUse], leftovers: dict[int, Tensor]) -> list[GradientGroup]:
+    def _cached_groups(self, pending: Sequence[PendingUse], leftovers: dict[int, Tensor]) -> list[GradientGroup]:
         key = tuple([use.targets for use, _ in pending]), tuple(leftovers)
         if key not in self._groups:
             self._groups[key] = list(group_parameters(pending, tuple(leftovers), self._slots))

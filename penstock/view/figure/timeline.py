@@ -1,7 +1,7 @@
 """A timeline as a figure for a paper.
 
 A row for each rank, the planned one below it if there is one, memory where it is known in bytes, an axis and a legend.
-Colours differ in lightness too, and causes of idle time in their hatch, so that they can be told apart in print. Where
+Colours differ in lightness too, and causes of idle time in their hatch, so that they differ in print. Where
 actions are denser than pixels, the parts of each slice of time are drawn one above the other.
 """
 

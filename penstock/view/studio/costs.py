@@ -2,7 +2,7 @@
 
     {"forward": 1, "backward_input": 1, "backward_weight": 1, "send": 0,   # of every stage, and of a message
      "stages": {"2": {"forward": 3}},                                     # of a stage that has its own
-     "ranks": {"1": 1.5},                                                 # of a rank that takes so many times as long
+     "ranks": {"1": 1.5},                                                 # how many times as long that rank takes
     "share": 2,                                                          # the size of a stage, in the one that is priced
      "sizes": [[1000, 800]]}                      # bytes that a microbatch takes on every stage, and that W still needs of it
 
@@ -45,7 +45,7 @@ def timed(schedule: Schedule, answers: Mapping[str, object], unit: object) -> Ti
         return _predicted(schedule, _measurement(answers), slower)
     share = question.number(answers.get("share", 1), "share")
     scale = MILLI if unit == "ms" else 1.0
-    stage_costs = _own(answers, schedule.num_stages)
+    stage_costs = _costs_by_stage(answers, schedule.num_stages)
     forward, inputs, weights = (
         [scale * share * time * factor for time, factor in zip(stage_costs[name], slower, strict=True)] for name in STAGE_COSTS
     )
@@ -85,8 +85,8 @@ def data_of(measured: Measurement) -> Data:
 # ---- by hand
 
 
-def _own(answers: Mapping[str, object], stages: int) -> dict[str, list[float]]:
-    """Of every stage: its own cost, else what holds for all."""
+def _costs_by_stage(answers: Mapping[str, object], stages: int) -> dict[str, list[float]]:
+    """Return the costs of every stage: its own if it has any, else those of all."""
     costs_of_stages = question.mapping(answers.get("stages", {}), "the costs of single stages")
 
     def of(name: str, stage: int) -> float:
@@ -145,7 +145,7 @@ def _measurement(answers: Mapping[str, object]) -> Measurement:
     homes = [int(question.number(rank, "a rank", MOST_STAGES)) for rank in question.items(run.get("placement"), "placement")]
     if not 1 <= len(homes) <= MOST_STAGES:
         raise PenstockError(f"the run has {len(homes)} stages: the studio takes 1 to {MOST_STAGES}")
-    stages, stage_costs = len(homes), _own(answers, len(homes))
+    stages, stage_costs = len(homes), _costs_by_stage(answers, len(homes))
     layers, full = _list(run, "layers", stages), _list(run, "full", stages)
     if not all(layers):
         raise PenstockError("layers has a 0: give every stage of the run a part of the model")

@@ -8,7 +8,7 @@ A step of 1F1B with two microbatches on two ranks. Time goes to the right; slant
 0F0 and 0F1, the gradients of 1B0 and 1B1. The numbers are those of the comments in `Engine._run_once`.
 
     1  split       the call becomes this rank's share of the batch          engine/batch.py
-    2  header      every rank tells every other what it is about to run     engine/batch.py
+    2  header      every rank sends all others what it is about to run     engine/batch.py
     3  gather      parameters that replicas share out are fetched           mesh/fsdp.py
     4  0F0         the first forward waits for nobody: it runs meanwhile    engine/actions.py
     5  handshake   all headers are read: the step is the same everywhere    engine/handshake.py

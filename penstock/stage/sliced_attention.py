@@ -145,7 +145,7 @@ class SlicedAttention(AttentionContext):
             )
 
     def _earlier_slices(self, call: int) -> Sequence[_SliceOfCall]:
-        """Return what earlier slices have left in this call. Raise MismatchError if it cannot be told which call it is."""
+        """Return what earlier slices have left in this call. Raise MismatchError if it is unclear which call this is."""
         if self._in_backward:
             if call < 0:
                 raise self._error(

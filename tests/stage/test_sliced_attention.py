@@ -84,7 +84,7 @@ def refusals() -> dict[str, str]:
     """The error of each wrong use, by a word for it."""
     tokens, target = batch()
 
-    class OwnAttention(nn.Module):
+    class UncutAttention(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
             return nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
 
@@ -110,7 +110,7 @@ def refusals() -> dict[str, str]:
         "family": lambda: pipeline(schedule="naive"),
         "cp": lambda: pipeline(mesh=ps.comms.init_mesh(pp=1, cp=2)),
         "list": lambda: pipeline().step_microbatches([tokens], [target]),
-        "own": lambda: pipeline(around(OwnAttention())).step(tokens, target=target),
+        "own": lambda: pipeline(around(UncutAttention())).step(tokens, target=target),
         "ahead": lambda: pipeline(around(LooksAhead())).step(tokens, target=target),
         "convolution": lambda: pipeline(around(nn.Conv1d(4, 4, 3))),
         "checkpoint": lambda: pipeline(checkpointed()).step(tokens, target=target),

@@ -7,6 +7,7 @@
 `show`      `penstock schedules`, `penstock show` and `penstock compare`
 `search`    `penstock search`
 `plan`      `penstock plan`
+`traces`    traces as a record, and `penstock export-costs`
 `pages`     `penstock studio` and `penstock watch`
 `train/`    `penstock train`: real data, checkpoints, metrics, a comparison with one process
 `trained`   `penstock generate`, `penstock eval` and `penstock export`

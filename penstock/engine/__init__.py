@@ -4,6 +4,7 @@ step               one step: split, send a header, handshake, run, average, conc
 batch              the call, this rank's share of the batch, and the header
 handshake          what all ranks agree on before data flows
 microbatch_list    a batch that comes as a list of microbatches
+sequence           the tokens of a batch, and the part of them that one rank takes
 microbatch_costs   what microbatches of other sizes take, fitted to steps over lists
 actions            what F, B, I and W do in a step
 clock              when every action ran, on a clock that all ranks share

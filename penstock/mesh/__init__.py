@@ -5,7 +5,7 @@ sampler          which rows of a dataset each replica is given
 grouping         which of these rows share a microbatch, where rows have lengths
 ddp              a stage that DistributedDataParallel holds equal
 fsdp             a stage whose parameters `fully_shard` has spread over its replicas
-gradient_presence  which gradients any replica has
+gradient_presence which gradients any replica has
 data_parallel    the stages along `dp` and `cp`, made one of the two, or by a function of the user's
 tensor_parallel  the stages along `tp`, by a plan of torch's styles
 context_parallel the attention of ranks along `cp`, which have a part of the tokens each

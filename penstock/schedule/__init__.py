@@ -10,6 +10,7 @@ A table goes this way: family -> table -> verify -> program -> simulate, or the 
 `pytorch_csv`   PyTorch's lowered tables, to be proved
 `rank_program`  what one rank does of a program, for each kind of batch and call
 `transform`     tables made from tables
+`microbatch_order`  the order in which unequal microbatches make a step short
 `families/`     the rules by which tables are made
 `catalog`       the families there are, by name
 `searching/`    tables that are searched for, for any costs within a limit on memory

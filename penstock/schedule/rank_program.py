@@ -15,7 +15,7 @@ MAX_LARGER_PROGRAMS = 8  # of all ranks, for more microbatches than the pipeline
 
 @dataclass(frozen=True)
 class RankProgram:
-    """The steps of a rank, and what follows from them for each action."""
+    """The program lines of a rank, and what follows from them for each action."""
 
     lines: tuple[ProgramLine, ...]
     split_backwards: frozenset[tuple[int, int, int]]  # (stage, microbatch, slice) whose backward is I and W: F prepares for it

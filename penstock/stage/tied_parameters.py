@@ -1,4 +1,4 @@
-"""Parameters that several stages share: found by identity, kept equal over ranks. Their gradients: `neighbours.py`."""
+"""Parameters that several stages share: found by identity, kept equal over ranks. Their gradients: `connections.py`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

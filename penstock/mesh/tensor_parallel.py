@@ -36,7 +36,7 @@ def check_plan(plan: TensorParallelPlan | None, names: Sequence[Mapping[str, str
         if not any(_matches(module, pattern) for module in modules):
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or sorted(modules)[:5]
             raise MismatchError(
-                f"tensor_parallel has {pattern!r}, which matches nothing in the model; it has {', '.join(near)}, .."
+                f"tensor_parallel has {pattern!r}, but the model has no such part; it has {', '.join(near)}, .."
             )
 
 

@@ -195,7 +195,7 @@ def split_batch(
         raise MismatchError(f"{call.name} does not cut tokens into slices: give a batch to step(), or use slices=1")
     rank, device = position.pipeline.rank, position.pipeline.device
     first_rank, last_rank = schedule.placement[0], schedule.placement[-1]
-    list_arguments = None if call.order is None else (order_argument(call.order), call.limit)
+    list_arguments = None if call.order is None else (comparable_order(call.order), call.limit)
 
     # The first stage's rank reads the inputs; of a list of microbatches, it chooses the order too.
     inputs = _LocalInputs()

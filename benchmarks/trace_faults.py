@@ -32,7 +32,7 @@ SECONDS = 0.020  # of a forward; a backward takes twice as long
 LATE_SECONDS = 0.060  # of a message over the slow link, the data loader, a pause
 ROWS, WIDTH = 16, 64
 LARGE_WIDTH = 10**6  # floats in each of 16 rows: 64 MB
-WARMUP, STEPS = 1, 4
+WARMUP, STEPS = 1, 5
 SLOW = 1  # the rank with the fault, where it is one rank's
 
 EXPECTED = {  # fault -> words, one of which the first or second sentence of the verdict has; none: no fault is named

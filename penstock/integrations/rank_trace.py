@@ -73,11 +73,11 @@ def read_rank(path: Path, position: int, on_bytes: Callable[[int], object] = lam
     if not marks.actions:
         _count_calls(marks)
         trace.is_counted = bool(marks.actions)
-    inferred = list(_inferred(marks)) if not marks.actions else []
+    inferred = list(_inferred(marks)) if marks.posts and not marks.actions else []
     timed_actions = inferred or list(_marked(marks))
     if not timed_actions:
         raise PenstockError(
-            f"{path} has no action of a pipeline, neither ranges (PP:2F3, Forward 3) nor backwards between messages: "
+            f"{path} has no action of a pipeline, neither ranges (PP:2F3, Forward 3) nor backwards between sends and receives: "
             f"{PROFILE}, with ProfilerActivity.CPU"
         )
     trace.is_inferred, trace.names_stages = bool(inferred), not inferred and not marks.lacks_stages
@@ -159,7 +159,7 @@ def _halves(when: Range, marks: Marks) -> list[Range]:
         middle = (when.start + when.end) / 2
         return [Range(when.start, middle), Range(middle, when.end)]
     begin = backwards[0].start
-    forwards = [operation.end for operation in within(sorted(marks.forwards.values()), when) if operation.end <= begin]
+    forwards = [operation.end for operation in within(marks.forward_operations, when) if operation.end <= begin]
     return [Range(when.start, max(forwards, default=begin)), Range(begin, when.end)]
 
 

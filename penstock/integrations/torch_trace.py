@@ -81,7 +81,7 @@ def is_traces(path: Path) -> bool:
     """Return whether `path` is a trace, or a folder of traces and not that of a run."""
     if path.is_dir():
         return not (path / FILE).exists() and any(is_trace(file) for file in path.iterdir() if file.name.endswith(ENDINGS))
-    return path.name.endswith(ENDINGS) and path.is_file() and is_trace(path)
+    return path.is_file() and (path.name.endswith(".json.gz") or (path.name.endswith(".json") and is_trace(path)))
 
 
 def trace_files(paths: Paths) -> list[Path]:

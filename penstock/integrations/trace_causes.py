@@ -124,9 +124,9 @@ def _blocks(receive: Range, collective: CollectiveCall) -> bool:
 def _collectives_in(trace: RankTrace, row: RankStep) -> Iterator[CollectiveCall]:
     """The collectives that began in the actions of `row`."""
     collectives = trace.marks.collectives
-    begins = [collective.began for collective in collectives]
     for timed in row:
-        yield from collectives[bisect_left(begins, timed.start) : bisect_right(begins, timed.end)]
+        begin = bisect_left(collectives, timed.start, key=lambda collective: collective.began)
+        yield from collectives[begin : bisect_right(collectives, timed.end, key=lambda collective: collective.began)]
 
 
 # ---- between steps

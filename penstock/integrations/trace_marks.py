@@ -17,6 +17,7 @@ _CALL = re.compile(  # of Megatron, DeepSpeed and torch: a range, or with_stack'
     r"(?:.*: )?(?:(forward_step|_exec_forward_pass|forward_one_chunk)|(?:backward_step|_exec_backward_pass|backward_one_chunk))"
 )
 _COLLECTIVE = re.compile(r"(?:gloo|nccl):_?(\w+)")
+_NCCL_KERNEL = re.compile(r"nccl\w*Kernel_(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce)_.*", re.IGNORECASE | re.DOTALL)
 _TRANSFERS = {"send", "recv", "isend", "irecv", "coalesced"}
 _BYTES = {
     "double": 8,
@@ -105,13 +106,15 @@ class Marks:
             if category in _LAUNCHES:
                 self.launches.append((when.start, correlation))
             elif "nccl" in name.lower():
-                self._add_communication(when, args, correlation)
+                self._add_communication(name, when, args, correlation)
             else:
                 self.kernels[correlation] = when
 
-    def _add_communication(self, when: Range, args: dict[str, Any], correlation: int) -> None:
-        """Keep a kernel of NCCL; without the name of a collective it is a message."""
+    def _add_communication(self, kernel: str, when: Range, args: dict[str, Any], correlation: int) -> None:
+        """Keep a kernel of NCCL: a collective by its arguments, of an older torch by its own name; else a message."""
         name, elements = args.get("Collective name"), args.get("In msg nelems")
+        if name is None and (match := _NCCL_KERNEL.fullmatch(kernel)):
+            name = match[1]
         if isinstance(name, str) and name.lstrip("_") not in _TRANSFERS:
             self.collective_kernels[correlation] = CollectiveCall(name.lstrip("_"), when.start, *when)
             return
@@ -198,6 +201,7 @@ class Marks:
             ]
         self.collectives.sort(key=lambda collective: collective.began)
         self._launched = [when for when, _ in self.launches]
+        self.forward_operations = sorted(self.forwards.values()) if any(len(pair) > 1 for _, pair in self.actions) else []
 
     def on_device(self, when: Range) -> Range | None:
         """From the first to the last kernel that was launched in `when`; None where there are none."""

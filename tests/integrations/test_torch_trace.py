@@ -197,6 +197,27 @@ def test_on_a_gpu_a_kernel_that_queues_behind_a_receive_is_blocked(tmp_path: Pat
     assert any(note.startswith("collectives in actions: 1 all_to_allv, together 1.0 ms") for note in notes)
 
 
+def test_a_kernel_of_an_older_torch_is_a_collective_by_its_name_and_a_rank_that_sends_nothing_is_no_pipeline(
+    tmp_path: Path,
+) -> None:
+    def averaging(rank: int, event: Event, begin: float) -> list[made_traces.Data]:
+        made, start = made_traces.range_event, begin + event.start
+        if str(event.action) != "0F0":
+            return []
+        kernel = made(
+            "ncclKernel_AllReduce_RING_LL_Sum_float(int)", start, start + 0.002, "kernel", correlation=round(1e6 * begin)
+        )
+        return [kernel, made("autograd::engine::evaluate_function: Add", start, start + 0.001, "cpu_op")]
+
+    (file, _) = made_traces.write(tmp_path, made_traces.timeline(), on_gpu=True, extra=averaging)
+    assert any(note.startswith("collectives in actions: 1 AllReduce, together 2.0 ms") for note in read_record(tmp_path)[1])
+    file.write_text(file.read_text().replace("PP:", "other "))
+    with pytest.raises(
+        PenstockError, match=r"no action of a pipeline, neither ranges .* nor backwards between sends and receives"
+    ):
+        read(file)
+
+
 def of_megatron(action: Action) -> str:
     return "forward_step" if action.kind is Kind.F else "megatron/core/pipeline_parallel/schedules.py(350): backward_step"
 

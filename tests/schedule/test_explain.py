@@ -256,6 +256,16 @@ def test_slow_messages_a_wrong_order_and_few_microbatches_are_in_the_verdict():
 
     few = explain(simulate(build("1f1b", 4, 4), Costs(1, 1, 1))).verdict[0]
     assert few.text == "4 microbatches are few for 4 ranks, 8 of the same size: -21.4 % a row"
+    assert explain(simulate(build("gpipe", 1, 1), Costs(1, 1, 1))).verdict == ()  # more would gain nothing
+
+
+def test_a_rank_that_is_slow_since_its_collectives_are_blocked_is_not_named_a_second_time():
+    slow = explain(slowed("1f1b", 2, 5))
+    by_itself, cut, schedule = slow.verdict
+    blocked = by_itself._replace(kind="blocked", gain=0.6 * by_itself.gain)
+    assert replace(slow, findings=(blocked,)).verdict == (blocked, schedule)
+    elsewhere = blocked._replace(rank=1)
+    assert replace(slow, findings=(elsewhere,)).verdict == (by_itself, cut, elsewhere, schedule)
 
 
 def test_a_replayed_step_keeps_its_order_and_starts_everything_as_early_as_it_can():

@@ -12,6 +12,7 @@ from penstock.schedule.timing.timeline import Timeline
 ENGINE = "engine"  # the key of the engine's time among the shares
 NOTABLE_SHARE = 0.01  # of a step; a smaller gain is not suggested
 MIN_TOLD_BYTES = 1_000_000  # of a message; the speed of a smaller one is its latency
+BLOCKED_SHARE = 0.5  # of what a slow rank costs: where its blocked collectives cost more, they are named alone
 FEW_MICROBATCHES_A_RANK = 2  # with fewer a step is mostly fill and drain
 
 
@@ -109,6 +110,10 @@ class Explanation:
     def verdict(self) -> tuple[Improvement, ...]:
         """Return what would make the step shorter, the largest gain first: what is wrong with it, then other schedules."""
         faults = [*_slow_rank_improvement(self), *_suggested_repairs(self), *self.findings]
+        blocked = {finding.rank: finding.gain for finding in self.findings if finding.kind == "blocked"}
+        slow = [fault for fault in faults if fault.kind == "straggler"]
+        if any(blocked.get(fault.rank, 0.0) > BLOCKED_SHARE * fault.gain for fault in slow):
+            faults = [fault for fault in faults if fault.kind not in ("straggler", "cut")]
         return tuple(
             improvement
             for improvements in (faults, _suggested_schedules(self))
@@ -167,8 +172,10 @@ def _suggested_repairs(explanation: Explanation) -> Iterator[Improvement]:
     table, doubled = explanation.schedule, explanation.doubled_microbatches
     if doubled and table.microbatches < FEW_MICROBATCHES_A_RANK * table.ranks:
         gain = 1 - doubled.step_seconds / 2 / explanation.predicted_step
-        count = f"{table.microbatches} microbatches are few for {_count(table.ranks, 'rank')}, {doubled.schedule.microbatches}"
-        yield Improvement("microbatches", f"{count} of the same size: {-100 * gain:.1f} % a row", gain, doubled.timeline)
+        few = f"{_count(table.microbatches, 'microbatch is', 'microbatches are')} few for {_count(table.ranks, 'rank')}"
+        text = f"{few}, {doubled.schedule.microbatches} of the same size: {-100 * gain:.1f} % a row"
+        if gain > NOTABLE_SHARE:
+            yield Improvement("microbatches", text, gain, doubled.timeline)
 
 
 def _slow_messages_text(slow: SlowMessages) -> str:

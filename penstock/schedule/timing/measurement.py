@@ -217,7 +217,7 @@ def microbatch_factors(timeline: Timeline) -> tuple[float, ...]:
     """Return how many times the mean each microbatch takes, if they are unlike in size; else nothing.
 
     That is the median over its forwards and backwards, each against the mean of its kind and stage. One that is slow on a
-    single rank is not larger: they must agree.
+    single rank is not larger: most actions of each microbatch must agree.
     """
     times: dict[tuple[Kind, int], list[tuple[int, float]]] = defaultdict(list)
     for event, duration in _durations(timeline):
@@ -231,9 +231,9 @@ def microbatch_factors(timeline: Timeline) -> tuple[float, ...]:
     medians = {microbatch: median(values) for microbatch, values in sorted(ratios.items())}
     if not medians or max(medians.values()) <= UNLIKE_SIZES * min(medians.values()) or not min(medians.values()):
         return ()
-    deviations = [abs(value / medians[microbatch] - 1) for microbatch, values in ratios.items() for value in values]
+    deviations = [median(abs(value / medians[microbatch] - 1) for value in values) for microbatch, values in ratios.items()]
     mean = fmean(medians.values())
-    return tuple(value / mean for value in medians.values()) if median(deviations) < AGREEMENT else ()
+    return tuple(value / mean for value in medians.values()) if max(deviations) < AGREEMENT else ()
 
 
 def _durations(timeline: Timeline) -> Iterator[tuple[Event, float]]:

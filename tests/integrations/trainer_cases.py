@@ -7,7 +7,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 ROWS, TIME, WORDS = 22, 7, 19
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -35,17 +35,36 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+class Perceptron(transformers.PreTrainedModel):
+    """A model that is cut in a moment, for tests in which any will do."""
+
+    config_class = transformers.PretrainedConfig
+    main_input_name = "pixel_values"
+
+    def __init__(self) -> None:
+        super().__init__(transformers.PretrainedConfig())
+        self.layers = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())], nn.Linear(8, 3))
+        self.post_init()
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """The loss and the logits."""
+        logits = self.layers(pixel_values.flatten(1)[:, :8])
+        return {"logits": logits} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
 def model(name: str) -> Any:
     """Always the same."""
-    kind, head, config = MODELS[name]
     torch.manual_seed(7)
+    if name == "perceptron":
+        return Perceptron()
+    kind, head, config = MODELS[name]
     return getattr(transformers, f"AutoModelFor{head}").from_config(transformers.AutoConfig.for_model(kind, **config))
 
 
 def rows(name: str, count: int = ROWS, seed: int = 1) -> list[dict[str, Any]]:
     """A data set: texts of several lengths, or images."""
     draw = torch.Generator().manual_seed(seed)
-    if name == "vit":
+    if name in ("vit", "perceptron"):
         return [{"pixel_values": torch.randn(3, 8, 8, generator=draw), "labels": number % 3} for number in range(count)]
     found = []
     for number in range(count):

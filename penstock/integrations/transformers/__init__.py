@@ -26,6 +26,8 @@ What they override, and what each override needs of transformers (releases: `arg
     _save_optimizer_and_scheduler   `optimizer.pt` and `scheduler.pt` as plain Trainer has them
     _save_rng_state                 `rng_state.pth`, written by one rank of a pipeline
     _save_checkpoint                updates `state.stateful_callbacks` on the process that writes: here on all ranks
+    train, evaluation_loop          what one rank raises in them is raised by all
+    callback_handler.callbacks      has a ProgressCallback, whose `training_bar` is tqdm's: here one that shows the idle share
     _maybe_log_save_evaluate        after each step: what callbacks decided on rank 0 holds for all
 
     attention           `attn_implementation="penstock"`: their models call `ps.attention`
@@ -33,6 +35,7 @@ What they override, and what each override needs of transformers (releases: `arg
     trainer             the mixin, and Trainer
     model_view          what stands for the model where Trainer calls it; the loss that is `compute_loss`
     grouping_collator   rows of like lengths share a microbatch
+    progress            the progress bar, with the idle share
     optimizer           the state of an optimizer that is spread over ranks
 """
 

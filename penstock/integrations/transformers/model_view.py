@@ -72,11 +72,13 @@ def arguments_of_call(model: nn.Module, function: Callable[[Any], object]) -> di
     raise ps.MismatchError("compute_loss does not call the model: it calls it once, model(**inputs)")
 
 
-def outputs_once(outputs: Any) -> Callable[..., Any]:
-    """A forward that returns `outputs`, in float32 as accelerate has them, and only once."""
-    from accelerate.utils import convert_to_fp32  # the attention of this package needs no accelerate
+def outputs_once(outputs: Any, accelerator: Any) -> Callable[..., Any]:
+    """A forward that returns `outputs`, in float32 where accelerate has them so, and only once."""
+    if accelerator.native_amp:
+        from accelerate.utils import convert_to_fp32  # the attention of this package needs no accelerate
 
-    calls = [convert_to_fp32(outputs)]
+        outputs = convert_to_fp32(outputs)
+    calls = [outputs]
 
     def forward(**_: Any) -> Any:
         if not calls:
@@ -100,7 +102,8 @@ class TrainerLoss(nn.Module):
 
     def forward(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
         """The loss on the last stage. `inputs`: the batch, labels included."""
-        trainer, view = self._trainer, ModelView(self._trainer.model, outputs_once(outputs))
+        trainer = self._trainer
+        view = ModelView(trainer.model, outputs_once(outputs, trainer.accelerator))
         with torch.autocast(trainer.args.device.type, enabled=False):
             loss: Tensor = trainer.compute_loss(view, dict(inputs), num_items_in_batch=self.num_items)
             return loss if self.is_scaled() else loss / trainer.current_gradient_accumulation_steps

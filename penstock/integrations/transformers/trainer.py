@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.comms.control_group import shared_control_group
 from penstock.integrations.transformers.arguments import TrainingArguments, check_arguments
 from penstock.integrations.transformers.grouping_collator import GroupingCollator, RowBatch
 from penstock.integrations.transformers.model_view import (
@@ -24,6 +25,7 @@ from penstock.integrations.transformers.model_view import (
     settle,
 )
 from penstock.integrations.transformers.optimizer import RankOptimizer
+from penstock.integrations.transformers.progress import replace_progress
 
 if TYPE_CHECKING:
     from transformers import Trainer as Mixin
@@ -49,6 +51,8 @@ class PipelineTrainerMixin(Mixin):
         self._accumulated: list[dict[str, Any]] = []  # the batches of one optimizer step
         self._losses: list[Tensor] = []  # of those that `training_step` is still to be called with
         self._rank_optimizer: RankOptimizer | None = None
+        self._flos_per_element: int | None = None  # floating-point operations, of an element of the model's main input
+        replace_progress(self.callback_handler.callbacks, lambda: None if self.pipeline is None else self.pipeline.report)
         ranks, replicas = ps.comms.current_topology().world_size, args.replicas
         self._mesh = ps.comms.init_mesh(pp=ranks // replicas, dp=replicas) if replicas > 1 else None
 
@@ -79,7 +83,7 @@ class PipelineTrainerMixin(Mixin):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model, which a new pipeline trains."""
-        self._pipelines, self._rank_optimizer = {}, None
+        self._pipelines, self._rank_optimizer, self._flos_per_element = {}, None, None
         return super().call_model_init(trial)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> ModelView:
@@ -188,13 +192,22 @@ class PipelineTrainerMixin(Mixin):
     def _take_decisions_of_rank_0(self) -> None:
         if self.pipeline is not None and self.pipeline.position.world.world_size > 1:
             names = [name for name in vars(self.control) if name.startswith("should_")]
-            decided = self.pipeline.gather(lambda: [getattr(self.control, name) for name in names])[0]
-            for name, value in zip(names, decided, strict=True):
-                setattr(self.control, name, value)
+            with self.pipeline.collective("end of a step of Trainer", announces=False) as control:
+                decisions = control.all_gather_row([getattr(self.control, name) for name in names], "to decide what follows")
+            for name, value in zip(names, decisions[0], strict=True):
+                setattr(self.control, name, bool(value))
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Those of all replicas."""
-        return super().floating_point_ops(inputs) * self.args.replicas
+        """Those of all replicas. Trainer's own counts the model's parameters for each batch: here once."""
+        count = super().floating_point_ops
+        main_input = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if getattr(count, "__func__", None) is not transformers.Trainer.floating_point_ops or not isinstance(
+            main_input, Tensor
+        ):
+            return count(inputs) * self.args.replicas
+        if self._flos_per_element is None:
+            self._flos_per_element = count(inputs) // max(main_input.numel(), 1)
+        return self._flos_per_element * main_input.numel() * self.args.replicas
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -208,9 +221,14 @@ class PipelineTrainerMixin(Mixin):
         result = None
         with pipe.collective("prediction_step()"):
             if outputs is not None:
-                view = ModelView(self.model, outputs_once(outputs[0]))
+                view = ModelView(self.model, outputs_once(outputs[0], self.accelerator))
                 result = predict(view, dict(inputs), prediction_loss_only, ignore_keys)
         return everywhere(pipe, result)
+
+    def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
+        """The loop of `evaluate` and `predict`."""
+        with raise_on_all_ranks("evaluation_loop()"):
+            return super().evaluation_loop(*arguments, **options)
 
     def get_eval_dataloader(self, *arguments: Any, **options: Any) -> Any:
         """All rows, on each replica."""
@@ -242,7 +260,8 @@ class PipelineTrainerMixin(Mixin):
             resume_from_checkpoint = newest and str(newest)
             if newest is None:
                 raise ps.MismatchError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
-        return super().train(resume_from_checkpoint, *arguments, **options)
+        with raise_on_all_ranks("train()"):
+            return super().train(resume_from_checkpoint, *arguments, **options)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """All ranks' weights, by rank 0, as plain Trainer saves its own."""
@@ -310,6 +329,20 @@ class Trainer(PipelineTrainerMixin, transformers.Trainer):
 
     The batches of one optimizer step are the microbatches of one step of the pipeline. See docs/howto/trainer.md.
     """
+
+
+@contextmanager
+def raise_on_all_ranks(call: str) -> Iterator[None]:
+    """Around a `call` that all ranks make: what one rank alone raises, in a data set or a callback, all raise."""
+    control = shared_control_group(ps.comms.current_topology())
+    with control.collective_call(call):
+        pass  # connects the ranks: only then do the others learn of an error on this one
+    try:
+        yield
+    except ps.NonFiniteError:  # raised by all ranks already
+        raise
+    except BaseException as error:
+        control.raise_on_all_ranks(error)
 
 
 def share_scaler(scaler: torch.amp.GradScaler, device: str) -> torch.amp.GradScaler:

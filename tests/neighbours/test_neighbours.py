@@ -96,9 +96,9 @@ def test_accelerate_starts_prints_and_tracks(tmp_path):
     assert list(tmp_path.glob("losses/events.out.tfevents.*"))
 
 
-@needs("ray")
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_ray_runs_a_pipeline_on_two_machines_and_goes_on_from_its_checkpoint_when_a_rank_is_killed(tmp_path):
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """What runs an example on a cluster of two machines, from the first of them."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
 
     def start(host: Host, *words: str) -> None:
@@ -116,22 +116,30 @@ def test_ray_runs_a_pipeline_on_two_machines_and_goes_on_from_its_checkpoint_whe
     with tempfile.TemporaryDirectory(prefix="ray-") as folder, hosts(2) as (first, second):
         start(first, "--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={folder}")
         start(second, f"--address={first.address}:6379")
-        words = "ray_train.py", "--steps", "6", "--storage", str(tmp_path), "--die-at", "3"
-        printed = example(*words, within=first.within, RAY_ADDRESS=f"{first.address}:6379", **token)
+        yield lambda *words: example(*words, within=first.within, RAY_ADDRESS=f"{first.address}:6379", **token)
+
+
+@needs("ray")
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize(("name", "steps"), [("ray_train", 6), ("ray_trainer", 4)])
+def test_ray_runs_a_pipeline_on_two_machines_and_goes_on_from_its_checkpoint_when_a_rank_is_killed(
+    name, steps, ray_cluster, tmp_path
+):
+    words = f"{name}.py", "--steps", str(steps), "--storage", str(tmp_path), "--die-at", str(steps // 2)
+    printed = ray_cluster(*words)
     assert (tmp_path / "died").exists()
-    losses = re.findall(r"^step \d  loss (.*)", printed, re.MULTILINE)
-    assert losses == undisturbed(6)
+    assert re.findall(r"^step \d  loss (.*)", printed, re.MULTILINE) == undisturbed(name, steps)
 
 
-def undisturbed(steps: int) -> list[str]:
+def undisturbed(name: str, steps: int) -> list[str]:
     """The losses of the same function on two ranks of this machine."""
     code = f"""
 import sys, tempfile, pathlib
 sys.path.append({str(ROOT / "examples")!r})
-import penstock as ps, ray_train
+import penstock as ps, {name}
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        ps.launch(ray_train.train, 2, {{"storage": folder, "steps": {steps}, "die_at": 0}})
+        ps.launch({name}.train, 2, {{"storage": folder, "steps": {steps}, "die_at": 0}})
         print((pathlib.Path(folder) / "losses.txt").read_text())
 """
     with tempfile.TemporaryDirectory() as folder:

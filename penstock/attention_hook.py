@@ -4,7 +4,9 @@ Tokens meet in attention only. A pipeline that gives a forward a part of the tok
 finds the keys and values of the other parts. Everywhere else `ps.attention` is torch's `scaled_dot_product_attention`.
 """
 
-from collections.abc import Iterator
+import inspect
+import warnings
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -136,4 +138,29 @@ def check_tokens_mix_in_attention(module: nn.Module) -> None:
             raise MismatchError(
                 f"the tokens of a sequence cannot be cut before {name or 'the model'}, a {type(layer).__name__}, which mixes "
                 "them: only layers that call ps.attention may"
+            )
+
+
+def check_positions(module: nn.Module, units: Collection[str] | None = None) -> None:
+    """Check, in the code of the forwards of `module`, that positions of tokens begin behind those of earlier parts.
+
+    `units`: of a model that was traced, the submodules that run as they are; of the other forwards only a graph is left.
+
+    Raises MismatchError for a forward that asks `first_position` outside of the units; warns of one that calls `arange` and
+    neither asks nor takes `position_ids`.
+    """
+    for name, layer in module.named_modules():
+        code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
+        called, parameters = (code.co_names, code.co_varnames) if code is not None else ((), ())
+        if "first_position" in called:
+            if units is not None and not any(f"{name}.".startswith(f"{unit}.") for unit in units):
+                raise MismatchError(
+                    f"{type(layer).__name__}.forward calls first_position(), but is traced once for all parts of a sequence: "
+                    "call it in the forward of a layer, for instance of one that has the embeddings of the positions"
+                )
+        elif "arange" in called and "position_ids" not in parameters:
+            warnings.warn(
+                f"{type(layer).__name__}.forward calls arange: if it numbers the tokens of a sequence, it begins at 0 in each "
+                "part that the sequence is cut into. Begin at ps.cache.first_position() in a layer, or take position_ids",
+                stacklevel=6,
             )

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock import partition, torch_private
-from penstock.attention_hook import AttentionContext, attention_context, check_tokens_mix_in_attention, no_attention_error
+from penstock.attention_hook import (
+    AttentionContext,
+    attention_context,
+    check_positions,
+    check_tokens_mix_in_attention,
+    no_attention_error,
+)
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.checks.nonfinite import NonFiniteMonitor, check_on_nonfinite
 from penstock.engine.checks.unregistered_uses import RemoteParameterUseCheck, check_loss_attributes
@@ -270,6 +276,10 @@ def check_attention(
     """
     for module in modules:
         check_tokens_mix_in_attention(module)
+        if cuttable is None:
+            check_positions(module)
+    if cuttable is not None:
+        check_positions(cuttable.model, cuttable.unit_order)
     if cuttable is None or not cuttable.is_exported:
         return
     if redistribution is not None and not redistribution.cuts_tokens:

@@ -22,7 +22,13 @@ from torch.export.graph_signature import InputKind
 
 from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
-from penstock.partition.graph_inputs import GraphInputs, InputParameter, InputTensorSpec, given_arguments_by_name
+from penstock.partition.graph_inputs import (
+    GraphInputs,
+    InputParameter,
+    InputTensorSpec,
+    given_arguments_by_name,
+    with_contiguous_integers,
+)
 from penstock.partition.materialise import META
 from penstock.partition.model_graph import DEVICE_ATTRIBUTE, NO_GRAD, ModelGraph, first_line, train_then_eval
 from penstock.partition.opaque_units import UNIT_OPERATION, RecordedUnitCall, units_as_custom_ops
@@ -53,7 +59,7 @@ def export_graph(
     example = given_arguments_by_name(signature, args, kwargs)
     rows_dims = tree_map(lambda leaf: rows_dim_of(leaf, rows_dim), example)
     device = _device_to_export_on(model)
-    values = _double_single_row(unwrap_tree(example), rows_dims)
+    values = with_contiguous_integers(_double_single_row(unwrap_tree(example), rows_dims))
     values = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, values)
 
     # Two programs, of training and of evaluation, and their graphs.

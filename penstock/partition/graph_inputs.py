@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MismatchError
-from penstock.torch_private import TreeSpec, compile_guard, tree_flatten
+from penstock.torch_private import TreeSpec, compile_guard, tree_flatten, tree_map
 
 
 class InputTensorSpec(NamedTuple):
@@ -50,7 +50,7 @@ class GraphInputs(NamedTuple):
 
         `cast`: the dtype that floating-point tensors have been cast to, whatever the example's were.
         """
-        arguments = given_arguments_by_name(self.signature, args, kwargs)
+        arguments = with_contiguous_integers(given_arguments_by_name(self.signature, args, kwargs))
         self._check_no_other_arguments(arguments)
 
         leaves: list[Any] = []
@@ -111,6 +111,16 @@ def _matches(leaf: Any, spec: Any) -> bool:
     return all(
         size == expected_size or (expected_size is None and (size > 1 or dim == spec.rows_dim))
         for dim, (expected_size, size) in enumerate(zip(spec.sizes, leaf.shape, strict=True))
+    )
+
+
+def with_contiguous_integers(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with tensors of integers contiguous, as `tokens[:, :-1]` is not: a graph may hold for one layout.
+
+    Floating-point tensors stay as they are, since kernels choose by layout in which order they sum.
+    """
+    return tree_map(
+        lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) and not leaf.dtype.is_floating_point else leaf, arguments
     )
 
 

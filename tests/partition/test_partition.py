@@ -354,6 +354,16 @@ def test_a_batch_for_which_the_example_does_not_speak_is_refused(rows, shape, kw
     assert partition.run(stages, torch.ones(rows, 4), scale=2.0).shape == (rows, 4)
 
 
+def test_the_layout_of_integers_does_not_matter():
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(tokens=nn.Embedding(7, 4), inner=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
+    batch = torch.randint(7, (6, 9))[:, :-1]
+    for example in (batch[:2], batch[:2].contiguous()):
+        first, second = split(model, 2, ["inner.1"], example)
+        for tokens in (batch, batch[:, 2:5], batch.contiguous()):
+            assert torch.equal(second(first(tokens)), model(tokens))
+
+
 def test_a_size_of_one_is_told_that_the_example_must_have_it():
     stages = split(RowCountBranch(), 2, cuts=["b"], example_args=(torch.ones(5, 4),))
     message = (

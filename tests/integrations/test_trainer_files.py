@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 import transformers
 from trainer_cases import arguments, assert_same, collate, model, outcome, rows
 
@@ -54,6 +55,30 @@ def train(package: Any, folder: Path, resume: str | bool | None = None) -> dict[
     trainer.data_collator = without_labels
     found["unlabelled"] = trainer.predict(rows("bert", 5, 9)).predictions
     return found
+
+
+def train_until(package: Any, folder: Path, step: int | None, **options: Any) -> dict[str, Any]:
+    """The outcome of a training of eight steps, resumed from the newest checkpoint, and of its evaluation; until `step`."""
+
+    class Pause(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = control.should_save = state.global_step == step
+
+    args = arguments(folder, package.TrainingArguments, num_train_epochs=4, **options)
+    data = {"train_dataset": rows("perceptron"), "eval_dataset": rows("perceptron", 10, 5), "data_collator": collate}
+    trainer = package.Trainer(model("perceptron"), args, callbacks=[Pause()], **data)
+    trainer.train(resume_from_checkpoint=(folder.exists() and any(folder.iterdir())) or None)
+    trainer.evaluate()
+    found = outcome(trainer, folder)
+    for entry in found["history"]:
+        entry.pop("train_loss", None)  # Trainer's mean over the steps of one call
+    return found
+
+
+def rank_training(folder: Path, step: int, schedule: str) -> None:
+    import penstock.integrations.transformers as ours
+
+    train_until(ours, folder, step, schedule=schedule)
 
 
 def rank_trainings(folder: Path, checkpoint: str) -> list[dict[str, Any]]:
@@ -104,3 +129,15 @@ def test_plain_trainer_goes_on_from_a_checkpoint_of_two_ranks(folder, trainings)
 def test_a_checkpoint_has_the_files_of_plain_trainers(folder, trainings):
     ours, theirs = (sorted(os.listdir(folder / name / "checkpoint-3")) for name in ("straight", "plain"))
     assert ours == theirs
+
+
+def test_a_training_of_four_ranks_goes_on_with_two_of_another_schedule_and_then_with_one(tmp_path):
+    import penstock.integrations.transformers as ours
+
+    ps.launch(rank_training, 4, tmp_path / "ours", 3, "1f1b")
+    ps.launch(rank_training, 2, tmp_path / "ours", 5, "zb-v")
+    expected = train_until(transformers, tmp_path / "plain", None)
+    found = train_until(ours, tmp_path / "ours", None)
+    assert [entry.get("step") for entry in expected["history"]] == [*range(1, 9), 8, 8]
+    assert found["history"] == expected["history"]
+    assert all(torch.equal(value, found["weights"][name]) for name, value in expected["weights"].items())

@@ -9,7 +9,8 @@ In this range a rank may first wait for its message, and send at last; both are 
 microbatch (Megatron's `forward_step` and `backward_step`, DeepSpeed's `_exec_forward_pass`) are counted, step by step. Where
 there are no ranges (torch's 1F1B), actions are inferred: a backward is what autograd ran between two messages, its forward are
 the operations with the same sequence numbers. On a GPU an action takes from its first kernel to its last: the kernels that were
-launched, by their correlation ids, while the host was in it.
+launched, by their correlation ids, while the host was in it. Where torch annotated a CUDA graph's kernels, these name the range
+that they were captured in.
 """
 
 import json
@@ -84,10 +85,15 @@ def read_rank(path: Path, position: int, on_bytes: Callable[[int], object] = lam
     trace.marks = marks
     starts = [timed.host_start for timed in timed_actions]
     trace.began = sorted([*starts, *(receive.start for receive in marks.receives), *(mark.start for mark, _ in marks.messages)])
-    on_device = [(timed, marks.on_device(Range(timed.start, timed.end))) for timed in timed_actions]
-    actions = (timed._replace(start=when.start, end=when.end, sent=None) if when else timed for timed, when in on_device)
+    actions = timed_actions if marks.graph_launches else [_on_device(timed, marks) for timed in timed_actions]
     trace.actions = sorted(actions, key=lambda timed: timed.start)
     return trace
+
+
+def _on_device(timed: TimedAction, marks: Marks) -> TimedAction:
+    """The action from its first kernel to its last; unchanged where it has none."""
+    when = marks.on_device(Range(timed.start, timed.end))
+    return timed._replace(start=when.start, end=when.end, sent=None) if when else timed
 
 
 # ---- which rank it is
@@ -134,22 +140,34 @@ def _value(header: str, key: str) -> Any:
 
 def _marked(marks: Marks) -> Iterator[TimedAction]:
     """The actions that ranges name, without the waits at their beginning and the sends at their end."""
+    arrivals, free = sorted(marks.receives, key=_end), -math.inf
     posts = defaultdict[Action | None, list[Range]](list)  # what needs a message -> when its receives were posted or awaited
     for when, needing in marks.messages:
         posts[needing].append(when)
     for when, actions in marks.actions:
+        launch = marks.graph_launches.get(when)
         parts = [when] if len(actions) == 1 else _halves(when, marks)
         for action, part in zip(actions, parts, strict=True):
             of_message = action._replace(kind=Kind.F if action.kind is Kind.F else Kind.B)
             of_this = posts[of_message][: bisect_right(posts[of_message], part.start, key=start_of)][-1:]
             receives = [receive for post in of_this for receive in within(marks.receives, post) or [post]]
             receives = receives or within(marks.receives, part)
+            if marks.lacks_stages:  # then messages arrive before the ranges of actions
+                receives = (
+                    receives or arrivals[bisect_right(arrivals, free, key=_end) : bisect_right(arrivals, part.start, key=_end)]
+                )
+                free = part.end
             receives = receives if action.kind is not Kind.W else []
             start = max([part.start, *(receive.end for receive in receives if receive.end <= part.end)])
             sends = [send for send in within(marks.sends, part) if send.start >= start]
             end = sends[0].start if sends else part.end
             sent = sends[-1].end if sends else _sent(marks, part.end)
-            yield TimedAction(action, start, end, sent, part.start, tuple(receives))
+            host_start = part.start if launch is None else launch
+            yield TimedAction(action, start, end, sent, host_start, tuple(receives))
+
+
+def _end(when: Range) -> float:
+    return when.end
 
 
 def _halves(when: Range, marks: Marks) -> list[Range]:

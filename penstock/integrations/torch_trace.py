@@ -70,7 +70,10 @@ def read_record(
     for key, rows in steps.items():
         events = tuple(_events(rank, row, offsets[rank]) for rank, row in enumerate(rows))
         between = tuple(_between(trace, row) for trace, row in zip(traces, rows, strict=True))
-        timelines.append(_checked(MeasuredTimeline(name, events, between_steps=between, message_bytes=size), key))
+        timeline = MeasuredTimeline(
+            name, events, between_steps=between, message_bytes=size, pairs_send_together=traces[0].marks.is_of_torch_runtime
+        )
+        timelines.append(_checked(timeline, key))
     record = Record(tuple(timelines), unit="s", labels=tuple(map(_step_name, steps)))
     usual = list(steps.values())[record.steps.index(record.usual)]
     findings = tuple(find_causes(record, traces, usual))

@@ -11,8 +11,8 @@ from itertools import pairwise
 from statistics import median
 
 from penstock.integrations.rank_trace import RankTrace, TimedAction
-from penstock.integrations.trace_marks import CollectiveCall, Range
-from penstock.schedule import Action, Improvement, Kind, Timeline
+from penstock.integrations.trace_marks import CollectiveCall, Range, within
+from penstock.schedule import Action, Event, Improvement, Kind, Timeline
 from penstock.schedule.timing.explanation import NOTABLE_SHARE
 from penstock.schedule.timing.replay import replay
 from penstock.view.record import Record
@@ -25,6 +25,7 @@ RARE_SHARE = 0.25  # of the actions of a kind and stage: more that are long are 
 CLOSE_SECONDS = 0.0002  # between the end of a receive and what it blocked
 SHORT_REST_SHARE = 0.5  # of the time that a collective waited: what it may take after that
 NAMED_ACTIONS = 3  # in a sentence
+NAMED_GAP_SHARE = 0.005  # of the time between actions: what takes less is not named
 NAMED_SHARE = 0.1  # of the time between steps: what takes less is not named
 
 
@@ -36,15 +37,27 @@ def find_causes(record: Record, traces: Sequence[RankTrace], usual: Sequence[Ran
 
 def describe(record: Record, traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> Iterator[str]:
     """Yield sentences on collectives in the actions of the usual step, and on what its gaps consist of."""
-    if collectives := [call for trace, row in zip(traces, usual, strict=True) for call in _collectives_in(trace, row)]:
-        counts, seconds = Counter(call.name for call in collectives), sum(call.end - call.began for call in collectives)
-        listed = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-        share = seconds / (sum(record.usual.busy) or 1.0)
-        yield f"collectives in actions: {listed}, together {1e3 * seconds:.1f} ms, {share:.1%} of the actions' time"
+    inside = [call for trace, row in zip(traces, usual, strict=True) for call in _collectives_in(trace, row)]
+    if inside:
+        share = sum(call.end - call.began for call in inside) / (sum(record.usual.busy) or 1.0)
+        yield f"collectives in actions: {_listed(inside)}, {share:.1%} of the actions' time"
+    whole = [[timed._replace(start=row[0].start, end=row[-1].end)] for row in usual for timed in row[:1]]
+    if outside := [call for trace, row in zip(traces, whole, strict=True) for call in _collectives_in(trace, row)]:
+        outside = [call for call in outside if call not in inside]
+    if outside:
+        yield f"collectives between actions: {_listed(outside)}"
     shares = _gap_shares(traces, usual)
     if total := sum(shares.values()):
-        listed = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares.items())
+        listed = ", ".join(
+            f"{name} {seconds / total:.0%}" for name, seconds in shares.items() if seconds >= NAMED_GAP_SHARE * total
+        )
         yield f"between actions {1e3 * total:.1f} ms on all ranks: {listed}"
+
+
+def _listed(collectives: Sequence[CollectiveCall]) -> str:
+    counts, seconds = Counter(call.name for call in collectives), sum(call.end - call.began for call in collectives)
+    listed = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    return f"{listed}, together {1e3 * seconds:.1f} ms"
 
 
 # ---- pauses
@@ -59,18 +72,19 @@ def _pauses(record: Record) -> Iterator[Improvement]:
     limits = {key: max(PAUSE_FACTOR * time, time + MIN_PAUSE_SECONDS) for key, time in usual.items()}
     rare = {key for key, times in seconds.items() if sum(time > limits[key] for time in times) <= RARE_SHARE * len(times)}
 
+    def is_paused(event: Event) -> bool:
+        return event.action[:2] in rare and event.end - event.start > limits[event.action[:2]]
+
     best: Improvement | None = None
     for row in record.usual.rows:
-        extra = {
-            event.action: event.end - event.start - usual[event.action[:2]]
-            for event in row
-            if event.action[:2] in rare and event.end - event.start > limits[event.action[:2]]
-        }
+        extra = {event.action: event.end - event.start - usual[event.action[:2]] for event in row if is_paused(event)}
         if extra:
             timeline, rank = replay(record.usual, extra), row[0].rank
             gain = 1 - timeline.makespan / record.usual.makespan
+            count = sum(any(map(is_paused, step.rows[rank])) for step in record.steps)
             finding = f"rank {rank} pauses in {_named(extra)}, {1e3 * sum(extra.values()):.0f} ms longer than usual"
-            text = f"{finding} (garbage collection, or what else stops its host), without that: {-100 * gain:.1f} %"
+            cause = f"garbage collection, or what else stops its host; in {count} of {len(record.steps)} steps"
+            text = f"{finding} ({cause}), without that: {-100 * gain:.1f} %"
             best = max(best or Improvement("", "", 0.0, timeline), Improvement("pause", text, gain, timeline, rank), key=_gain)
     if best and best.kind:
         yield best
@@ -166,8 +180,8 @@ def _fusion(trace: RankTrace) -> str:
 
 
 def _gap_shares(traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> dict[str, float]:
-    """Seconds between actions in which ranks waited for messages, sent, had kernels of the device, or ran other code."""
-    shares = dict.fromkeys(("waiting for messages", "sending", "device", "host"), 0.0)
+    """Seconds between actions in which ranks waited for messages, sent, ran FSDP's ranges, kernels or other code."""
+    shares = dict.fromkeys(("waiting for messages", "sending", *traces[0].marks.sharding, "device", "host"), 0.0)
     for trace, row in zip(traces, usual, strict=True):
         kernels = sorted(trace.marks.kernels.values())
         for previous, following in pairwise(row):
@@ -175,6 +189,7 @@ def _gap_shares(traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> dict[
             for name, ranges in (
                 ("waiting for messages", following.receives),
                 ("sending", [Range(previous.end, previous.sent)] if previous.sent else []),
+                *((name, within(ranges, free)) for name, ranges in trace.marks.sharding.items()),
                 ("device", kernels[bisect_left(kernels, (free.start,)) : bisect_left(kernels, (free.end,))]),
             ):
                 for when in ranges:

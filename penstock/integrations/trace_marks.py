@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from penstock.schedule import Action, Kind
 
-_ACTION = re.compile(r"(?:PP:)?(\d{1,9}[FBIW]\d{1,9}(?:\.\d{1,9})?)")
+_ACTION = re.compile(r"(PP:)?(\d{1,9}[FBIW]\d{1,9}(?:\.\d{1,9})?)")
 _PAIR = re.compile(r"PP:\((\d{1,9}F\d{1,9});(\d{1,9}[BI]\d{1,9})\)OVERLAP_F_B")
 _SINGLE_STAGE = re.compile(r"(Forward|Backward) (\d{1,9})")
 _MESSAGE = re.compile(r"(?:PP:)?(\d{1,9})(SEND|RECV)_([FB])(\d{1,9})")
+_SHARDING = re.compile(r"PP:\d{1,9}(UNSHARD|RESHARD|REDUCE_GRAD)")
 _STEP = re.compile(r"ProfilerStep#(\d{1,9})")
 _CALL = re.compile(  # of Megatron, DeepSpeed and torch: a range, or with_stack's "file.py(12): name"
     r"(?:.*: )?(?:(forward_step|_exec_forward_pass|forward_one_chunk)|(?:backward_step|_exec_backward_pass|backward_one_chunk))"
@@ -74,12 +75,16 @@ class Marks:
         self.kernels: dict[int, Range] = {}
         self.calls: list[tuple[Range, Kind]] = []  # forwards and backwards that say no microbatch
         self.collectives: list[CollectiveCall] = []
-        self.collective_kernels: dict[int, CollectiveCall] = {}  # correlation id -> posted when it is launched
+        self.collective_kernels: list[tuple[int, CollectiveCall]] = []  # with correlation ids; posted when they are launched
         self.transfers: list[Range] = []  # sends and receives on the device
         self.loading: list[Range] = []  # a data loader's next()
         self.optimizer: list[OptimizerStep] = []
         self.message_bytes = 0.0  # of the largest message
         self.lacks_stages = False
+        self.is_of_torch_runtime = False
+        self.sharding: dict[str, list[Range]] = {"UNSHARD": [], "RESHARD": [], "REDUCE_GRAD": []}  # what torch's runtime calls
+        self.labelled_kernels: dict[tuple[str, int], Range] = {}  # a CUDA graph's, by the range they were captured in
+        self.graph_launches: dict[Range, float] = {}  # an action that a CUDA graph ran -> when the host launched the graph
 
     def add(self, event: Any) -> None:
         """Keep what matters of `event`; leave out what is none of a profiler's."""
@@ -105,10 +110,17 @@ class Marks:
         elif isinstance(correlation := args.get("correlation"), int):
             if category in _LAUNCHES:
                 self.launches.append((when.start, correlation))
-            elif "nccl" in name.lower():
-                self._add_communication(name, when, args, correlation)
             else:
-                self.kernels[correlation] = when
+                self._add_kernel(name, when, args, correlation)
+
+    def _add_kernel(self, name: str, when: Range, args: dict[str, Any], correlation: int) -> None:
+        label = args.get("name", args.get("annotation"))
+        if isinstance(label, str):
+            _extend(self.labelled_kernels, (label, correlation), when)
+        if "nccl" in name.lower():
+            self._add_communication(name, when, args, correlation)
+        else:
+            _extend(self.kernels, correlation, when)  # all of a CUDA graph have the id of its launch
 
     def _add_communication(self, kernel: str, when: Range, args: dict[str, Any], correlation: int) -> None:
         """Keep a kernel of NCCL: a collective by its arguments, of an older torch by its own name; else a message."""
@@ -116,7 +128,7 @@ class Marks:
         if name is None and (match := _NCCL_KERNEL.fullmatch(kernel)):
             name = match[1]
         if isinstance(name, str) and name.lstrip("_") not in _TRANSFERS:
-            self.collective_kernels[correlation] = CollectiveCall(name.lstrip("_"), when.start, *when)
+            self.collective_kernels.append((correlation, CollectiveCall(name.lstrip("_"), when.start, *when)))
             return
         self.transfers.append(when)
         if isinstance(elements, int):
@@ -132,7 +144,8 @@ class Marks:
 
     def _add_range(self, name: str, when: Range, args: dict[str, Any]) -> None:
         if match := _ACTION.fullmatch(name):
-            self.actions.append((when, (Action.parse(match[1]),)))
+            self.actions.append((when, (Action.parse(match[2]),)))
+            self.is_of_torch_runtime |= match[1] is not None
         elif match := _PAIR.fullmatch(name):
             self.actions.append((when, (Action.parse(match[1]), Action.parse(match[2]))))
         elif match := _SINGLE_STAGE.fullmatch(name):
@@ -142,6 +155,8 @@ class Marks:
         elif match := _MESSAGE.fullmatch(name):
             kind = Kind.F if match[3] == "F" else Kind.B
             self.messages.append((when, Action(kind, int(match[1]), int(match[4])) if match[2] == "RECV" else None))
+        elif match := _SHARDING.fullmatch(name):
+            self.sharding[match[1]].append(when)
         elif match := _STEP.fullmatch(name):
             self.steps[int(match[1])] = when
         elif name in ("gloo:recv", "nccl:recv"):
@@ -181,6 +196,8 @@ class Marks:
 
     def sort(self) -> None:
         """Bring everything into the order of time."""
+        if not self.actions:
+            self._add_labelled_ranges()
         for ranges in (
             self.actions,
             self.messages,
@@ -192,16 +209,25 @@ class Marks:
             self.calls,
         ):
             ranges.sort(key=start_of)
+        for of_name in self.sharding.values():
+            of_name.sort()
         self.transfers.sort()
         if self.collective_kernels:  # then the ranges are the host's launches alone
-            launched = {correlation: when for when, correlation in self.launches if correlation in self.collective_kernels}
+            launched = {correlation: when for when, correlation in self.launches}
             self.collectives = [
                 collective._replace(posted=launched.get(correlation, collective.began))
-                for correlation, collective in self.collective_kernels.items()
+                for correlation, collective in self.collective_kernels
             ]
         self.collectives.sort(key=lambda collective: collective.began)
         self._launched = [when for when, _ in self.launches]
         self.forward_operations = sorted(self.forwards.values()) if any(len(pair) > 1 for _, pair in self.actions) else []
+
+    def _add_labelled_ranges(self) -> None:
+        """Keep as ranges what kernels of CUDA graphs say that they were captured in, as the graphs' launches have none."""
+        launched = {correlation: when for when, correlation in self.launches}
+        for (label, correlation), when in self.labelled_kernels.items():
+            self._add_range(label, when, {})
+            self.graph_launches[when] = launched.get(correlation, when.start)
 
     def on_device(self, when: Range) -> Range | None:
         """From the first to the last kernel that was launched in `when`; None where there are none."""
@@ -213,6 +239,11 @@ class Marks:
 
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}
 _CATEGORIES = _LAUNCHES | {"user_annotation", "python_function", "cpu_op", "kernel", "gpu_memcpy", "gpu_memset"}
+
+
+def _extend(ranges: dict[Any, Range], key: Any, when: Range) -> None:
+    earlier = ranges.get(key, when)
+    ranges[key] = Range(min(earlier.start, when.start), max(earlier.end, when.end))
 
 
 def start_of(item: Any) -> float:

@@ -88,12 +88,25 @@ def _timeline(name: str, data: Data) -> MeasuredTimeline:
     borders = tuple(MessageCost(*map(float, border)) for border in data["borders"])
     skips = {(int(lower), int(upper)): MessageCost(float(time), float(on)) for lower, upper, time, on in data["skips"]}
     sizes = tuple(ActivationSize(*map(float, size)) for size in data["sizes"])
-    unit = str(data.get("memory_unit", ""))  # this and the next four are not in older files
+    unit = str(data.get("memory_unit", ""))  # this and the next five are not in older files
     between, averaging, factors = (
         tuple(map(float, data.get(key, ()))) for key in ("between", "averaging", "microbatch_factors")
     )
     message_bytes = float(data.get("message_bytes", 0))
-    timeline = MeasuredTimeline(name, rows, borders, sizes, overlaps, skips, unit, between, averaging, factors, message_bytes)
+    timeline = MeasuredTimeline(
+        name,
+        rows,
+        borders,
+        sizes,
+        overlaps,
+        skips,
+        unit,
+        between,
+        averaging,
+        factors,
+        message_bytes,
+        bool(data.get("pairs_send_together")),
+    )
     check_timeline(timeline)
     return timeline
 

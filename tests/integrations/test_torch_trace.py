@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +18,10 @@ import torch_runs
 import penstock as ps
 from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces, read, read_record
-from penstock.schedule import Action, Event, Kind, Timeline, build
+from penstock.schedule import Action, Event, Kind, Measurement, Timeline, build, simulate
+from penstock.schedule.timing.simulate import Costs
 from penstock.view.reading import load
+from penstock.view.record import Record
 
 penstock = partial(prompt.penstock, columns=100)
 
@@ -167,7 +170,7 @@ def test_a_pause_of_the_host_is_named_and_so_is_its_action(tmp_path: Path) -> No
         file.write_text(json.dumps(data))
     (pause,) = [finding for finding in read_record(tmp_path)[0].findings if finding.kind == "pause"]
     assert pause.text.startswith(
-        "rank 0 pauses in 0B3, 30 ms longer than usual (garbage collection, or what else stops its host)"
+        "rank 0 pauses in 0B3, 30 ms longer than usual (garbage collection, or what else stops its host; in 3 of 3 steps)"
     )
     assert pause.timeline.makespan == pytest.approx(made_traces.timeline().makespan, abs=1e-6)
 
@@ -216,6 +219,59 @@ def test_a_kernel_of_an_older_torch_is_a_collective_by_its_name_and_a_rank_that_
         PenstockError, match=r"no action of a pipeline, neither ranges .* nor backwards between sends and receives"
     ):
         read(file)
+
+
+def test_kernels_of_a_cuda_graph_name_the_range_that_they_were_captured_in(tmp_path: Path) -> None:
+    made = made_traces.timeline()
+    for file in made_traces.write(tmp_path, made):
+        data, launches = json.loads(file.read_text()), list[made_traces.Data]()
+        for event in data["traceEvents"]:
+            if event["name"].startswith("ProfilerStep"):
+                number, when = int(event["name"][13:]), event["ts"] / 1e6
+                launches.append(made_traces.range_event("cudaGraphLaunch", when, when, "cuda_runtime", correlation=number))
+            else:
+                event |= {"cat": "kernel", "name": "gemm", "args": {"name": event["name"], "correlation": number}}
+        data["traceEvents"] += launches
+        file.write_text(json.dumps(data))
+    record, _ = read_record(tmp_path)
+    assert record.labels == ("step 3", "step 4", "step 5")
+    for event, was in zip(record.usual.events, made.events, strict=True):
+        assert event.action == was.action
+        assert (event.start - record.usual.start, event.end - event.start) == pytest.approx(
+            (was.start, 0.010 * (1 + (was.action.kind is Kind.B))), abs=1e-6
+        )
+
+
+def test_what_torchs_runtime_does_for_fsdp_between_actions_is_named(tmp_path: Path) -> None:
+    def unshard(rank: int, event: Event, begin: float) -> list[made_traces.Data]:
+        made, end = made_traces.range_event, begin + event.end
+        if str(event.action) != "1F0":
+            return []
+        return [made("PP:1UNSHARD", end, end + 0.0005), made("gloo:all_gather", end + 0.0001, end + 0.0005)]
+
+    planned = simulate(build("1f1b", 2, 4), Costs(0.010, 0.011, 0.010, send=0.001))
+    rows = tuple(
+        tuple(
+            event._replace(start=event.start + 0.001 * place, end=event.end + 0.001 * place) for place, event in enumerate(row)
+        )
+        for row in planned.rows
+    )
+    made_traces.write(tmp_path, replace(planned, rows=rows), extra=unshard)
+    notes = read_record(tmp_path)[1]
+    assert "collectives between actions: 1 all_gather, together 0.4 ms" in notes
+    assert any(re.fullmatch(r"between actions .* ms on all ranks: UNSHARD \d+%, host \d+%", note) for note in notes)
+
+
+def test_a_pair_of_torchs_runtime_sends_once_both_have_run(tmp_path: Path) -> None:
+    made_traces.write(tmp_path / "torch", made_traces.timeline("interleaved-1f1b"))
+    made_traces.write(tmp_path / "ours", made_traces.timeline("interleaved-1f1b"), name=str)
+    predicted = {}
+    for name in ("torch", "ours"):
+        step = read(tmp_path / name)
+        predicted[name] = Measurement.from_timelines(step).predict(build("dualpipe-v", 2, 4)).makespan
+        Record((step,), unit="s").save(tmp_path / f"{name}.json")
+        assert load(tmp_path / f"{name}.json").usual.pairs_send_together == (name == "torch")
+    assert predicted["torch"] > predicted["ours"]
 
 
 def of_megatron(action: Action) -> str:

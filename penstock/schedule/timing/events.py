@@ -61,6 +61,7 @@ class StepEvents:
     averaging: tuple[float, ...] = ()  # rank -> time after its last action until gradients were averaged; empty: no replicas
     microbatch_factors: tuple[float, ...] = ()  # microbatch -> how many times its messages and activations cost; empty: once
     message_bytes: float = 0.0  # of the largest message; 0: unknown
+    pairs_send_together: bool = False  # the engine hands over what both of an overlapped pair made once both have run
 
     @cached_property
     def events(self) -> tuple[Event, ...]:

@@ -42,6 +42,7 @@ class Measurement:
     ] = ()  # what an activation of each stage takes, in bytes; empty if that was not measured
     num_steps: int = 1  # that it was measured in
     microbatch_factors: tuple[float, ...] = ()  # how many times the mean each microbatch of the last one took; empty: once
+    pairs_send_together: bool = False  # the engine hands over what both of an overlapped pair made once both have run
 
     @property
     def assumes_equal_halves(self) -> bool:
@@ -71,7 +72,18 @@ class Measurement:
         sizes = next((timeline.activation_sizes for timeline in reversed(timelines) if timeline.memory_unit == "bytes"), ())
         layers = _checked_layers(layers, table.num_stages)
         seconds, factors = _action_seconds(timelines, table), microbatch_factors(timelines[-1])
-        return cls(table, seconds, between, tuple(sends.values()), around, layers, sizes, len(timelines), factors)
+        return cls(
+            table,
+            seconds,
+            between,
+            tuple(sends.values()),
+            around,
+            layers,
+            sizes,
+            len(timelines),
+            factors,
+            timelines[-1].pairs_send_together,
+        )
 
     @property
     def costs(self) -> Costs:
@@ -89,14 +101,22 @@ class Measurement:
 
         `layers`: how much of the model each of its stages has, in the unit of those measured; by default the same as measured
         where there are as many stages, else even. As in the engine, pairs run one action after the other, and I and W as one
-        B where nothing is lost. A step takes the timeline's makespan and `around`.
+        B where nothing is lost. With `pairs_send_together` both of a pair end together. A step takes the timeline's makespan
+        and `around`.
         """
-        table = replace(with_full_backwards(schedule), overlaps=frozenset())
+        table = with_full_backwards(schedule)
+        if not self.pairs_send_together:
+            table = replace(table, overlaps=frozenset())
         recut = self.recut(table.num_stages, layers)
         factors = islice(cycle(self.microbatch_factors), table.microbatches)
         timeline = simulate(table, replace(recut.costs, microbatch_factors=list(factors)))
         rows = [
-            [event._replace(end=event.end - _time_after(recut.engine_seconds, event)) for event in row] for row in timeline.rows
+            [
+                event._replace(end=event.end - min(_time_after(recut.engine_seconds, other) for other in cell))
+                for cell in timeline.cells(rank)
+                for event in cell
+            ]
+            for rank in range(timeline.ranks)
         ]
         borders = [
             MessageCost(latency=send + engine_time)

@@ -28,6 +28,7 @@ def timeline_data(timeline: Timeline) -> Data:
         "memory_unit": timeline.memory_unit,
         "microbatch_factors": timeline.microbatch_factors,
         "message_bytes": timeline.message_bytes,
+        "pairs_send_together": timeline.pairs_send_together,
         "between": [round(time, 9) for time in timeline.between_steps],
         "averaging": [round(time, 9) for time in timeline.averaging],
         "ranks": [_row(timeline, rank) for rank in range(timeline.ranks)],

@@ -1,4 +1,4 @@
-"""The device mesh of all ranks, for several pipelines: pipeline, data, context and tensor parallel axes."""
+"""The axes of a mesh, pipeline, data, context and tensor parallel: names and sizes, and the device mesh of all ranks."""
 
 from math import prod
 

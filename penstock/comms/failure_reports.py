@@ -1,4 +1,4 @@
-"""The reports that ranks write into the store when they cannot go on, and the one error that all of them raise then."""
+"""Reports that ranks write into the store when they cannot go on, and the one error that all of them raise then."""
 
 import json
 import time

@@ -6,7 +6,7 @@ handshake          what all ranks agree on before data flows
 microbatch_list    a batch that comes as a list of microbatches
 sequence           the tokens of a batch, and the part of them that one rank takes
 microbatch_costs   what microbatches of other sizes take, fitted to steps over lists
-actions            what F, B, I and W do in a step
+actions            what F, B, I and W do in a step; where gradients are scaled
 clock              when every action ran, on a clock that all ranks share
 activation_memory  the bytes that a microbatch keeps alive
 profiling          actions and messages as ranges in torch.profiler's traces

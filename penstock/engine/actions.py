@@ -1,4 +1,4 @@
-"""What F, B, I and W do in one step, and what they leave: losses, auxiliary losses, outputs."""
+"""What F, B, I and W do in one step, and what they leave. The last stage's B scales each microbatch's gradient."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

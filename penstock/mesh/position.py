@@ -1,4 +1,4 @@
-"""The mesh: where this rank stands when several pipelines run side by side.
+"""Position: where this rank stands along the axes of the mesh, and which ranks share its rows, tokens or products.
 
 A `DeviceMesh` has up to four axes. Along `pp` lie the ranks of one pipeline. Along `dp` lie its replicas, each with rows of
 its own; gradients are averaged over them once a step. Along `tp` lie ranks that share the products inside every stage. Along

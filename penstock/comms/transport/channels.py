@@ -1,4 +1,4 @@
-"""Channels: the messages from one rank to a neighbour, in the order of the schedule, sent without waiting.
+"""Channels: messages from one rank to a neighbour, in the order of the schedule, over the transport that is chosen here.
 
 There is one channel for each direction between two ranks, over a transport that no other channel uses (its order:
 `schedule/program.py`; why it cannot deadlock: `schedule/verify.py`). A transport takes and gives tensors on its

@@ -98,7 +98,9 @@ def _run_attempt(call: bytes, ranks: int, number: int, may_restart: bool) -> tup
     from torch.distributed import HashStore
 
     context = multiprocessing.get_context("spawn") if _sees_gpu() else forkserver_context()
-    task = LaunchSpec(call, ranks, {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(number)}, catches_preemption())
+    environment = {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(number)}
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    task = LaunchSpec(call, ranks, environment, catches_preemption(), start_method)
     try:
         with start_ranks(task, context, HashStore()) as (processes, receivers):
             results = collect_results(processes, receivers, may_restart)

@@ -46,6 +46,7 @@ class LaunchSpec(NamedTuple):
     ranks: int
     environment: dict[str, str]  # of the launching process at that moment; its working directory is inherited
     catches_preemption: bool = False  # as the launching process does
+    start_method: str | None = None  # that the launching process has set for its children; None: the platform's
 
 
 def rank_main(task: LaunchSpec, rank: int, result_pipe: Connection, store_pipe: Connection) -> None:
@@ -92,6 +93,10 @@ def _set_up_process(task: LaunchSpec, rank: int) -> None:
     threading.Thread(target=_exit_with_launcher, daemon=True).start()
     if sys.platform == "linux":  # also while suspended: the fork server, its parent, ends with the launching process
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    # A DataLoader's workers start as in a program without ranks, not as this process did: by the fork server each would import
+    # torch again.
+    multiprocessing.set_start_method(task.start_method, force=True)
 
     os.environ.clear()  # of the fork server
     os.environ.update(

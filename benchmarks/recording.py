@@ -42,7 +42,7 @@ class Silent(ActionClock):
 
     mark_stop = mark_sent = mark_start
 
-    def busy_summary(self) -> tuple[float, float, float]:
+    def span_and_busy_seconds(self) -> tuple[float, float, float]:
         """First start, last end, and the time spent in actions: not known."""
         return 0.0, 1.0, 1.0
 

@@ -19,10 +19,10 @@ from penstock.comms.control_group import ControlGroup, shared_control_group
 from penstock.comms.topology import Topology
 from penstock.engine.batch import StepCall
 from penstock.engine.build import PlanLike, ScheduleRule, build_engine, check_attention, materialise_stages, parse_arguments
-from penstock.engine.checks import stale_weights
+from penstock.engine.checks import outdated_weights
 from penstock.engine.checks.nonfinite import OnNonfinite
 from penstock.engine.generation import GenerationOptions, generate_text
-from penstock.engine.hints import NotAModule, add_backward_hint
+from penstock.engine.hints import ModuleMisuseHints, add_backward_hint
 from penstock.engine.last_step import LastStep
 from penstock.engine.loss import LossChecks, Reduction
 from penstock.engine.microbatch_costs import MicrobatchCosts
@@ -48,7 +48,7 @@ LossFn = Callable[[Any, Any], Tensor]
 _pipeline_numbers = itertools.count(1)  # pipelines are built in the same order on every rank
 
 
-class Pipeline(NotAModule):
+class Pipeline(ModuleMisuseHints):
     """A model cut into stages over the ranks, trained as one. All ranks make the same calls.
 
     Each rank runs its own stages, at least one; the schedule says when.
@@ -177,7 +177,7 @@ class Pipeline(NotAModule):
         self._call_lock, self._process_id = threading.Lock(), os.getpid()
 
         # All ranks do the following together. Steps 2, 3 and 5 exchange messages; in `rebuild` step 4 does too.
-        with self.collective("Pipeline(..)"), stale_weights.allow_stale_use(model):
+        with self.collective("Pipeline(..)"), outdated_weights.allow_outdated_use(model):
             # 1. This rank's place in the mesh.
             self._number = next(_pipeline_numbers)
             self.position = mesh_position(mesh, world)
@@ -206,12 +206,12 @@ class Pipeline(NotAModule):
                 modules = redistribution.move_state(self._control, self.topology, partition.modules)
             else:
                 tensors = self._original.stage_tensors(partition.modules)
-                stale_weights.check_not_stale(tensors, comparison.changed_keys, world.rank)
+                outdated_weights.check_no_outdated_weights(tensors, comparison.changed_keys, world.rank)
                 modules, unset_names = materialise_stages(partition, comparison, self.topology.device, self.seed, init)
 
             # 5. Connect them to those of other ranks.
             self._engine = build_engine(self._control, self.position, config, partition, comparison, modules, unset_names)
-            self._engine.shared_tensors = stale_weights.record_pipeline(
+            self._engine.shared_tensors = outdated_weights.record_pipeline(
                 self._number,
                 self._original.stage_tensors(modules),
                 self._original.remote_tensors(modules),
@@ -518,7 +518,7 @@ class Pipeline(NotAModule):
         if training:
             gradient_factor.remember()
             if self._original.cuttable is not None and self.topology.world_size > 1:
-                stale_weights.refuse_stale_use(self._original.cuttable.model)
+                outdated_weights.refuse_outdated_use(self._original.cuttable.model)
         if self._loss_checks is not None:
             self._loss_checks.check_after_step(target, call.order is not None)
         self._engine.last_result = result._replace(outputs=())  # not kept alive: they are the caller's

@@ -76,7 +76,7 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
             check_optimizer_matches(optimizer, content["optimizer"], names)
         if scheduler is not None:
             scheduler_state = unpack_scheduler_state(scheduler, content["scheduler"], files)
-        scaler_state = unpack_scaler_state(checkpoint, pipe.scaler, content.get("scaler"), files)
+        scaler_state = unpack_scaler_state(content.get("scaler"), files, pipe.scaler, checkpoint)
         with _roll_back_on_failure(checkpoint, pipe, optimizer, scheduler):
             copy_into_model(pipe, ((name, value) for name, value in state.items() if not isinstance(value, Tensor)))
             if optimizer is not None:

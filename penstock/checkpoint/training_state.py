@@ -148,14 +148,14 @@ def _with_layout_of(value: Any, parameter: Tensor) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)
 
 
-def unpack_scaler_state(checkpoint: Path, scaler: Any, saved: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def unpack_scaler_state(packed_state: Any, tensors: Mapping[str, Tensor], scaler: Any, checkpoint: Path) -> dict[str, Any]:
     """The state that a pipeline's `scaler` goes on with; empty if it has none, or is not enabled now or was not then.
 
     Raises MismatchError for one that a scaler does not take.
     """
-    if scaler is None or saved is None or not scaler.is_enabled():
+    if scaler is None or packed_state is None or not scaler.is_enabled():
         return {}
-    state: dict[str, Any] = unpack(saved, tensors)
+    state: dict[str, Any] = unpack(packed_state, tensors)
     fits = state.keys() == scaler.state_dict().keys() and all(isinstance(value, int | float) for value in state.values())
     if state and not fits:
         raise MismatchError(f"{checkpoint} holds the state of another scaler than this {type(scaler).__name__}: give that one")

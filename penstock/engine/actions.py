@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.comms.control_group import WaitError
 from penstock.comms.process_groups import is_transport_error
 from penstock.engine.batch import LocalBatch
-from penstock.engine.handshake import StepConfig
+from penstock.engine.handshake import HandshakeResult
 from penstock.engine.report import MicrobatchLosses
 from penstock.errors import MismatchError, PenstockError, StageError
 from penstock.schedule.table import Action, Kind
@@ -32,7 +32,12 @@ class StepActions:
     """The actions of one step on this rank's `stages`. The model's last stage is `last_stage`."""
 
     def __init__(
-        self, stages: Mapping[int, Stage], last_stage: int, batch: LocalBatch, config: StepConfig, early: EarlyForward | None
+        self,
+        stages: Mapping[int, Stage],
+        last_stage: int,
+        batch: LocalBatch,
+        config: HandshakeResult,
+        early: EarlyForward | None,
     ) -> None:
         self.stages, self.last_stage, self.batch, self.config = stages, last_stage, batch, config
         self.program, self.loss_shares, self.forward_only_microbatches = (

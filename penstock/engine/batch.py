@@ -293,7 +293,7 @@ def _split_inputs(
     pieces, is_call = [batch], not call.has_one_input
     if position.cp_size > 1 or call.has_slices:
         assert signature is not None
-        pieces, num_tokens = _cut_input_tokens(call, position, signature)
+        pieces, num_tokens = _split_input_sequence(call, position, signature)
         is_call = True
     parts = _split_rows(pieces, sizes, position.pipeline.device, call.rows_dim)
     calls = parts if is_call else [((part,), {}) for part in parts]
@@ -336,7 +336,7 @@ def _split_rows(pieces: Sequence[Any], sizes: Sequence[int], device: torch.devic
     return [part for row in zip(*columns, strict=True) for part in row]
 
 
-def _cut_input_tokens(call: StepCall, position: MeshPosition, signature: inspect.Signature) -> tuple[list[Any], int]:
+def _split_input_sequence(call: StepCall, position: MeshPosition, signature: inspect.Signature) -> tuple[list[Any], int]:
     """Return (args, kwargs) as `_cut_tokens` does, with the positions of tokens if the model takes them."""
     check_arguments_can_be_cut(signature, call.args, call.kwargs)
     num_tokens = sequence_length((call.args, call.kwargs), "the batch", call.sequence_dim)

@@ -103,7 +103,7 @@ class ActionClock:
         ends = times[1::3]
         return list(zip(times[::3], ends, ends[: self.num_early] + times[2::3][self.num_early :], strict=True))
 
-    def busy_summary(self) -> tuple[float, float, float]:
+    def span_and_busy_seconds(self) -> tuple[float, float, float]:
         """Return the first start, the last end, and the seconds spent in actions."""
         times = self._times(self._marks)
         if not times:

@@ -42,7 +42,7 @@ class LearnedShapes(NamedTuple):
     activation_sizes: Mapping[int, ActivationSize]  # stage of this rank -> bytes that a microbatch keeps, if known
 
 
-class StepConfig(NamedTuple):
+class HandshakeResult(NamedTuple):
     """The settings of one step, which every rank has read from all headers."""
 
     program: RankProgram  # what this rank runs
@@ -70,14 +70,14 @@ class StepHandshake:
         self._learned: dict[tuple[object, ...], LearnedShapes] = {}  # by kind of batch, the oldest first
         self._remembered_messages = RememberedMessages()  # of microbatches in lists
         self._last_kinds: tuple[Sequence[tuple[float, ...]], bool] = [], False  # what `_last_config` was read from
-        self._last_config: StepConfig
+        self._last_config: HandshakeResult
         self._warned = set[str]()  # the warnings that have been given
 
     def has_learned(self, header: StepHeader) -> bool:
         """Whether this rank remembers a step with this header: all it can know before the others' have come."""
         return any(header.batch_kind in batch_kind for batch_kind in self._learned)
 
-    def finish_exchange(self, batch: LocalBatch, wait_reason: str) -> StepConfig:
+    def finish_exchange(self, batch: LocalBatch, wait_reason: str) -> HandshakeResult:
         """Receive all headers. Raise MismatchError, the same on every rank, if they do not fit together."""
         headers = [StepHeader(*row) for row in self.control.finish_all_gather_row(wait_reason)]
         check_same_step(headers)
@@ -99,7 +99,7 @@ class StepHandshake:
             specs = learned.message_specs if learned is not None else {}
         return config._replace(learned=learned, message_specs=specs)
 
-    def remember(self, config: StepConfig, learned: LearnedShapes) -> None:
+    def remember(self, config: HandshakeResult, learned: LearnedShapes) -> None:
         """After a step: remember what it has shown. All ranks forget the same kinds, the oldest first."""
         if config.lists:
             self._remembered_messages.remember(learned.message_specs, config.message_keys)
@@ -167,7 +167,7 @@ class StepHandshake:
             warnings.warn(f"since the last step {text}", stacklevel=9)
         self._warned.add(key)
 
-    def _read_headers(self, headers: Sequence[StepHeader], batch: LocalBatch, wait_reason: str) -> StepConfig:
+    def _read_headers(self, headers: Sequence[StepHeader], batch: LocalBatch, wait_reason: str) -> HandshakeResult:
         """Return the step's settings, except for what earlier steps have shown."""
         lists: list[ReplicaList] = []
         if batch.summary is not None:
@@ -193,7 +193,7 @@ class StepHandshake:
         ]
         skipped = [frozenset(number for number, shares in enumerate(column) if not any(shares)) for column in columns]
         shapes = {(len(rows), numbers) for rows, numbers in zip(microbatch_rows, skipped, strict=True)}
-        return StepConfig(
+        return HandshakeResult(
             program=self.programs.select(batch.training, len(microbatch_rows[replica]), skipped[replica]),
             microbatch_rows=microbatch_rows[replica],
             loss_shares=loss_shares[self.position.part],

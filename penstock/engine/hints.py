@@ -26,7 +26,7 @@ HINTS = {
 MIN_SIMILARITY = 0.8  # from which on a name counts as a misspelt option
 
 
-class NotAModule:
+class ModuleMisuseHints:
     """Base of Pipeline, which is no module: its parts are on several ranks, where a forward of one alone would hang."""
 
     _options: Sequence[str] = ()  # names that cannot be set once the pipeline is built

@@ -1,4 +1,4 @@
-"""The loss of a pipeline: a mean or a sum over rows, the weight of each microbatch in it, and warnings if these seem wrong."""
+"""The loss of a pipeline: a mean or a sum over rows, the share of each microbatch in it, and warnings if these seem wrong."""
 
 import math
 import warnings

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from penstock import partition
 from penstock.comms.control_group import ControlGroup
-from penstock.engine.checks import stale_weights
+from penstock.engine.checks import outdated_weights
 from penstock.engine.checks.digest import tensor_crc
 from penstock.engine.clock import clock_id
 from penstock.engine.model_partition import ModelPartition
@@ -26,7 +26,7 @@ class RankDescription(NamedTuple):
     names: Mapping[int, Mapping[str, str]]  # stage -> the names of its state, see `partition.uncompiled_names`
     keywords: Mapping[int, Sequence[str]]  # stage -> the keywords that its forward takes
     clock_id: str
-    changed_keys: Collection[stale_weights.TensorKey]  # of tensors that earlier pipelines have trained on this rank
+    changed_keys: Collection[outdated_weights.TensorKey]  # of tensors that earlier pipelines have trained on this rank
     value_digests: Mapping[str, int]  # of some values of all tensors of an uncut model that is new; else empty
 
 
@@ -36,7 +36,7 @@ class RankComparison(NamedTuple):
     names: Sequence[Mapping[str, str]]  # a stage's own name of each entry -> the name in the uncut model
     keywords: Sequence[Sequence[str]]  # that the stage's forward takes
     clock_ids: Sequence[str]  # of every rank: equal for those that share a clock
-    changed_keys: Collection[stale_weights.TensorKey]  # of tensors that earlier pipelines have trained
+    changed_keys: Collection[outdated_weights.TensorKey]  # of tensors that earlier pipelines have trained
 
 
 def compare_ranks(
@@ -85,7 +85,7 @@ def describe_rank(
         {stage: partition.uncompiled_names(module) for stage, module in modules},
         {stage: keyword_names(module) for stage, module in modules},
         clock_id(),
-        stale_weights.changed_keys(),
+        outdated_weights.changed_keys(),
         _value_digests(model_partition.uncut_model if position.world.world_size > 1 else None),
     )
 
@@ -109,9 +109,9 @@ def _value_digests(model: nn.Module | None) -> dict[str, int]:
     """Digest some values of each tensor; empty for a model that a pipeline had before, whose ranks differ by training."""
     state = {} if model is None else model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in state.items() if _has_values(value)}
-    if stale_weights.any_recorded(tensors.values()):
+    if outdated_weights.any_recorded(tensors.values()):
         return {}
-    return {name: tensor_crc(stale_weights.sample_bytes(tensor)) for name, tensor in tensors.items()}
+    return {name: tensor_crc(outdated_weights.sample_bytes(tensor)) for name, tensor in tensors.items()}
 
 
 def _has_values(value: Any) -> bool:

@@ -105,7 +105,7 @@ class ModuleState(NamedTuple):
 class RankInventory(NamedTuple):
     """What a rank has, and what it will need."""
 
-    tensors: Mapping[str, Any]  # name -> `Redistribution._tensor_record` of it, with a TensorLayout in place of each tensor
+    tensors: Mapping[str, Any]  # name -> `Redistribution._tensor_state` of it, with a TensorLayout in place of each tensor
     modules: Mapping[str, ModuleState]  # by name
     needed_tensors: Mapping[str, bool]  # name -> whether this rank's copy has hooks of its gradient
     needed_modules: Mapping[str, bool]  # name -> whether this rank's copy has hooks
@@ -239,7 +239,7 @@ class Redistribution:
         for name, sender, receivers in _tensor_moves(inventories):
             record = inventories[sender].tensors[name]
             if rank == sender:
-                _send_record(self._tensor_record(self._tensors[name]), control, receivers)
+                _send_record(self._tensor_state(self._tensors[name]), control, receivers)
             elif rank in receivers:
                 receive = partial(_receive_tensor, control, sender, topology.device)
                 self._fill_tensor(tensors[name], tree_map_only(TensorLayout, receive, record), topology.device)
@@ -259,7 +259,7 @@ class Redistribution:
         self._restore_module_states(stages, inventories)
         return {stage: move_to(module, topology.device) for stage, module in stages.items()}
 
-    def _tensor_record(self, tensor: Tensor) -> dict[str, Any]:
+    def _tensor_state(self, tensor: Tensor) -> dict[str, Any]:
         """Return one of this rank's tensors with all that is sent with it."""
         return {
             "tensor": tensor,
@@ -276,7 +276,7 @@ class Redistribution:
         for optimizer in self._optimizers:
             check_has_only(optimizer, names, rank)
 
-        records = {name: self._tensor_record(tensor) for name, tensor in self._tensors.items()}
+        records = {name: self._tensor_state(tensor) for name, tensor in self._tensors.items()}
         layouts = {
             name: tree_map_only(Tensor, partial(_checked_dense_layout, name), record) for name, record in records.items()
         }

@@ -45,7 +45,7 @@ from penstock.engine.checks.nonfinite import (
     OnNonfinite,
     find_origin,
 )
-from penstock.engine.checks.stale_weights import SharedTensors
+from penstock.engine.checks.outdated_weights import SharedTensors
 from penstock.engine.checks.unregistered_uses import GradientRecord, RemoteParameterUseCheck
 from penstock.engine.clock import ActionClock, make_clock, measure_clock_skew
 from penstock.engine.handshake import LearnedShapes, StepHandshake
@@ -324,7 +324,7 @@ class Engine:
         save_failed = self.background_save is not None and self.background_save.has_unreported_error
         flags = save_failed, preempted(), self.nonfinite_monitor is not None and self.nonfinite_monitor.check_final_gradients()
         memory, seconds = peak_process_memory(self.device), clock.seconds_between_and_averaging()
-        summary = RankSummary(*loss_and_dtype, *clock.busy_summary(), memory, len(losses.auxiliary), *seconds, *flags)
+        summary = RankSummary(*loss_and_dtype, *clock.span_and_busy_seconds(), memory, len(losses.auxiliary), *seconds, *flags)
 
         # 2. All ranks' summaries.
         num_losses = len(config.microbatch_rows) if config.wants_losses and config.loss_shares else 0

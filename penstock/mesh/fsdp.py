@@ -45,18 +45,18 @@ class FSDPReplication(Replication):
 
         for module in self._modules:
             torch_private.init_fsdp(module)
-        self._set_is_last_backward(False)
+        self._set_gradient_sync(False)
         for module in self._modules:
             if not torch_private.is_replicate_module(module):
                 module.set_reshard_after_forward(False)
 
         self._unshard_handles = [module.unshard(async_op=True) for module in self._modules]
 
-    def _set_is_last_backward(self, is_last: bool) -> None:
+    def _set_gradient_sync(self, enabled: bool) -> None:
         for module in self._modules:
-            module.set_is_last_backward(is_last)
-            module.set_requires_gradient_sync(is_last)
-            module.set_reshard_after_backward(is_last)
+            module.set_is_last_backward(enabled)
+            module.set_requires_gradient_sync(enabled)
+            module.set_reshard_after_backward(enabled)
 
     def wait_parameters(self) -> None:
         """Wait until the parameters are gathered; begin to gather those of the next stage."""
@@ -76,7 +76,7 @@ class FSDPReplication(Replication):
             self._average_gradients()
 
     def _average_gradients(self) -> None:
-        self._set_is_last_backward(True)
+        self._set_gradient_sync(True)
         if self._group is not None:
             self._add_zero_gradients(self._group)
         torch_private.reduce_fsdp_gradients(self._modules)

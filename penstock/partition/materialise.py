@@ -188,9 +188,9 @@ class _WriteGuard(TorchDispatchMode):
             yield
             for slot in self.slots:
                 if _is_inside(slot.name, name):
-                    self._restore(slot)
+                    self._copy_into_original(slot)
 
-    def _restore(self, slot: TensorSlot) -> None:
+    def _copy_into_original(self, slot: TensorSlot) -> None:
         current, memory = getattr(slot.owner, slot.key), self._memory[id(slot.tensor)]
         if current is slot.tensor and storage_key(current) == storage_key(memory):
             return

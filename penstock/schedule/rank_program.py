@@ -88,12 +88,13 @@ class RankPrograms:
         return RankProgram(
             steps,
             frozenset((stage, microbatch, slice_) for kind, stage, microbatch, slice_ in row if kind is Kind.I),
-            _merge_weight_actions(row, self.merge, slices),
+            _weight_microbatches(row, self.merge, slices),
             frozenset({action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}.values()),
         )
 
 
-def _merge_weight_actions(row: Sequence[Action], merge: bool, slices: int) -> dict[Action, tuple[int, ...]]:
+def _weight_microbatches(row: Sequence[Action], merge: bool, slices: int) -> dict[Action, tuple[int, ...]]:
+    """Return the microbatches whose gradients each W computes. `merge`: the last W of a run computes those of all of it."""
     weights: dict[Action, tuple[int, ...]] = {}
     for _, run in groupby(row, key=lambda action: action[:2] if merge else action):
         actions = list(run)

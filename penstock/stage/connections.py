@@ -35,16 +35,18 @@ def stage_connections(
         StageConnections(
             sources=tuple(exchanges[Kind.B][stage]),
             destinations=tuple(exchanges[Kind.F][stage]),
-            borrowed=_names_by_stage((lender, name) for (lender, _), (borrower, name) in borrowings if borrower == stage),
-            lent=_names_by_stage((borrower, name) for (lender, name), (borrower, _) in borrowings if lender == stage),
+            borrowed=_parameter_names_by_stage(
+                (lender, name) for (lender, _), (borrower, name) in borrowings if borrower == stage
+            ),
+            lent=_parameter_names_by_stage((borrower, name) for (lender, name), (borrower, _) in borrowings if lender == stage),
         )
         for stage in range(num_stages)
     ]
 
 
-def _names_by_stage(parameters: Iterable[StageParameter]) -> Mapping[int, list[str]]:
+def _parameter_names_by_stage(shared_parameters: Iterable[StageParameter]) -> Mapping[int, list[str]]:
     names = defaultdict[int, list[str]](list)
-    for stage, name in parameters:
+    for stage, name in shared_parameters:
         names[stage].append(name)
     return dict(names)
 

@@ -45,7 +45,7 @@ class StageMessages:
         self.shared_parameters = [slot.parameter for group in self._borrowed for slot in group]
         self.shared_parameters += [parameter for group in self._lent for parameter in group]
 
-    def receive(self, messages: Sequence[Any]) -> tuple[Sequence[Any], Received]:
+    def unpack_inputs(self, messages: Sequence[Any]) -> tuple[Sequence[Any], Received]:
         """Return the values for the module, as the beginning of a graph, and what else came with the messages."""
         inputs = tuple([StageInput() for _ in messages])
         borrowed: list[tuple[TensorSlot, Tensor]] = []
@@ -65,7 +65,7 @@ class StageMessages:
             values = [value for source, value in by_source if source in self._value_sources]
         return values, Received(inputs, borrowed)
 
-    def from_output(self, output: Any, arrived: Versions = ()) -> Any:
+    def pack_output(self, output: Any, arrived: Versions = ()) -> Any:
         """Return what is sent: the output, or a message for each destination where there are several.
 
         `arrived`: see `mark_aliased`.
@@ -77,7 +77,7 @@ class StageMessages:
         return mark_aliased([by_destination.get(destination, ()) for destination in self._destinations], arrived)
 
     def leaves_to_send(self, output: Any, received: Received) -> list[Any]:
-        """Return the leaves of the messages of `from_output`, behind each message the parameters lent to its destination."""
+        """Return the leaves of the messages of `pack_output`, behind each message the parameters lent to its destination."""
         if not self._lends:
             return flatten(output)[0]
         used = {id(place.tensor): tensor for place, tensor in received.borrowed}  # in this forward, instead of the parameters

@@ -156,7 +156,7 @@ class Stage:
                 arguments, received = self._signature.arguments_from_batch(*inputs), _NOTHING_RECEIVED
             else:
                 messages, aliased_inputs = open_aliased(inputs)
-                values, received = self._messages.receive(messages)
+                values, received = self._messages.unpack_inputs(messages)
                 arguments = self._signature.arguments_from_values(values)
 
             # 2. The module, with stand-ins in the places of its parameters.
@@ -180,7 +180,7 @@ class Stage:
         output = self._clone_output_buffers(output)
         if arguments.keywords:
             output = self._signature.add_later_keywords(output, arguments.keywords)
-        output = self._messages.from_output(output, aliased_inputs)
+        output = self._messages.pack_output(output, aliased_inputs)
         self.auxiliary_losses = [loss.detach() for loss in auxiliary_losses]
 
         # 5. What the backward needs. On the last stage it starts at the loss, which `loss` adds.

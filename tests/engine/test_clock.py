@@ -109,7 +109,7 @@ def test_a_gpus_clock_counts_from_the_end_of_the_step_before_and_waits_for_nothi
     for value in (first.mark_start, first.mark_stop, first.mark_sent, first.mark_averaged):
         value()
     assert device.waits == 1
-    begin, end, busy = first.busy_summary()
+    begin, end, busy = first.span_and_busy_seconds()
     assert (end - begin, busy, device.waits) == (1, 1, 2)
     assert first.seconds_between_and_averaging() == (0, 1)
     before = device.waits

@@ -4,7 +4,7 @@ nonfinite          the first value that is not finite: where it is, and where it
 digest             digests of tensors, and the comparison of tied parameters by them
 gradient_factor    by what a rank has multiplied its gradients between two steps: all ranks must do it alike
 unregistered_uses  parameters that a stage uses but does not register, attributes that a loss reads of a layer elsewhere
-stale_weights      parts of a model, or of two pipelines, that other ranks have trained since
+outdated_weights   parts of a model, or of two pipelines, that other ranks have trained since
 """
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.checks import is_power_of_two_or_zero
-from penstock.engine.checks.stale_weights import sample_bytes
+from penstock.engine.checks.outdated_weights import sample_bytes
 from penstock.stage.dtensor import local_shard
 from penstock.stage.rank_parameters import RankParameters
 from penstock.torch_private import tensor_version

@@ -95,15 +95,17 @@ def _work_bound(problem: SearchProblem, rank: int, heads: list[float], tails: li
     return end
 
 
-def _memory_bound(problem: SearchProblem, rank: int, heads: list[float]) -> float:
+def _memory_bound(problem: SearchProblem, rank: int, earliest_starts: list[float]) -> float:
     """How long the step takes at least for what the activations of `rank` take, for how long they are held at least."""
     count, stages, area = problem.microbatches, problem.num_stages, 0.0
     for stage in problem.stages_of[rank]:
         weight = 2 * stages + stage
-        min_held_time = heads[(stages + stage) * count] + problem.times[stages + stage] - heads[stage * count]
+        min_held_time = (
+            earliest_starts[(stages + stage) * count] + problem.times[stages + stage] - earliest_starts[stage * count]
+        )
         area += count * problem.sizes[stage].act * min_held_time
         if weight < len(problem.times):
             area += count * problem.sizes[stage].keep * problem.times[weight]
     limit = problem.limits[rank] / (1 + TOLERANCE)  # as it was given, lest a table that meets it is not seen to
-    begin = min(heads[stage * count] for stage in problem.stages_of[rank])
+    begin = min(earliest_starts[stage * count] for stage in problem.stages_of[rank])
     return begin + area / limit if 0 < limit < INFINITE else 0.0

@@ -89,7 +89,7 @@ def search(
         SearchProblem(costs, placement, microbatches, limits, full_backwards)
         for full_backwards in _full_backward_choices(costs, len(placement))
     ]
-    best = _BestTable(problems[0], start, EFFORTS[effort], progress)
+    best = _BestSchedule(problems[0], start, EFFORTS[effort], progress)
     rng = random.Random(seed)
     with suppress(KeyboardInterrupt, _SearchFinished):
         best.add_steps_or_finish()
@@ -121,7 +121,7 @@ def _check_start(start: Schedule | None, placement: tuple[int, ...], microbatche
             raise ScheduleError(f"{start.name} is no start: it has {start_text}, not {microbatches} on {placement}")
 
 
-class _BestTable:
+class _BestSchedule:
     """The best that was found so far, how much of the search's work is done, and the callback that hears of it."""
 
     def __init__(self, problem: SearchProblem, start: Schedule | None, work: int, progress: Progress | None) -> None:
@@ -198,7 +198,7 @@ PAIRING_WORK_SHARE = 0.05  # of the work, in addition: actions timed while pairs
 FINAL_WORK_SHARE = 0.2  # of the work: for the best rows, with every W in its place
 
 
-def _search_backward_form(best: _BestTable, problem: SearchProblem, work: float, rng: random.Random) -> None:
+def _search_backward_form(best: _BestSchedule, problem: SearchProblem, work: float, rng: random.Random) -> None:
     """Anneal from rows of all kinds: of rules, of periodic tables, and of the tables to beat."""
     periodic_starts = list[periodic.StartOffsets]()
     for _ in range(PERIODIC_RUNS):

@@ -1,8 +1,8 @@
-"""Find weights that are stale on this rank, because another rank has trained them: of a model object, or of two pipelines.
+"""Find weights that are outdated on this rank, because another rank has trained them: of a model object, or of two pipelines.
 
 Each rank records how its tensors were when the last pipeline of them was built: those that it ran, and those that others ran.
-When the next one is built, the ranks tell each other which of theirs have changed since. A tensor is stale on a rank that did
-not run it, and where nobody has loaded it since, if it has changed where it was run.
+When the next one is built, the ranks tell each other which of theirs have changed since. A tensor is outdated on a rank that
+did not run it, and where nobody has loaded it since, if it has changed where it was run.
 """
 
 import weakref
@@ -22,7 +22,7 @@ from penstock.trees import leaves
 
 TensorKey = tuple[str, str]  # the first pipeline that had a tensor, and its name in the uncut model: the same on all ranks
 MAX_SAMPLED_VALUES = 64  # of a tensor, to see changes of `.data` by an optimizer, of which autograd does not know
-STALE_HINT = (
+OUTDATED_HINT = (
     "pipe.rebuild(schedule=..) goes on with the trained ones, checkpoint.export(pipe, path) writes a file of them to load into "
     "the model, and pipe.state_dict() has this rank's part"
 )
@@ -31,8 +31,8 @@ STALE_HINT = (
 class _TensorRecord:
     """A tensor's version and values when the last pipeline of it was built."""
 
-    def __init__(self, key: TensorKey, tensor: Tensor, is_local: bool, was_stale: bool) -> None:
-        self.key, self.is_local, self.was_stale = key, is_local, was_stale
+    def __init__(self, key: TensorKey, tensor: Tensor, is_local: bool, was_outdated: bool) -> None:
+        self.key, self.is_local, self.was_outdated = key, is_local, was_outdated
         self.tensor = weakref.ref(tensor)
         self.trained_model: weakref.ref[nn.Module] | None = None  # of a RemoteParameter
         self._version, self._sample = _version(tensor), sample_bytes(tensor)
@@ -44,9 +44,9 @@ class _TensorRecord:
         was_written = _version(tensor) != self._version and (isinstance(tensor, nn.Parameter) or tensor.is_meta)
         return was_written or not torch.equal(sample_bytes(tensor), self._sample)
 
-    def is_stale(self, changed: Collection[TensorKey]) -> bool:
+    def is_outdated(self, changed: Collection[TensorKey]) -> bool:
         """Whether another rank has newer values. `changed`: keys of tensors that have changed where they were run."""
-        return not self.is_local and (self.was_stale or self.key in changed) and not self.has_changed()
+        return not self.is_local and (self.was_outdated or self.key in changed) and not self.has_changed()
 
 
 _records: dict[int, _TensorRecord] = {}  # by the tensor's id
@@ -82,13 +82,13 @@ def changed_keys() -> set[TensorKey]:
     return {record.key for record in _records.values() if record.is_local and record.has_changed()}
 
 
-def check_not_stale(tensors: Mapping[str, Tensor], changed: Collection[TensorKey], rank: int) -> None:
-    """Raise MismatchError if one of `tensors`, which this rank is to run, is stale. `changed`: the keys of all ranks."""
-    stale = [name for name, tensor in tensors.items() if any(record.is_stale(changed) for record in _records_of([tensor]))]
-    if stale:
+def check_no_outdated_weights(tensors: Mapping[str, Tensor], changed: Collection[TensorKey], rank: int) -> None:
+    """Raise MismatchError if one of `tensors`, which this rank is to run, is outdated. `changed`: the keys of all ranks."""
+    names = [name for name, tensor in tensors.items() if any(record.is_outdated(changed) for record in _records_of([tensor]))]
+    if names:
         raise MismatchError(
-            f"a pipeline has trained this model, and rank {rank} would run {len(stale)} tensors ({stale[0]}, ..) whose new "
-            f"values are on another rank: {STALE_HINT}"
+            f"a pipeline has trained this model, and rank {rank} would run {len(names)} tensors ({names[0]}, ..) whose new "
+            f"values are on another rank: {OUTDATED_HINT}"
         )
 
 
@@ -105,9 +105,9 @@ def record_pipeline(
 
     for name, tensor in [*local_tensors.items(), *remote_tensors.items()] if num_ranks > 1 else ():
         previous, is_local = _records.get(id(tensor)), name in local_tensors
-        was_stale = previous is not None and not is_local and previous.is_stale(changed)
+        was_outdated = previous is not None and not is_local and previous.is_outdated(changed)
         key = (str(pipeline_number), name) if previous is None else previous.key
-        _records[id(tensor)] = _TensorRecord(key, tensor, is_local, was_stale)
+        _records[id(tensor)] = _TensorRecord(key, tensor, is_local, was_outdated)
     return SharedTensors(local_tensors, remote_tensors)
 
 
@@ -154,8 +154,8 @@ class SharedTensors:
 # -- the model by itself --------------------------------------------------------------------------------------------------
 
 
-def refuse_stale_use(model: nn.Module) -> None:
-    """After a training step: refuse to read, copy or pickle `model` and other ranks' parameters, while they are stale."""
+def refuse_outdated_use(model: nn.Module) -> None:
+    """After a training step: refuse to read, copy or pickle `model` and other ranks' parameters, while they are outdated."""
     if model not in _hooks:
         hook = _RefusalHook(model)
         _hooks[model] = [model.register_forward_pre_hook(hook), model.register_state_dict_pre_hook(hook)]
@@ -166,7 +166,7 @@ def refuse_stale_use(model: nn.Module) -> None:
 
 
 @contextmanager
-def allow_stale_use(model: Any) -> Iterator[None]:
+def allow_outdated_use(model: Any) -> Iterator[None]:
     """Allow it again while another pipeline of `model` is built, which traces its forward and reads its names."""
     handles = _hooks.pop(model, ()) if isinstance(model, nn.Module) else ()
     for handle in handles:
@@ -178,11 +178,11 @@ def allow_stale_use(model: Any) -> Iterator[None]:
         yield
     finally:
         if handles:
-            refuse_stale_use(model)
+            refuse_outdated_use(model)
 
 
 class RemoteParameter(nn.Parameter):
-    """A parameter of a model that a pipeline has trained, of a stage of another rank: refuses to be read while it is stale.
+    """A parameter of a model that a pipeline has trained, of a stage of another rank: refuses to be read while it is outdated.
 
     What a script does to all parameters alike is allowed: to count, freeze, load or initialise them, and to look at `.grad`.
     """
@@ -191,13 +191,13 @@ class RemoteParameter(nn.Parameter):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Called by torch for each function of such parameters. Raises MismatchError if it would read stale values."""
+        """Called by torch for each function of such parameters. Raises MismatchError if it would read outdated values."""
         with DisableTorchFunctionSubclass():
             if not _reads_no_values(function):
                 values = [*args, *(kwargs or {}).values()]
                 for parameter in leaves(values[1:] if _is_write(function) else values):
                     if type(parameter) is RemoteParameter:
-                        _check_parameter_not_stale(parameter)
+                        _check_parameter_not_outdated(parameter)
             return function(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -227,37 +227,39 @@ def _is_write(function: Callable[..., Any]) -> bool:
     return name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
 
 
-def _check_parameter_not_stale(parameter: RemoteParameter) -> None:
+def _check_parameter_not_outdated(parameter: RemoteParameter) -> None:
     """Raise MismatchError if the rank that runs `parameter` has changed it, and nobody has loaded it here since."""
     for record in _records_of([parameter]):
         model = None if record.trained_model is None else record.trained_model()
-        if model is not None and (record.was_stale or not record.has_changed()):
-            _check_model_not_stale(model)
+        if model is not None and (record.was_outdated or not record.has_changed()):
+            _check_model_not_outdated(model)
 
 
 class _RefusalHook:
-    """A hook of `model` that raises if it is stale. It is copied and pickled with the model, and raises then too."""
+    """A hook of `model` that raises if it is outdated. It is copied and pickled with the model, and raises then too."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = model and weakref.ref(model)
 
     def __call__(self, model: nn.Module, *_: Any) -> None:
-        _check_model_not_stale(model)
+        _check_model_not_outdated(model)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickle and deepcopy."""
         if self._model is not None and (model := self._model()) is not None:
-            _check_model_not_stale(model)
+            _check_model_not_outdated(model)
         return _RefusalHook, (None,)
 
 
-def _check_model_not_stale(model: nn.Module) -> None:
+def _check_model_not_outdated(model: nn.Module) -> None:
     """Raise MismatchError if a tensor that this rank runs has changed: then those of other ranks have changed there."""
     records = _records_of(slot.tensor for slot in tensor_slots(model))
     if any(record.is_local and record.has_changed() for record in records):
-        stale = [record.key[1] for record in records if not record.is_local and (record.was_stale or not record.has_changed())]
-        if stale:
+        names = [
+            record.key[1] for record in records if not record.is_local and (record.was_outdated or not record.has_changed())
+        ]
+        if names:
             raise MismatchError(
-                f"a pipeline has trained this {type(model).__name__}, and {len(stale)} of its tensors ({stale[0]}, ..) have "
-                f"their new values on other ranks: {STALE_HINT}"
+                f"a pipeline has trained this {type(model).__name__}, and {len(names)} of its tensors ({names[0]}, ..) have "
+                f"their new values on other ranks: {OUTDATED_HINT}"
             )

@@ -50,8 +50,9 @@ _LOWERED = re.compile(r"\d(SEND|RECV)_[FB]\d")
 
 
 def is_recorded(source: str) -> bool:
-    """Return whether `source` is a run or a saved timeline, and not a schedule."""
-    return source not in names() and (source.endswith((".json", ".json.gz")) or Path(source).is_dir())
+    """Return whether `source` is a run, a saved timeline or traces, there or missing, and not a schedule."""
+    is_folder = Path(source).is_dir() or ("/" in source and not source.endswith((".csv", ".py")))
+    return source not in names() and (source.endswith((".json", ".json.gz")) or is_folder)
 
 
 def recorded(source: str, stages_per_rank: int | None = None) -> tuple[Record, list[str]]:

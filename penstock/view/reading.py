@@ -34,11 +34,11 @@ def load(path: str | PathLike[str]) -> Record:
 
 
 def _why_missing(folder: Path) -> str:
-    """Return why the folder of a run has no timeline, and how to get one; an empty text for another folder."""
+    """Return why the folder of a run has no timeline, and how to get one; of another folder that it has no traces either."""
     try:
         is_finished = "losses" in json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
-        return ""
+        return ", nor are there traces of torch.profiler (.json or .json.gz, one for each rank)" if folder.is_dir() else ""
     if not is_finished:
         return f", which is written after the run's last step: penstock train --resume {folder} goes on to it"
     return (

@@ -117,7 +117,11 @@ def test_a_schedule_beside_a_run_is_predicted_at_its_costs(run):
     ("words", "message"),
     [
         (["show", "1f1b", "--html", "nowhere/a.html"], "nowhere/a.html cannot be written: No such file or directory"),
-        (["show", "tests"], "tests has no timeline: there is no file tests/timeline.json"),
+        (
+            ["show", "tests"],
+            "tests has no timeline: there is no file tests/timeline.json, nor are there traces of torch.profiler",
+        ),
+        (["show", "nowhere/traces"], "nowhere/traces has no timeline: there is no file nowhere/traces"),
         (["show", "x.json"], "x.json has no timeline: there is no file x.json"),
         (["show", "RUN", "--table"], "is a timeline, not a table: leave out --table and --csv"),
         (["compare", "1f1b", "PLAN"], "1f1b is in units of its costs, and "),

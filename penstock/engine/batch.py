@@ -16,7 +16,9 @@ from penstock.engine.microbatch_list import (
     ListSummary,
     MicrobatchSummary,
     ReplicaList,
+    RowCounts,
     comparable_order,
+    count_entry_rows,
     microbatch_order,
     read_inputs,
     read_targets,
@@ -167,6 +169,14 @@ class LocalBatch(NamedTuple):
         """Return the shapes of inputs and target in words, of those that this rank reads."""
         trees = (("the batch", self.call.inputs, self.inputs), ("the target", self.call.target, self.targets))
         return [microbatch.describe_shapes(tree, name, self.call.rows_dim) for name, tree, pieces in trees if pieces]
+
+    def row_counts(self) -> RowCounts:
+        """Return the rows of all that this rank was given, whether it reads them or not: of inputs and of target."""
+        args, kwargs = self.call.args, self.call.kwargs
+        inputs = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
+        entries = (inputs, self.call.target) if self.summary is not None else ([inputs], [self.call.target])
+        rows, target_rows = (count_entry_rows(entry, self.call.rows_dim) for entry in entries)
+        return rows, target_rows
 
     def forward_inputs(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Return the inputs of a forward: the batch's on the first stage, else the `values` received from other stages."""

@@ -8,7 +8,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.comms.transport.channels import MessageSpecs
 from penstock.engine.batch import AUTOCAST_DTYPES, NO_ROWS, LocalBatch, StepHeader
 from penstock.engine.checks.gradient_factor import TOLERANCE
-from penstock.engine.microbatch_list import RememberedMessages, ReplicaList, exchange_lists
+from penstock.engine.microbatch_list import RememberedMessages, ReplicaList, check_same_row_counts, exchange_lists
 from penstock.engine.sequence import slice_lengths
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
@@ -126,14 +126,16 @@ class StepHandshake:
 
         replica = unequal[0]
         rows, target_rows = counts[replica]
+        prefix = _replica_prefix(self.position, replica)
+        all_rows = self.control.all_gather_value(batch.row_counts(), wait_reason)
+        rows_by_rank = {rank: all_rows[rank] for rank in self.position.replica_pipelines[replica]}
+        check_same_row_counts(rows_by_rank, prefix, is_list=batch.summary is not None)
         if batch.summary is not None:
             raise MismatchError(
-                f"{_replica_prefix(self.position, replica)}step_microbatches() was given {rows:.0f} inputs but "
-                f"{target_rows:.0f} targets: give one target for each"
+                f"{prefix}{batch.call.name} was given {rows:.0f} inputs but {target_rows:.0f} targets: give one target for each"
             )
         shapes = self.control.all_gather_value(batch.describe_shapes(), wait_reason)
         shape_list = ", ".join([text for rank in self.position.replica_pipelines[replica] for text in shapes[rank]])
-        prefix = _replica_prefix(self.position, replica)
         raise MismatchError(
             f"{prefix}the batch has {rows:.0f} rows but the target has {target_rows:.0f} ({shape_list}); "
             f"{rows_dim_hint(batch.call.rows_dim)}"
@@ -171,7 +173,7 @@ class StepHandshake:
         """Return the step's settings, except for what earlier steps have shown."""
         lists: list[ReplicaList] = []
         if batch.summary is not None:
-            lists = exchange_lists(self.control, self.position, batch.summary, wait_reason)
+            lists = exchange_lists(self.control, self.position, batch.summary, batch.row_counts, wait_reason)
             microbatch_rows = [replica_list.rows for replica_list in lists]
         else:
             max_microbatches = self.programs.program.schedule.microbatches

@@ -111,8 +111,46 @@ def _count_elements(entry: Any, rows_dim: int) -> int:
     return max((tensor.numel() for tensor in tensors if isinstance(tensor, Tensor)), default=1)
 
 
-def exchange_lists(control: ControlGroup, position: MeshPosition, summary: ListSummary, wait_reason: str) -> list[ReplicaList]:
-    """Exchange the ranks' summaries. Return the list of each replica.
+RowCounts = tuple[Sequence[int], Sequence[int]]  # rows of the entries of inputs and of target; empty where there are none
+
+
+def count_entry_rows(entries: Any, rows_dim: int) -> Sequence[int]:
+    """Return the rows of each entry; nothing if this is no list of entries with rows."""
+    try:
+        check_list(entries, "a list")
+        return [_count_rows(entry, "an entry", rows_dim) for entry in entries]
+    except MismatchError:
+        return ()
+
+
+def check_same_row_counts(rows_by_rank: Mapping[int, RowCounts], prefix: str, is_list: bool) -> None:
+    """Raise MismatchError, with who has what, if ranks of a replica were given batches of other rows."""
+    for name, index in (("input", 0), ("target", 1)):
+        by_rank = {rank: rows[index] for rank, rows in rows_by_rank.items() if rows[index]}
+        for rank, rows in by_rank.items():
+            first_rank, expected = next(iter(by_rank.items()))
+            if rows == expected:
+                continue
+            if len(rows) != len(expected):
+                difference = f"{len(expected)} {name}s on rank {first_rank}, {len(rows)} on rank {rank}"
+            else:
+                entry = next(number for number, pair in enumerate(zip(rows, expected, strict=True)) if pair[0] != pair[1])
+                what = f"{name} {entry} has" if is_list else "inputs have" if name == "input" else "the target has"
+                difference = f"{what} {expected[entry]} rows on rank {first_rank}, {rows[entry]} on rank {rank}"
+            raise MismatchError(
+                f"{prefix}the ranks were given different {'lists' if is_list else 'batches'}: {difference}. "
+                "Give all of them the same (pipe.sampler(dataset), one seed for all loaders), or None where they are not read"
+            )
+
+
+def exchange_lists(
+    control: ControlGroup,
+    position: MeshPosition,
+    summary: ListSummary,
+    row_counts: Callable[[], RowCounts],
+    wait_reason: str,
+) -> list[ReplicaList]:
+    """Exchange the ranks' summaries. Return the list of each replica. `row_counts`: asked for an error alone.
 
     Raises MismatchError, the same on every rank, for a target of other rows than its microbatch, for ranks of one replica that
     were given different orders, and for ranks along tp that were given different lists.
@@ -125,6 +163,9 @@ def exchange_lists(control: ControlGroup, position: MeshPosition, summary: ListS
         shards = [_merge_summaries([summaries[rank] for rank in ranks]) for ranks in pipelines]
         if any(shard != shards[0] for shard in shards):
             raise MismatchError(f"{prefix}the ranks along tp work on one batch, but were given different lists of microbatches")
+        if shards[0].target_rows and [entry.rows for entry in shards[0].inputs] != list(shards[0].target_rows):
+            all_rows: list[RowCounts] = control.all_gather_value(row_counts(), wait_reason)
+            check_same_row_counts({rank: all_rows[rank] for ranks in pipelines for rank in ranks}, prefix, is_list=True)
         lists.append(_replica_list_in_run_order(shards[0], prefix))
     return lists
 

@@ -188,6 +188,14 @@ def _wrong(case: str) -> str:
         "none": lambda: pipe.step_microbatches(None, targets),
         "no targets": lambda: pipe.step_microbatches(inputs),
         "other lists": lambda: pipe.step_microbatches(inputs, [(y + pipe.topology.rank) % WORDS for y in targets]),
+        "shorter lists": lambda: pipe.step_microbatches(inputs[pipe.topology.rank :], targets[pipe.topology.rank :]),
+        "other rows": lambda: pipe.step_microbatches(
+            [torch.cat([entry] * (1 + pipe.topology.rank)) for entry in inputs],
+            [torch.cat([entry] * (1 + pipe.topology.rank)) for entry in targets],
+        ),
+        "a shorter batch": lambda: pipe.step(
+            torch.zeros(8 - pipe.topology.rank, 3).long(), target=torch.zeros(8 - pipe.topology.rank, 3).long()
+        ),
         "another call": lambda: (
             pipe.step_microbatches(inputs, targets) if pipe.topology.rank else pipe.step(inputs[0], target=targets[0])
         ),
@@ -214,6 +222,9 @@ def _wrong(case: str) -> str:
         ("none", "takes inputs as a list"),
         ("no targets", "needs targets"),
         ("other lists", "rank 1's batch is another than rank 0's"),
+        ("shorter lists", "the ranks were given different lists: 4 inputs on rank 0, 3 on rank 1. Give all of them the same"),
+        ("other rows", "the ranks were given different lists: input 0 has 4 rows on rank 0, 8 on rank 1"),
+        ("a shorter batch", "the ranks were given different batches: inputs have 8 rows on rank 0, 7 on rank 1"),
         ("another call", "step"),
     ],
 )

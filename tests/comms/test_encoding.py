@@ -239,12 +239,24 @@ MESSAGE = {"hidden": torch.ones(2, 3), "rest": (Pair(torch.zeros(1), "x"), [None
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=4), st.integers(0, 4)), min_size=1, max_size=4))
 def test_a_mutated_message_is_read_or_refused(changes):
-    data = bytearray(encoding.tensor_bytes(message_spec.pack_spec(message_spec.describe_message(*flatten(MESSAGE)))))
-    for place, new, gone in changes:
-        place %= len(data) + 1
-        data[place : place + gone] = new
-    with suppress(ps.MismatchError):
-        message_spec.unpack_spec(torch.frombuffer(data or bytearray(1), dtype=torch.uint8))
+    for message in (MESSAGE, torch.ones(2, 3)):  # one tensor has a shorter description
+        data = bytearray(encoding.tensor_bytes(message_spec.pack_spec(message_spec.describe_message(*flatten(message)))))
+        for place, new, gone in changes:
+            place %= len(data) + 1
+            data[place : place + gone] = new
+        with suppress(ps.MismatchError):
+            message_spec.unpack_spec(torch.frombuffer(data or bytearray(1), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['[[2, 3], [3, 1], "torch.float32", 1]', '[[2.0, 3], [3, 1], "torch.float32", false]', '[[2], [30], "torch.float32", true]',
+     '[[-2], [1], "torch.float32", true]', '["12", [1], "torch.float32", true]', '[[2], [1], "float", true]',
+     '[[2], [1], ["torch.float32"], true]', '[[[2]], [1], "torch.float32", true]', "[" * 100_000, "[1, 2]xxxx"],
+)  # fmt: skip
+def test_what_describes_no_tensor_is_refused(text):
+    with pytest.raises(ps.MismatchError, match="describe no message"):
+        message_spec.unpack_spec(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
 
 
 # ---- nothing is unpickled

@@ -1,5 +1,6 @@
 """The description of a message between two stages: a tree of tensors, whose bytes are sent without any header."""
 
+import json
 import math
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.comms.encoding import decode, encode_to_tensor, tensor_bytes
+from penstock.comms.encoding import DTYPES, decode, encode_to_tensor, tensor_bytes
 from penstock.errors import MismatchError
 from penstock.torch_private import TreeSpec
 from penstock.trees import flatten, unflatten
@@ -112,8 +113,12 @@ def tensor_from_bytes(data: Tensor, spec: TensorSpec) -> Tensor:
 def pack_spec(spec: MessageSpec) -> Tensor:
     """Return `spec` as a tensor of bytes; its tree is encoded as an example of it, with the leaves 0, 1, ..
 
+    One tensor without a tree around it, the common case, is a short JSON: a receiver of new shapes waits for its description.
     Raises MismatchError for a value that cannot be sent.
     """
+    if spec.tree.is_leaf() and isinstance(spec.leaves[0], TensorSpec):
+        shape, stride, dtype, requires_grad, _ = spec.leaves[0]
+        return torch.frombuffer(bytearray(json.dumps([shape, stride, str(dtype), requires_grad]).encode()), dtype=torch.uint8)
     example = unflatten(range(len(spec.leaves)), spec.tree)
     leaves = [leaf if isinstance(leaf, TensorSpec) else [leaf.value] for leaf in spec.leaves]
     return encode_to_tensor((example, leaves))
@@ -126,13 +131,32 @@ def unpack_spec(data: Tensor) -> MessageSpec:
 
 @lru_cache(64)  # many messages of a step have the same description
 def _unpack_bytes(data: bytes) -> MessageSpec:
+    if b"\0" not in data[:8]:  # no length of `encode`, which ends with zeros
+        leaf = _parse_tensor(data)
+        if leaf is not None and _is_valid_leaf(leaf):
+            return MessageSpec(flatten(0)[1], (leaf,))
+        raise _no_message_error()
     match decode(data):
         case (example, list(leaves)) if all(_is_valid_leaf(leaf) for leaf in leaves):
             numbers, tree = flatten(example)
             if numbers == list(range(len(leaves))):
                 specs = [leaf if isinstance(leaf, TensorSpec) else ConstantSpec(leaf[0], type(leaf[0])) for leaf in leaves]
                 return MessageSpec(tree, tuple(specs))
-    raise MismatchError("the bytes from another rank describe no message: all ranks must run the same release of Penstock")
+    raise _no_message_error()
+
+
+def _parse_tensor(data: bytes) -> TensorSpec | None:
+    """Return the description of one tensor, which is yet to be checked; None if these bytes are none."""
+    try:
+        shape, stride, dtype_name, requires_grad = json.loads(data)
+        dtype = DTYPES[dtype_name]
+        return TensorSpec(tuple(shape), tuple(stride), dtype, requires_grad, math.prod(shape) * dtype.itemsize)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _no_message_error() -> MismatchError:
+    return MismatchError("the bytes from another rank describe no message: all ranks must run the same release of Penstock")
 
 
 def _is_valid_leaf(leaf: Any) -> bool:

@@ -42,6 +42,7 @@ _TITLES = {
     "lab18_overlap": "time a message, then hide it behind compute",
     "lab19_sequence": "the sequence axis: attention over ranks that have some of the tokens each",
     "lab20_stale": "a pipeline that never drains, and what stale weights cost",
+    "lab21_lengths": "rows have lengths: as they arrive, sorted, planned",
 }
 
 LABS: dict[int, Lab] = {

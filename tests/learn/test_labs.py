@@ -34,6 +34,7 @@ from penstock.learn.labs import (
     lab18_overlap,
     lab19_sequence,
     lab20_stale,
+    lab21_lengths,
 )
 from penstock.learn.written import table_of
 from penstock.schedule import Costs, Kind
@@ -395,6 +396,12 @@ def test_a_mesh_with_its_pipeline_outermost_keeps_all_but_activations_within_a_m
 def test_a_stage_that_never_drains_is_as_many_steps_behind_as_there_are_ranks_after_it():
     assert [lab20_stale.staleness(lab20_stale.without_end(), stage) for stage in range(4)] == [3, 2, 1, 0]
     assert lab20_stale.rolled(1.9, 0) < 1 < lab20_stale.rolled(1.9, 1)
+
+
+def test_lab_21_fails_when_another_order_takes_less(monkeypatch):
+    monkeypatch.setattr(lab21_lengths, "plan_order", lambda costs, table: list(range(len(costs))))
+    with pytest.raises(SystemExit, match="the planned order takes 76, the best of all 59"):
+        lab21_lengths.main()
 
 
 def off_without_sum_gradients() -> list[str]:

@@ -8,4 +8,5 @@
 `lab16_`               PyTorch's tutorial: a transformer cut by hand and by tracing
 `lab17_`, `lab18_`     what a link is worth, how to time it, and how to hide it
 `lab19_`, `lab20_`     what Penstock has not, in small: the sequence axis, a pipeline that never drains
+`lab21_`               rows of unequal lengths: which share a microbatch, and in which order these run
 """

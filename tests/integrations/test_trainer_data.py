@@ -11,10 +11,14 @@ from trainer_cases import ROWS, arguments, assert_same, collate, model, outcome,
 pytestmark = [pytest.mark.ranks, pytest.mark.neighbours]
 
 SHORT = {"max_steps": 2}
+BEST = {
+    "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True,
+    "metric_for_best_model": "loss", "greater_is_better": True,  # the worst, which is not the last
+}  # fmt: skip
 EXACT: dict[str, tuple[str, dict[str, Any]]] = {  # model, arguments of the pipeline's training
     "data without a length": ("llama", SHORT),
     "rows by their length": ("llama", {**SHORT, "train_sampling_strategy": "group_by_length"}),
-    "low-rank adapters": ("llama", SHORT),
+    "low-rank adapters, and a head that is trained as a whole": ("llama", {**SHORT, **BEST}),
     "losses of routers": ("mixtral", SHORT),
     "images": ("vit", SHORT),
     "encoder and decoder, which share their embedding with the head": ("t5", SHORT),
@@ -34,16 +38,18 @@ class RowStream(torch.utils.data.IterableDataset):
 def train(case: str, package: Any, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     name = (EXACT | CLOSE)[case][0]
     trained = model(name)
-    if case == "low-rank adapters":
+    if case.startswith("low-rank adapters"):
         import peft
 
-        trained = peft.get_peft_model(trained, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
+        trained = peft.get_peft_model(trained, config)
     if name == "t5":  # has a config of its own for the decoder, where plain Trainer leaves the cache on
         trained.decoder.config.use_cache = False
     count = 24 if case == "replicas" else ROWS  # an epoch that both share out alike: accelerate gives each whole batches
     dataset = RowStream() if case == "data without a length" else rows(name, count)
     args = arguments(folder, package.TrainingArguments, **options)
-    trainer = package.Trainer(trained, args, train_dataset=dataset, data_collator=collate)
+    data = {"train_dataset": dataset, "eval_dataset": rows(name, 5, 2), "data_collator": collate}
+    trainer = package.Trainer(trained, args, **data)
     trainer.train()
     return outcome(trainer, folder / "model")
 

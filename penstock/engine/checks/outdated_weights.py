@@ -210,7 +210,7 @@ class RemoteParameter(nn.Parameter):
 VALUE_ATTRIBUTES = {Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag}
 METADATA_FUNCTIONS = {
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex"),
-    *("is_contiguous", "data_ptr", "register_hook", "register_post_accumulate_grad_hook", "__hash__"),
+    *("is_inference", "is_contiguous", "data_ptr", "register_hook", "register_post_accumulate_grad_hook", "__hash__"),
 }
 
 

@@ -22,6 +22,8 @@ What they override, and what each override needs of transformers (releases: `arg
     _clip_grad_norm, _get_grad_norm the norm over all ranks, of gradients that accelerate has unscaled
     create_optimizer                of all parameters; those of other ranks are taken out once the model is cut
     maybe_install_capturing_hooks   installs what hands the routers' logits on: here before the model is cut
+    _load_from_checkpoint,          load files into `self.model`; they and `_save` read no values of it
+    _load_best_model
     _save                           takes a `state_dict`: here all ranks' together, on rank 0
     _save_optimizer_and_scheduler   `optimizer.pt` and `scheduler.pt` as plain Trainer has them
     _save_rng_state                 `rng_state.pth`, written by one rank of a pipeline

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.comms.control_group import shared_control_group
+from penstock.engine.checks.outdated_weights import allow_outdated_use
 from penstock.integrations.transformers.arguments import TrainingArguments, check_arguments
 from penstock.integrations.transformers.grouping_collator import GroupingCollator, RowBatch
 from penstock.integrations.transformers.model_view import (
@@ -263,6 +264,16 @@ class PipelineTrainerMixin(Mixin):
         with raise_on_all_ranks("train()"):
             return super().train(resume_from_checkpoint, *arguments, **options)
 
+    def _load_from_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        """Every rank loads the whole model. peft reads names from it."""
+        with allow_outdated_use(self.model):
+            super()._load_from_checkpoint(*arguments, **options)
+
+    def _load_best_model(self) -> None:
+        """As `_load_from_checkpoint`."""
+        with allow_outdated_use(self.model):
+            super()._load_best_model()
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """All ranks' weights, by rank 0, as plain Trainer saves its own."""
         folder = Path(output_dir or self.args.output_dir)
@@ -280,7 +291,8 @@ class PipelineTrainerMixin(Mixin):
                 first_name: dict[int, str] = {}
                 for name, parameter in self.model.named_parameters(remove_duplicate=False):  # tied ones share memory
                     state[name] = state[first_name.setdefault(id(parameter), name)]
-                super()._save(str(folder), state)
+                with allow_outdated_use(self.model):  # peft reads names from it, and values from `state`
+                    super()._save(str(folder), state)
         self._wait_for_all("to save the model")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

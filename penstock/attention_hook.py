@@ -139,6 +139,12 @@ def check_tokens_mix_in_attention(module: nn.Module) -> None:
                 f"the tokens of a sequence cannot be cut before {name or 'the model'}, a {type(layer).__name__}, which mixes "
                 "them: only layers that call ps.attention may"
             )
+        called = getattr(getattr(inspect.unwrap(type(layer).forward), "__code__", None), "co_names", ())
+        if "scaled_dot_product_attention" in called and "attention" not in called:
+            raise MismatchError(
+                f"the tokens of a sequence cannot be cut before {name or 'the model'}, a {type(layer).__name__}, whose forward "
+                "calls scaled_dot_product_attention: call ps.attention there instead"
+            )
 
 
 def check_positions(module: nn.Module, units: Collection[str] | None = None) -> None:

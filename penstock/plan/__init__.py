@@ -6,6 +6,7 @@
 `estimating`        profile a model by counting operations, or from the measured steps of a run
 `stage_costs`       the cost of a stage of consecutive layers: time, activations, parameters
 `schedule_timer`    a fast makespan of one table for many costs
+`slice_lengths`     lengths of a microbatch's slices, from a step that ran in slices
 `partition_search`  partitions of the layers for one table, with the recomputation that makes them fit
 `bounds`            a lower bound of a step, and why a plan is above it
 `result`            a plan, as an object and as JSON
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.plan.overheads import Overheads, measure_overheads
     from penstock.plan.planning import plan
     from penstock.plan.result import Plan, is_plan_file, is_plan_text, load, parse_plan, robustness
+    from penstock.plan.slice_lengths import plan_slices
 
 __all__ = [
     "LayerCost",
@@ -43,6 +45,7 @@ __all__ = [
     "parse_memory_size",
     "parse_plan",
     "plan",
+    "plan_slices",
     "robustness",
 ]
 
@@ -57,5 +60,6 @@ __getattr__, __dir__ = lazy_exports(
         "measure": "measuring",
         "parse_memory_size": "arguments",
         "plan": "planning",
+        "plan_slices": "slice_lengths",
     },
 )

@@ -43,6 +43,7 @@ class Costs:
 
     Microbatches of unequal shapes: `microbatch_factors` has a number for each, and its actions, the bytes of its messages and
     its activations cost that many times as much. All costs are of a whole microbatch: each of K slices costs 1/K of them.
+    Later slices attend to more tokens: `slice_factors` has a number for each slice, how many times 1/K its actions take.
     """
 
     forward: Cost = 1
@@ -57,6 +58,11 @@ class Costs:
     skips: Mapping[Skip, float] = field(default_factory=dict)
     backward: Cost | None = None
     microbatch_factors: Sequence[float] = field(default_factory=list)
+    slice_factors: Sequence[float] = field(default_factory=list)
+
+    def factors_by_slice(self, slices: int) -> list[float]:
+        """Return how many times an equal share the actions of each slice take. Raise ScheduleError as for microbatches."""
+        return _checked_costs("slice_factors", self.slice_factors or 1.0, slices, "slice", "a number")
 
     def factors_by_microbatch(self, microbatches: int) -> list[float]:
         """Return how many times as much each microbatch costs. Raise ScheduleError unless there is one number for each."""
@@ -207,9 +213,9 @@ class _Simulation:
     def __init__(self, schedule: Table, costs: Costs) -> None:
         self.schedule, self.overlap = schedule, float(costs.overlap)
         self.action_works = _work_by_kind_and_stage(schedule, costs)
-        self.factors = [
-            factor / schedule.slices for factor in costs.factors_by_microbatch(schedule.microbatches)
-        ] * schedule.slices
+        shares = [factor / schedule.slices for factor in costs.factors_by_microbatch(schedule.microbatches)]
+        self.message_factors = shares * schedule.slices
+        self.factors = [share * factor for factor in costs.factors_by_slice(schedule.slices) for share in shares]
         self.rows: list[list[Event]] = [[] for _ in schedule.actions]
         self.awaited_times: list[ReadyTimes | None] = [None] * schedule.ranks
         self.ready_ranks = list(reversed(range(schedule.ranks)))
@@ -227,7 +233,7 @@ class _Simulation:
         The one loop that runs for every action, millions of times: hence no functions in it.
         """
         row, works, waits_for, factors, free = self.rows[rank], self.action_works, self.awaited_times, self.factors, 0.0
-        microbatches = self.schedule.microbatches
+        microbatches, message_factors = self.schedule.microbatches, self.message_factors
         for cell in self.schedule.cells(rank) if self.schedule.slices == 1 else _cells_in_slice_order(self.schedule, rank):
             actions = (cell,) if isinstance(cell, Action) else cell
             start, cost = free, 0.0
@@ -254,7 +260,7 @@ class _Simulation:
                 for times in work.leaves:
                     times[microbatch] = free
                 for route in work.sends:
-                    route.times[microbatch] = route.channel.transmit(free, route.border, factors[microbatch])
+                    route.times[microbatch] = route.channel.transmit(free, route.border, message_factors[microbatch])
                     if waits_for[route.receiver] is route.times:
                         waits_for[route.receiver] = None
                         self.ready_ranks.append(route.receiver)

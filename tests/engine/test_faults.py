@@ -302,9 +302,8 @@ def rank_different_calls(what):
     [
         (
             "target",
-            "the batch has 16 rows but the target has 9 (the batch has shape (16, 12), the target has shape (9,)); rows are "
-            "the first dimension: give Pipeline(.., rows_dim=) if they are another one in all tensors, ps.Rows(tensor, dim) if "
-            "in one, ps.Replicated(tensor) for a tensor without rows",
+            "the ranks were given different batches: the target has 16 rows on rank 0, 9 on rank 3. Give all of them the same "
+            "(pipe.sampler(dataset), one seed for all loaders), or None where they are not read",
         ),
         (
             "eval",

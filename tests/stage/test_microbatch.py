@@ -114,7 +114,7 @@ def test_a_wrapper_says_where_the_rows_of_its_tensor_are():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Rows(torch.zeros(3, 4), 2), "Rows(tensor, 2): a tensor of shape (3, 4) has no such dimension"),
+        (lambda: Rows(torch.zeros(3, 4), 2), "Rows(tensor, 2): a tensor of shape (3, 4) does not have that dimension"),
         (lambda: Rows([1], 0), "Rows takes a tensor, not a list: wrap the tensors inside"),
         (lambda: Replicated(None), "Replicated takes a tensor, not a NoneType: wrap the tensors inside"),
     ],

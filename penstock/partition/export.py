@@ -26,8 +26,8 @@ from penstock.partition.graph_inputs import (
     GraphInputs,
     InputParameter,
     InputTensorSpec,
+    contiguous_if_integers,
     given_arguments_by_name,
-    with_contiguous_integers,
 )
 from penstock.partition.materialise import META
 from penstock.partition.model_graph import DEVICE_ATTRIBUTE, NO_GRAD, ModelGraph, first_line, train_then_eval
@@ -59,7 +59,7 @@ def export_graph(
     example = given_arguments_by_name(signature, args, kwargs)
     rows_dims = tree_map(lambda leaf: rows_dim_of(leaf, rows_dim), example)
     device = _device_to_export_on(model)
-    values = with_contiguous_integers(_double_single_row(unwrap_tree(example), rows_dims))
+    values = tree_map(contiguous_if_integers, _double_single_row(unwrap_tree(example), rows_dims))
     values = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, values)
 
     # Two programs, of training and of evaluation, and their graphs.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MismatchError
-from penstock.torch_private import TreeSpec, compile_guard, tree_flatten, tree_map
+from penstock.torch_private import TreeSpec, compile_guard, tree_flatten
 
 
 class InputTensorSpec(NamedTuple):
@@ -50,7 +50,7 @@ class GraphInputs(NamedTuple):
 
         `cast`: the dtype that floating-point tensors have been cast to, whatever the example's were.
         """
-        arguments = with_contiguous_integers(given_arguments_by_name(self.signature, args, kwargs))
+        arguments = given_arguments_by_name(self.signature, args, kwargs)
         self._check_no_other_arguments(arguments)
 
         leaves: list[Any] = []
@@ -92,7 +92,7 @@ def _matching_leaves(parameter: InputParameter, value: Any, cast: torch.dtype | 
                 leaf, spec
             )
             raise MismatchError(f"the model was cut for {parameter.name} = {spec}, not {actual}: {hint}")
-    return leaves
+    return list(map(contiguous_if_integers, leaves))
 
 
 def _has_unexpected_size_1(leaf: Any, spec: Any) -> bool:
@@ -114,14 +114,12 @@ def _matches(leaf: Any, spec: Any) -> bool:
     )
 
 
-def with_contiguous_integers(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with tensors of integers contiguous, as `tokens[:, :-1]` is not: a graph may hold for one layout.
+def contiguous_if_integers(leaf: Any) -> Any:
+    """Return a tensor of integers contiguous, as `tokens[:, :-1]` is not: a graph may hold for one layout.
 
     Floating-point tensors stay as they are, since kernels choose by layout in which order they sum.
     """
-    return tree_map(
-        lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) and not leaf.dtype.is_floating_point else leaf, arguments
-    )
+    return leaf.contiguous() if isinstance(leaf, Tensor) and not leaf.dtype.is_floating_point else leaf
 
 
 def varargs_error(name: str) -> MismatchError:

@@ -139,12 +139,18 @@ def check_tokens_mix_in_attention(module: nn.Module) -> None:
                 f"the tokens of a sequence cannot be cut before {name or 'the model'}, a {type(layer).__name__}, which mixes "
                 "them: only layers that call ps.attention may"
             )
-        called = getattr(getattr(inspect.unwrap(type(layer).forward), "__code__", None), "co_names", ())
+        called, _ = _names_in_forward(layer)
         if "scaled_dot_product_attention" in called and "attention" not in called:
             raise MismatchError(
                 f"the tokens of a sequence cannot be cut before {name or 'the model'}, a {type(layer).__name__}, whose forward "
                 "calls scaled_dot_product_attention: call ps.attention there instead"
             )
+
+
+def _names_in_forward(layer: nn.Module) -> tuple[Collection[str], Collection[str]]:
+    """Return what the code of a layer's forward calls or reads by name, and its variables; nothing if it is not in Python."""
+    code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
+    return ((), ()) if code is None else (code.co_names, code.co_varnames)
 
 
 def check_positions(module: nn.Module, units: Collection[str] | None = None) -> None:
@@ -156,15 +162,14 @@ def check_positions(module: nn.Module, units: Collection[str] | None = None) -> 
     neither asks nor takes `position_ids`.
     """
     for name, layer in module.named_modules():
-        code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
-        called, parameters = (code.co_names, code.co_varnames) if code is not None else ((), ())
+        called, variables = _names_in_forward(layer)
         if "first_position" in called:
             if units is not None and not any(f"{name}.".startswith(f"{unit}.") for unit in units):
                 raise MismatchError(
                     f"{type(layer).__name__}.forward calls first_position(), but is traced once for all parts of a sequence: "
                     "call it in the forward of a layer, for instance of one that has the embeddings of the positions"
                 )
-        elif "arange" in called and "position_ids" not in parameters:
+        elif "arange" in called and "position_ids" not in variables:
             warnings.warn(
                 f"{type(layer).__name__}.forward calls arange: if it numbers the tokens of a sequence, it begins at 0 in each "
                 "part that the sequence is cut into. Begin at ps.cache.first_position() in a layer, or take position_ids",

@@ -10,6 +10,7 @@ all ranks again on what is left of the cluster, and they go on from the newest w
 import argparse
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +42,28 @@ def train(settings: dict[str, Any]) -> None:
         (folder / "losses.txt").write_text("\n".join(f"step {step}  loss {loss!r}" for step, loss in enumerate(losses)) + "\n")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run(train: Callable[[dict[str, Any]], None], description: str | None, steps: int, storage: str) -> None:
+    """Read the command line, run `train` on ranks of the cluster, and print what it wrote to `losses.txt`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--storage", default="ray-run", help="a folder that all machines see")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--storage", default=storage, help="a folder that all machines see")
     parser.add_argument("--die-at", type=int, default=0, help="kill rank 1 after this step, once")
     given = parser.parse_args()
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    storage = str(Path(given.storage).resolve())
-    Path(storage).mkdir(parents=True, exist_ok=True)
+    folder = Path(given.storage).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
     TorchTrainer(
         train,
-        train_loop_config={"storage": storage, "steps": given.steps, "die_at": given.die_at},
+        train_loop_config={"storage": str(folder), "steps": given.steps, "die_at": given.die_at},
         torch_config=TorchConfig(backend="gloo"),  # on GPUs "nccl"
         scaling_config=ScalingConfig(num_workers=given.ranks, placement_strategy="SPREAD"),
-        run_config=RunConfig(storage_path=storage, failure_config=FailureConfig(max_failures=3)),
+        run_config=RunConfig(storage_path=str(folder), failure_config=FailureConfig(max_failures=3)),
     ).fit()
-    print((Path(storage) / "losses.txt").read_text(), end="")
+    print((folder / "losses.txt").read_text(), end="")
+
+
+if __name__ == "__main__":
+    run(train, __doc__, steps=10, storage="ray-run")

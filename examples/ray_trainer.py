@@ -5,15 +5,15 @@
 
 `train` is the function that torchrun would run on each rank. When a rank or a machine is lost, Ray's failure policy starts all
 ranks again on what is left of the cluster, and `resume_from_checkpoint` goes on from the newest checkpoint that was written
-to its end, on any number of ranks. All machines see `--storage`.
+to its end, on any number of ranks. All machines see `--storage`. The call of Ray is that of `ray_train.py`, beside this file.
 """
 
-import argparse
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import ray_train
 import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -67,22 +67,4 @@ def train(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--storage", default="ray-trainer-run", help="a folder that all machines see")
-    parser.add_argument("--die-at", type=int, default=0, help="kill rank 1 after this step, once")
-    given = parser.parse_args()
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    storage = str(Path(given.storage).resolve())
-    Path(storage).mkdir(parents=True, exist_ok=True)
-    TorchTrainer(
-        train,
-        train_loop_config={"storage": storage, "steps": given.steps, "die_at": given.die_at},
-        torch_config=TorchConfig(backend="gloo"),  # on GPUs "nccl"
-        scaling_config=ScalingConfig(num_workers=given.ranks, placement_strategy="SPREAD"),
-        run_config=RunConfig(storage_path=storage, failure_config=FailureConfig(max_failures=3)),
-    ).fit()
-    print((Path(storage) / "losses.txt").read_text(), end="")
+    ray_train.run(train, __doc__, steps=6, storage="ray-trainer-run")

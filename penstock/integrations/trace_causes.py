@@ -42,9 +42,9 @@ def describe(record: Record, traces: Sequence[RankTrace], usual: Sequence[RankSt
         share = sum(call.end - call.began for call in inside) / (sum(record.usual.busy) or 1.0)
         yield f"collectives in actions: {_listed(inside)}, {share:.1%} of the actions' time"
     whole = [[timed._replace(start=row[0].start, end=row[-1].end)] for row in usual for timed in row[:1]]
-    if outside := [call for trace, row in zip(traces, whole, strict=True) for call in _collectives_in(trace, row)]:
-        outside = [call for call in outside if call not in inside]
-    if outside:
+    in_step = (call for trace, row in zip(traces, whole, strict=True) for call in _collectives_in(trace, row))
+    inside_actions = set(inside)
+    if outside := [call for call in in_step if call not in inside_actions]:
         yield f"collectives between actions: {_listed(outside)}"
     shares = _gap_shares(traces, usual)
     if total := sum(shares.values()):

@@ -37,12 +37,12 @@ def plan_slices(timeline: Timeline, lengths: Sequence[int]) -> list[int]:
             f"the timeline has {timeline.slices} slices of a microbatch, the lengths are {list(lengths)}: run a step of "
             "Pipeline(.., slices=2) or more, and give the tokens of each of its slices"
         )
-    each, attention = _fit_seconds_per_token(_seconds_by_slice(timeline), lengths)
+    per_token, per_pair = _fit_seconds_per_token(_seconds_by_slice(timeline), lengths)
     num_tokens, slices = sum(lengths), len(lengths)
-    total = each * num_tokens + attention * num_tokens**2 / 2
+    total = per_token * num_tokens + per_pair * num_tokens**2 / 2
 
     def tokens_in(seconds: float) -> float:
-        return 2 * seconds / (each + sqrt(each**2 + 2 * attention * seconds))
+        return 2 * seconds / (per_token + sqrt(per_token**2 + 2 * per_pair * seconds))
 
     # Each slice has a token or more, also where rounding leaves none.
     borders = [0, *(round(tokens_in(total * number / slices)) for number in range(1, slices)), num_tokens]
@@ -67,7 +67,7 @@ def _fit_seconds_per_token(seconds: Sequence[float], lengths: Sequence[int]) -> 
     """Return what a token takes by itself, and for each token before it: least squares, neither below 0."""
     firsts = [0, *accumulate(lengths)]
     columns = np.array([(length, length * (first + length / 2)) for first, length in zip(firsts, lengths, strict=False)])
-    each, attention = map(float, np.linalg.lstsq(columns, np.array(seconds), rcond=None)[0])
-    if attention <= 0:
+    per_token, per_pair = map(float, np.linalg.lstsq(columns, np.array(seconds), rcond=None)[0])
+    if per_pair <= 0:
         return 1.0, 0.0
-    return max(each, 0.0), attention
+    return max(per_token, 0.0), per_pair

@@ -112,7 +112,7 @@ class Measurement:
         timeline = simulate(table, replace(recut.costs, microbatch_factors=list(factors)))
         rows = [
             [
-                event._replace(end=event.end - min(_time_after(recut.engine_seconds, other) for other in cell))
+                event._replace(end=event.end - min(_time_after(recut.engine_seconds, in_cell) for in_cell in cell))
                 for cell in timeline.cells(rank)
                 for event in cell
             ]

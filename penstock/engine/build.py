@@ -357,7 +357,7 @@ def build_engine(
 
     # 4. Uses of what is elsewhere. A user's own DistributedDataParallel may give borrowed parameters a gradient of zeros.
     if all(isinstance(replication, NoReplication) for replication in model_partition.replications.values()):
-        remote_parameters += tied.parameters_owned_elsewhere()
+        remote_parameters += tied.parameters_of_other_owners()
     last_stage = table.stages - 1
     if arguments.loss_fn is not None and model_partition.uncut_model is not None and last_stage in modules:
         check_loss_attributes(arguments.loss_fn, model_partition.uncut_model, set(modules[last_stage].modules()))

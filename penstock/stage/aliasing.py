@@ -52,7 +52,7 @@ def mark_aliased(messages: list[Any], arrived: Versions) -> list[Any]:
     aliased = defaultdict[int, set[int]](set)
     for key, leaves in by_memory.items():
         for (destination, number, leaf), (later_destination, later_number, later_leaf) in combinations(leaves, 2):
-            if not key or _overlap(_geometry(leaf), _geometry(later_leaf)):
+            if not key or _have_common_elements(_geometry(leaf), _geometry(later_leaf)):
                 aliased[destination] |= {number, later_number} if destination == later_destination else {number}
     return [
         AliasedMessage(message, sorted(aliased[destination])) if destination in aliased else message
@@ -60,7 +60,7 @@ def mark_aliased(messages: list[Any], arrived: Versions) -> list[Any]:
     ]
 
 
-def open_aliased(messages: Sequence[Any]) -> tuple[Sequence[Any], Versions]:
+def unwrap_aliased(messages: Sequence[Any]) -> tuple[Sequence[Any], Versions]:
     """Return `messages` without marks, and the tensors in them that share memory."""
     if AliasedMessage not in map(type, messages):  # the common case
         return messages, ()
@@ -94,7 +94,7 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
 
 
 @lru_cache(256)
-def _overlap(geometry: tuple[Any, ...], other_geometry: tuple[Any, ...]) -> bool:
+def _have_common_elements(geometry: tuple[Any, ...], other_geometry: tuple[Any, ...]) -> bool:
     """Return whether tensors of these geometries, in the same memory, have elements in common: columns do not."""
     if geometry == other_geometry or geometry[-1] != other_geometry[-1]:
         return True

@@ -77,7 +77,7 @@ class ForwardSignature:
         if self._is_graph or (not self._takes_several and type(values[0]) is not ValueWithKeywords):
             return Arguments(values, {})
         value, keywords = values[0] if type(values[0]) is ValueWithKeywords else (values[0], {})
-        args, kwargs = self._spread(value)
+        args, kwargs = self._spread_over_parameters(value)
         if keywords:
             kwargs = kwargs | self._select_taken(keywords, args, kwargs)
         return Arguments(args, kwargs, keywords)
@@ -87,7 +87,7 @@ class ForwardSignature:
         later = {name: value for name, value in keywords.items() if name in self._later_keywords}
         return ValueWithKeywords(output, later) if later else output
 
-    def _spread(self, value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    def _spread_over_parameters(self, value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
         if self._takes_several and isinstance(value, tuple | list):
             return value, {}
         by_name = self._takes_several and isinstance(value, Mapping)

@@ -20,7 +20,7 @@ def auxiliary_loss(value: Tensor) -> None:
         _collected.append(value)
 
 
-class CollectAuxiliaryLosses:
+class AuxiliaryLossCollector:
     """Around a stage's forward: a list that gets its auxiliary losses."""
 
     def __enter__(self) -> list[Tensor]:

@@ -30,7 +30,7 @@ def stage_connections(
 ) -> list[StageConnections]:
     """Return every stage's connections: to the next stages, along `skips`, and to those with a `tied` parameter of it."""
     exchanges = receiving_stages(num_stages, skips)
-    borrowings = [borrowing for group in tied for borrowing in _borrowings(group)]
+    borrowings = [borrowing for group in tied for borrowing in _lender_borrower_pairs(group)]
     return [
         StageConnections(
             sources=tuple(exchanges[Kind.B][stage]),
@@ -53,11 +53,11 @@ def _parameter_names_by_stage(shared_parameters: Iterable[StageParameter]) -> Ma
 
 def tied_parameter_skips(tied: Sequence[Sequence[StageParameter]]) -> frozenset[Skip]:
     """Return the pairs of stages between which gradients of shared parameters go past other stages."""
-    pairs = [(lender, borrower) for group in tied for (lender, _), (borrower, _) in _borrowings(group)]
+    pairs = [(lender, borrower) for group in tied for (lender, _), (borrower, _) in _lender_borrower_pairs(group)]
     return frozenset((lender, borrower) for lender, borrower in pairs if borrower > lender + 1)
 
 
-def _borrowings(group: Sequence[StageParameter]) -> list[tuple[StageParameter, StageParameter]]:
+def _lender_borrower_pairs(group: Sequence[StageParameter]) -> list[tuple[StageParameter, StageParameter]]:
     """Return the pairs of stages, one after the other, that have the parameter, with its first name in each."""
     first_names = list({stage: (stage, name) for stage, name in reversed(group)}.values())[::-1]
     return list(pairwise(first_names))

@@ -18,7 +18,7 @@ from penstock.torch_private import TensorSlot
 from penstock.trees import flatten
 
 
-class Received(NamedTuple):
+class ReceivedInputs(NamedTuple):
     """What a microbatch received from other stages and returns gradients to; nothing on the first stage."""
 
     inputs: tuple[StageInput, ...] = ()  # one for each message
@@ -45,7 +45,7 @@ class StageMessages:
         self.shared_parameters = [slot.parameter for group in self._borrowed for slot in group]
         self.shared_parameters += [parameter for group in self._lent for parameter in group]
 
-    def unpack_inputs(self, messages: Sequence[Any]) -> tuple[Sequence[Any], Received]:
+    def attach_inputs(self, messages: Sequence[Any]) -> tuple[Sequence[Any], ReceivedInputs]:
         """Return the values for the module, as the beginning of a graph, and what else came with the messages."""
         inputs = tuple([StageInput() for _ in messages])
         borrowed: list[tuple[TensorSlot, Tensor]] = []
@@ -63,7 +63,7 @@ class StageMessages:
         if len(values) > len(self._value_sources):
             by_source = zip(self._sources, values, strict=True)
             values = [value for source, value in by_source if source in self._value_sources]
-        return values, Received(inputs, borrowed)
+        return values, ReceivedInputs(inputs, borrowed)
 
     def pack_output(self, output: Any, arrived: Versions = ()) -> Any:
         """Return what is sent: the output, or a message for each destination where there are several.
@@ -76,7 +76,7 @@ class StageMessages:
         by_destination = dict(zip(self._value_destinations, outputs, strict=True))
         return mark_aliased([by_destination.get(destination, ()) for destination in self._destinations], arrived)
 
-    def leaves_to_send(self, output: Any, received: Received) -> list[Any]:
+    def leaves_to_send(self, output: Any, received: ReceivedInputs) -> list[Any]:
         """Return the leaves of the messages of `pack_output`, behind each message the parameters lent to its destination."""
         if not self._lends:
             return flatten(output)[0]

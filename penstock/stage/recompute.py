@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.attention_hook import AttentionContext, current_context
 from penstock.errors import MismatchError
-from penstock.stage.backward.parameter_slot import temporarily_replaced
+from penstock.stage.backward.parameter_slot import replace_temporarily
 from penstock.torch_private import TensorSlot, buffer_slots, tensor_version, tree_flatten, tree_unflatten
 
 Recompute = Literal["stage", "block"]
@@ -45,7 +45,7 @@ class Recomputation:
             changed_buffers: dict[str, Tensor] = {}  # name -> the value before the forward
             options["context_fn"] = lambda: (
                 _record_changed_buffers(slots, changed_buffers),
-                _buffers_restored(slots, changed_buffers),
+                _use_former_buffers(slots, changed_buffers),
             )
 
         inputs = _RecomputedInputs(forward, args, copy_inputs=module not in self._keep_inputs)
@@ -98,12 +98,12 @@ class _RecomputedInputs:
                     f"the input {list(leaves[index].shape)} of what recompute= runs again was modified by an inplace operation "
                     "after it"
                 )
-        with _calls_counted_from(context, self._num_calls):
+        with _restart_call_count(context, self._num_calls):
             return self._forward(seed, *tree_unflatten(leaves, self._structure))
 
 
 @contextmanager
-def _calls_counted_from(context: AttentionContext | None, num_calls: int) -> Iterator[None]:
+def _restart_call_count(context: AttentionContext | None, num_calls: int) -> Iterator[None]:
     """Around the second forward, let the context know which calls of `attention` are run again."""
     if context is None:
         yield
@@ -126,12 +126,10 @@ def _record_changed_buffers(slots: Sequence[TensorSlot], changed: dict[str, Tens
 
 
 @contextmanager
-def _buffers_restored(slots: Sequence[TensorSlot], changed: dict[str, Tensor]) -> Iterator[None]:
+def _use_former_buffers(slots: Sequence[TensorSlot], changed: dict[str, Tensor]) -> Iterator[None]:
     """Around the second forward, replace the buffers by copies with the values that they had before the first."""
     current = _current_buffers(slots)
-    with temporarily_replaced(
-        [(slot, changed[slot.name] if slot.name in changed else slot.tensor.clone()) for slot in current]
-    ):
+    with replace_temporarily([(slot, changed[slot.name] if slot.name in changed else slot.tensor.clone()) for slot in current]):
         yield
 
 

@@ -53,7 +53,7 @@ class _SavedTensor(NamedTuple):
     edge: GradientEdge | None  # of what it was detached from, if that has a graph
 
 
-class _SliceOfCall(NamedTuple):
+class _SavedKeyValue(NamedTuple):
     """What one call of `attention` was given for one slice."""
 
     key: _SavedTensor
@@ -69,7 +69,7 @@ class SlicedAttention(AttentionContext):
 
     def __init__(self, module: nn.Module, lengths: Sequence[int], masks: dict[Any, Tensor]) -> None:
         self._module, self._lengths, self._masks = module, lengths, masks
-        self._calls: list[list[_SliceOfCall]] = []  # call of a forward -> its slices
+        self._calls: list[list[_SavedKeyValue]] = []  # call of a forward -> its slices
         self._slice = 0  # of the forward or backward that runs
         self._in_backward = False
 
@@ -109,7 +109,7 @@ class SlicedAttention(AttentionContext):
         # 1. Keep what later slices attend to.
         if not self._in_backward:
             padding = mask if is_padding else None
-            self._calls[self.num_calls - 1].append(_SliceOfCall(_save_tensor(key), _save_tensor(value), padding))
+            self._calls[self.num_calls - 1].append(_SavedKeyValue(_save_tensor(key), _save_tensor(value), padding))
         if not earlier:
             return attend(query, key, value, causal, mask, scale, dropout)
 
@@ -144,7 +144,7 @@ class SlicedAttention(AttentionContext):
                 *(query, joined_key, joined_value, bias, dropout), scale=scale, enable_gqa=enable_gqa
             )
 
-    def _earlier_slices(self, call: int) -> Sequence[_SliceOfCall]:
+    def _earlier_slices(self, call: int) -> Sequence[_SavedKeyValue]:
         """Return what earlier slices have left in this call. Raise MismatchError if it is unclear which call this is."""
         if self._in_backward:
             if call < 0:

@@ -10,15 +10,15 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.attention_hook import attention_context
 from penstock.errors import MismatchError
-from penstock.stage.aliasing import ALIASED_VALUE, SHARED_PARAMETER, Versions, check_unchanged, open_aliased, record_versions
+from penstock.stage.aliasing import ALIASED_VALUE, SHARED_PARAMETER, Versions, check_unchanged, record_versions, unwrap_aliased
 from penstock.stage.arguments import ForwardSignature
-from penstock.stage.auxiliary import CollectAuxiliaryLosses
+from penstock.stage.auxiliary import AuxiliaryLossCollector
 from penstock.stage.backward.autograd_edges import Gradients, gradient_edge
 from penstock.stage.backward.deferred import DeferredGradients
-from penstock.stage.backward.parameter_slot import ParameterSlot, list_parameters_with_places, temporarily_replaced
+from penstock.stage.backward.parameter_slot import ParameterSlot, list_parameters_with_places, replace_temporarily
 from penstock.stage.backward.split import BackwardSplitter
 from penstock.stage.connections import StageConnections
-from penstock.stage.messages import Received, StageMessages
+from penstock.stage.messages import ReceivedInputs, StageMessages
 from penstock.stage.module_runner import DETERMINISTIC_LOSSES, ModuleRunner
 from penstock.stage.recompute import Recompute
 from penstock.stage.replication import NoReplication, Replication
@@ -30,7 +30,7 @@ from penstock.trees import map_tensors, tensors
 class InFlightMicrobatch(NamedTuple):
     """What a microbatch, or a slice of one, keeps alive from its forward to its backward, besides what its graph has saved."""
 
-    received: Received
+    received: ReceivedInputs
     edges: tuple[GradientEdge, ...]  # of the outputs: an output itself is freed as soon as it is sent
     graph_ends: tuple[Tensor, ...]  # for `Replication.before_last_backward`
     auxiliary: Sequence[tuple[GradientEdge, Tensor]]  # auxiliary losses of the forward
@@ -150,13 +150,13 @@ class Stage:
         attention = None if sequence_slice is None else self._begin_slice(sequence_slice)
         slice_context = _NOTHING if attention is None else attention_context(attention)
 
-        with _grad_mode(with_backward), CollectAuxiliaryLosses() as auxiliary_losses, slice_context:
+        with _grad_mode(with_backward), AuxiliaryLossCollector() as auxiliary_losses, slice_context:
             # 1. From messages to arguments.
             if self.index == 0:
                 arguments, received = self._signature.arguments_from_batch(*inputs), _NOTHING_RECEIVED
             else:
-                messages, aliased_inputs = open_aliased(inputs)
-                values, received = self._messages.unpack_inputs(messages)
+                messages, aliased_inputs = unwrap_aliased(inputs)
+                values, received = self._messages.attach_inputs(messages)
                 arguments = self._signature.arguments_from_values(values)
 
             # 2. The module, with stand-ins in the places of its parameters.
@@ -221,16 +221,16 @@ class Stage:
         with_gradient = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         return tuple(map(gradient_edge, with_gradient)), self.replication.graph_ends(with_gradient)
 
-    def loss(self, microbatch: int, output: Any, target: Any, with_backward: bool = True, counts: bool = True) -> Tensor:
+    def loss(self, microbatch: int, output: Any, target: Any, with_backward: bool = True, has_weight: bool = True) -> Tensor:
         """Return the loss of `output`; `with_backward`, the backward of `microbatch` starts there.
 
-        `counts`: whether the target counts anything; if not, the loss is 0, whatever `loss_fn` makes of it.
+        `has_weight`: whether the microbatch has any in the loss; if not, the loss is 0, whatever `loss_fn` makes of it.
 
         Raises ValueError if `loss_fn` does not return a floating-point scalar, or returns one without a graph.
         """
         assert self.loss_fn is not None
         with _grad_mode(with_backward):
-            loss = self.loss_fn(output, target) if counts else _zero_loss(output)
+            loss = self.loss_fn(output, target) if has_weight else _zero_loss(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             kind = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a floating-point scalar tensor, got {kind}")
@@ -336,11 +336,11 @@ def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided
 
 
-def _parameter_replacement(deferred: DeferredGradients | None, received: Received) -> AbstractContextManager[None]:
+def _parameter_replacement(deferred: DeferredGradients | None, received: ReceivedInputs) -> AbstractContextManager[None]:
     """Replace parameters in a microbatch's forward, and in its backward, which may run the forward again."""
     if deferred is None and not received.borrowed:
         return _NOTHING
-    return temporarily_replaced([*(deferred.replacements if deferred is not None else ()), *received.borrowed])
+    return replace_temporarily([*(deferred.replacements if deferred is not None else ()), *received.borrowed])
 
 
 def _grad_mode(enabled: bool) -> AbstractContextManager[Any]:
@@ -348,4 +348,4 @@ def _grad_mode(enabled: bool) -> AbstractContextManager[Any]:
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-_NOTHING_RECEIVED = Received()
+_NOTHING_RECEIVED = ReceivedInputs()

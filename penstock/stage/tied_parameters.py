@@ -54,7 +54,7 @@ class TiedParameters:
                 if stage in modules:
                     self.copies[name] = modules[stage].get_parameter(stage_name)
 
-    def parameters_owned_elsewhere(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def parameters_of_other_owners(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return this rank's copies whose first owner is another rank, by name."""
         return ((name, copy) for name, copy in self.copies.items() if self.owners[name][0] != self.topology.rank)
 

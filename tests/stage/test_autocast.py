@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock as ps
-from penstock.stage.auxiliary import CollectAuxiliaryLosses
+from penstock.stage.auxiliary import AuxiliaryLossCollector
 from penstock.stage.stage import Stage
 
 M = 3  # microbatches
@@ -110,7 +110,7 @@ def plain(name: str, forwards_first: bool) -> dict[str, Tensor | None]:
     for _ in range(2):
         losses = []
         for microbatch in batch.chunk(M):
-            with torch.autocast("cpu", torch.bfloat16), CollectAuxiliaryLosses() as auxiliary:
+            with torch.autocast("cpu", torch.bfloat16), AuxiliaryLossCollector() as auxiliary:
                 loss = loss_fn(model(microbatch), None)
                 losses.append([loss, *auxiliary])
             if not forwards_first:

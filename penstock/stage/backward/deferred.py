@@ -53,7 +53,7 @@ class WeightUse:
             )
         return self.value
 
-    def unpack_then(self, on_gradients: Callable[[Gradients], None], gradients: Gradients) -> None:
+    def unpack_and_call(self, on_gradients: Callable[[Gradients], None], gradients: Gradients) -> None:
         """Unpack inside the checkpoint's backward, the only place where it can be, then call `on_gradients(gradients)`."""
         self.unpack()
         on_gradients(gradients)
@@ -101,7 +101,7 @@ class DeferredGradients:
 
     # -- forward: called by the rules --------------------------------------------------------------------------------
 
-    def covers(self, weight: Tensor, bias: Tensor | None = None) -> bool:
+    def are_standins(self, weight: Tensor, bias: Tensor | None = None) -> bool:
         """Return whether both are stand-ins of this microbatch or views of one. The bias may also be frozen or None."""
         return self._is_standin(weight) and (bias is None or not bias.requires_grad or self._is_standin(bias))
 
@@ -140,7 +140,7 @@ class DeferredGradients:
 
         on_gradients: Any = partial(self.gradients.__setitem__, use)  # autograd calls this without running any Python code
         if use.unpack_saved is not None:
-            on_gradients = partial(use.unpack_then, on_gradients)
+            on_gradients = partial(use.unpack_and_call, on_gradients)
 
         if not output.requires_grad:
             return with_gradient_callback([output.detach()], on_gradients)[0]

@@ -32,7 +32,7 @@ def list_parameters_with_places(module: nn.Module) -> list[ParameterSlot]:
 
 
 @contextmanager
-def temporarily_replaced(replacements: Sequence[tuple[TensorSlot, Tensor]]) -> Iterator[None]:
+def replace_temporarily(replacements: Sequence[tuple[TensorSlot, Tensor]]) -> Iterator[None]:
     """Temporarily replace what is in these places by these tensors; always restore it."""
     try:
         for place, tensor in replacements:

@@ -20,7 +20,7 @@ from penstock.stage.backward.deferred import DeferredGradients, Formula, WeightG
 
 def linear(deferred: DeferredGradients, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: (.., K) and (N, K) -> (.., N). The bias' gradient is computed in `I`, a sum over what it has anyway."""
-    if input.dim() < 2 or weight.dim() != 2 or not deferred.covers(weight):
+    if input.dim() < 2 or weight.dim() != 2 or not deferred.are_standins(weight):
         return NotImplemented
     input, kernel = deferred.autocast_operands(input, weight)
     if input.dim() > 2 and not input.is_contiguous():  # autograd folds the rows, then adds the bias separately
@@ -31,7 +31,7 @@ def linear(deferred: DeferredGradients, input: Tensor, weight: Tensor, bias: Ten
 
 def matmul(deferred: DeferredGradients, input: Tensor, other: Tensor) -> Tensor:
     """`input @ weight`: (.., K) and (K, N) -> (.., N)."""
-    if input.dim() < 2 or other.dim() != 2 or not deferred.covers(other):
+    if input.dim() < 2 or other.dim() != 2 or not deferred.are_standins(other):
         return NotImplemented
     input, matrix = deferred.autocast_operands(input, other)
     rows = input if input.dim() == 2 else input.contiguous()
@@ -42,7 +42,7 @@ def addmm(
     deferred: DeferredGradients, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
     """`bias + mat1 @ weight`: (N), (M, K) and (K, N) -> (M, N)."""
-    if (beta, alpha) != (1, 1) or not deferred.covers(mat2):
+    if (beta, alpha) != (1, 1) or not deferred.are_standins(mat2):
         return NotImplemented
     mat1, matrix = deferred.autocast_operands(mat1, mat2)
     return deferred.defer(torch.addmm(input, mat1, matrix), _matmul_weight_grad, mat1, mat2)
@@ -60,7 +60,7 @@ def embedding(
 ) -> Tensor:
     """`F.embedding`: indices of any shape but () and (N, H) -> (.., H)."""
     by_microbatch = sparse or scale_grad_by_freq  # the gradient depends on what is in one microbatch
-    if not input.dim() or max_norm is not None or by_microbatch or not deferred.covers(weight):
+    if not input.dim() or max_norm is not None or by_microbatch or not deferred.are_standins(weight):
         return NotImplemented
     _, matrix = deferred.autocast_operands(input, weight)  # autocast does not cast for indices
     padding = -1 if padding_idx is None else padding_idx % len(weight)
@@ -80,7 +80,7 @@ def _convolution(
     **kwargs: Any,
 ) -> Tensor:
     """`F.conv1d`, `F.conv2d`, .. and `F.conv_transpose1d`, ..: (B, C, ..) and (N, C / groups, ..) -> (B, N, ..)."""
-    if isinstance(padding, str) or input.dim() != num_dimensions + 2 or not deferred.covers(weight, bias):
+    if isinstance(padding, str) or input.dim() != num_dimensions + 2 or not deferred.are_standins(weight, bias):
         return NotImplemented
     transposed = operation in TRANSPOSED_CONVOLUTIONS
     names = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")

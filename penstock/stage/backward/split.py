@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.stage.backward.deferred import AutocastCache, DeferredGradients, PendingUse, WeightUse, join_microbatches
-from penstock.stage.backward.groups import GradientGroup, group_parameters
 from penstock.stage.backward.parameter_slot import ParameterSlot
 from penstock.stage.backward.rules import GEMM_FACTORS
 from penstock.stage.backward.standins import make_standin
+from penstock.stage.backward.weight_gradients import WeightGradientGroup, group_parameters
 from penstock.torch_private import has_gradient_hooks, is_compiled, run_backward
 
 MIN_DEFERRED_MULTIPLICATIONS = 1 << 18  # in a weight's gradient; putting one off takes about as long as these
@@ -64,7 +64,7 @@ class BackwardSplitter:
         self._slots: list[ParameterSlot] = []
         self._slot_keys: list[Any] = []
         self._free: list[DeferredGradients] = []  # with stand-ins, for the next microbatches
-        self._groups: dict[Any, list[GradientGroup]] = {}  # targets of the uses -> groups
+        self._groups: dict[Any, list[WeightGradientGroup]] = {}  # targets of the uses -> groups
         self._deferred: Sequence[int] = ()  # the slots that get stand-ins in this step
         self._deferred_next: Sequence[int] | None = ()  # the slots that get them from the next step on; None: to be found
 
@@ -147,7 +147,7 @@ class BackwardSplitter:
         """Return the uses whose gradients are to be computed, and the leftovers by index of the parameter."""
         pending_by_microbatch = [microbatch.pop_pending() for microbatch in deferred]
         if self._deferred_next is None and deferred:
-            self._deferred_next = self._worth_deferring(deferred[0], pending_by_microbatch[0])
+            self._deferred_next = self._parameters_worth_deferring(deferred[0], pending_by_microbatch[0])
 
         joined = len(pending_by_microbatch) != 1
         pending = join_microbatches(pending_by_microbatch) if joined else pending_by_microbatch[0]
@@ -157,10 +157,10 @@ class BackwardSplitter:
         for standins in (*deferred, *unused):
             standins.pop_leftovers(leftovers)
         if self.merge:
-            pending = [pair for pair in pending if not self._add_in_product(*pair)]
+            pending = [pair for pair in pending if not self._accumulate_in_product(*pair)]
         return pending, leftovers
 
-    def _worth_deferring(self, deferred: DeferredGradients, pending: Sequence[PendingUse]) -> Sequence[int]:
+    def _parameters_worth_deferring(self, deferred: DeferredGradients, pending: Sequence[PendingUse]) -> Sequence[int]:
         """Return the indices of the parameters to put off from the next step on, by what the first `W` has to compute.
 
         Parameters with the user's hooks are among them: what a hook does belongs to `W`.
@@ -179,7 +179,7 @@ class BackwardSplitter:
         ]
         return sorted(index for index in hooked.union(*worth) if index is not None)
 
-    def _cached_groups(self, pending: Sequence[PendingUse], leftovers: dict[int, Tensor]) -> list[GradientGroup]:
+    def _cached_groups(self, pending: Sequence[PendingUse], leftovers: dict[int, Tensor]) -> list[WeightGradientGroup]:
         key = tuple([use.targets for use, _ in pending]), tuple(leftovers)
         if key not in self._groups:
             self._groups[key] = list(group_parameters(pending, tuple(leftovers), self._slots))
@@ -192,7 +192,7 @@ class BackwardSplitter:
             parameter for parameter in self.module.parameters() if id(parameter) not in deferred and parameter.grad is not None
         ]
 
-    def _add_in_product(self, use: WeightUse, gradient: Tensor) -> bool:
+    def _accumulate_in_product(self, use: WeightUse, gradient: Tensor) -> bool:
         """Add the weight's gradient to `.grad` in the product that computes it, if that is possible; return whether it is."""
         index, _ = use.targets
         factors = GEMM_FACTORS.get(use.formula)

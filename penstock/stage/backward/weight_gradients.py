@@ -1,4 +1,4 @@
-"""Which parameters get their gradients together in `W`, and how these are summed: to the bit as autograd sums them."""
+"""The weight gradients that `W` computes: which parameters get theirs together, and their sums, to the bit as autograd's."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ GROUP_BYTES = 1 << 21  # of weights whose gradients are computed before any is a
 LARGE_GRADIENT_BYTES = 1 << 18  # from here on a gradient that becomes a parameter's first `.grad` is not copied for it
 
 
-class GradientGroup:
+class WeightGradientGroup:
     """Parameters that get their gradients together: the targets of some pending uses, and those that `I` left gradients of.
 
     It depends on the targets of the uses only, so it serves all microbatches whose uses have the same targets.
@@ -96,7 +96,7 @@ def _is_dense(gradient: Tensor | None) -> TypeGuard[Tensor]:
 
 def group_parameters(
     pending: Sequence[PendingUse], leftovers: Sequence[int], slots: Sequence[ParameterSlot]
-) -> Iterator[GradientGroup]:
+) -> Iterator[WeightGradientGroup]:
     """Yield groups of about `GROUP_BYTES`. One of them has all parameters whose gradients come from several sources."""
     num_sources = Counter(chain(leftovers, *[use.targets for use, _ in pending]))
     several_sources, one_source, size = list[int](), list[int](), 0
@@ -108,10 +108,10 @@ def group_parameters(
         one_source.append(number)
         size += use.weight.nbytes
         if size >= GROUP_BYTES:
-            yield GradientGroup(pending, one_source, (), slots)
+            yield WeightGradientGroup(pending, one_source, (), slots)
             one_source, size = [], 0
 
     if several_sources or leftovers:
-        yield GradientGroup(pending, several_sources, leftovers, slots)
+        yield WeightGradientGroup(pending, several_sources, leftovers, slots)
     if one_source:
-        yield GradientGroup(pending, one_source, (), slots)
+        yield WeightGradientGroup(pending, one_source, (), slots)

@@ -147,7 +147,7 @@ def _wait_for_sends(pipe: ps.Pipeline) -> None:
     """From now on the ranks of `pipe` wait for what they send to another host. (Its receives are posted ahead since the first
     step, in which both sides would wait for ever.)"""
     assert pipe._engine is not None
-    for channel in pipe._engine.channels.outgoing.values():
+    for channel in pipe._engine.open_channels().outgoing.values():
         if isinstance(channel.transport, GroupSender):
             channel.transport.pending = WaitingSends(channel.transport.pending.failure)
 

@@ -199,7 +199,7 @@ def reproducibility_conditions(pipe: Pipeline) -> dict[str, Any]:
     return {
         "dp": pipe.position.replicas,
         "cp": pipe.position.cp_size,
-        "tp": pipe.position.num_stage_ranks // len(pipe.position.part_pipelines),
+        "tp": pipe.position.num_stage_ranks // len(pipe.position.batch_part_pipelines),
         "sharded": any(hasattr(parameter, "placements") for parameter in pipe.parameters()),
         "order": _gradient_sum_order(pipe),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

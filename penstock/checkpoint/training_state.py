@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.checkpoint.files.disk import errors_as_damaged
 from penstock.checkpoint.files.packing import pack, unpack
-from penstock.engine.optimizers import PARAMETER_KEYS, check_has_only, check_same_group_options, group_options
+from penstock.engine.optimizers import PARAMETER_KEYS, check_has_no_remote_parameters, check_same_group_options, group_options
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import shard_like
 
@@ -22,7 +22,7 @@ Names = Mapping[int, str]  # the id of each of this rank's parameters -> the nam
 def pack_optimizer(optimizer: Any, names: Names, names_to_write: Container[str], tensors: dict[str, Tensor], rank: int) -> Any:
     """A rank's optimizer: its groups' options and names, and the state of each parameter that is `names_to_write` to keep."""
     packed = optimizer.state_dict()
-    check_has_only(optimizer, names, rank)
+    check_has_no_remote_parameters(optimizer, names, rank)
     groups = []
     for number, (group, packed_group) in enumerate(zip(optimizer.param_groups, packed["param_groups"], strict=True)):
         options = {key: value for key, value in packed_group.items() if key not in PARAMETER_KEYS}

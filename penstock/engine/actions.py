@@ -36,14 +36,14 @@ class StepActions:
         stages: Mapping[int, Stage],
         last_stage: int,
         batch: LocalBatch,
-        config: HandshakeResult,
-        early: EarlyForward | None,
+        handshake_result: HandshakeResult,
+        early_forward: EarlyForward | None,
     ) -> None:
-        self.stages, self.last_stage, self.batch, self.config = stages, last_stage, batch, config
+        self.stages, self.last_stage, self.batch, self.handshake_result = stages, last_stage, batch, handshake_result
         self.program, self.loss_shares, self.forward_only_microbatches = (
-            config.program,
-            config.loss_shares,
-            config.forward_only_microbatches,
+            handshake_result.program,
+            handshake_result.loss_shares,
+            handshake_result.forward_only_microbatches,
         )
         # By microbatch; if tokens are cut, by the number of a slice among those of all microbatches.
         self.losses: dict[int, Tensor] = {}
@@ -51,12 +51,12 @@ class StepActions:
         self.auxiliary_losses: list[tuple[int, Tensor]] = []  # microbatch, loss
 
         for stage in stages.values():
-            stage.replication.backwards_match = config.same_on_replicas
+            stage.replication.backwards_match = handshake_result.same_on_replicas
 
-        if early is not None and early.number // batch.num_slices in self.forward_only_microbatches:
-            stages[0].in_flight.pop(early.number, None)
-        elif early is not None:
-            self.auxiliary_losses += [(early.number, loss) for loss in early.auxiliary_losses]
+        if early_forward is not None and early_forward.number // batch.num_slices in self.forward_only_microbatches:
+            stages[0].in_flight.pop(early_forward.number, None)
+        elif early_forward is not None:
+            self.auxiliary_losses += [(early_forward.number, loss) for loss in early_forward.auxiliary_losses]
 
     @property
     def functions(self) -> ActionFunctions:
@@ -73,7 +73,7 @@ class StepActions:
 
         inputs, seed = batch.forward_inputs(action, values), batch.microbatch_seed(number)
         output = stage.forward(number, inputs, seed, has_backward, is_split, batch.sequence_slice(action))
-        if stage.auxiliary_losses and (self.config.sequence_lengths or batch.slice_lengths):
+        if stage.auxiliary_losses and (self.handshake_result.sequence_lengths or batch.slice_lengths):
             raise MismatchError(
                 "an auxiliary loss of a part of the tokens is not one of all: use a mesh without cp and slices=1, or add it to "
                 "the loss"
@@ -84,7 +84,7 @@ class StepActions:
             return messages_of(stage, output)
 
         if batch.call.wants_outputs:
-            check_output_rows(output, self.config.microbatch_rows[microbatch], batch.call.rows_dim)
+            check_output_rows(output, self.handshake_result.microbatch_rows[microbatch], batch.call.rows_dim)
             if batch.slice_lengths:
                 check_output_tokens(output, batch.slice_lengths[action.slice], batch.call.sequence_dim)
             self.outputs[number] = map_tensors(Tensor.detach, output)
@@ -124,12 +124,12 @@ class StepActions:
 
         Microbatches of a list have the numbers that they have there.
         """
-        order = self.batch.order or range(len(self.config.microbatch_rows))
+        order = self.batch.order or range(len(self.handshake_result.microbatch_rows))
         own_losses: dict[int, float] = {}
-        if self.config.wants_losses:
+        if self.handshake_result.wants_losses:
             values = scalars_to_floats([*self.losses.values()])
             for number, value in zip(self.losses, values, strict=True):
-                index, term = order[number // self.batch.num_slices], value * self.config.token_shares[number]
+                index, term = order[number // self.batch.num_slices], value * self.handshake_result.token_shares[number]
                 own_losses[index] = own_losses[index] + term if index in own_losses else term
 
         auxiliary = self.auxiliary_losses if self.loss_shares else []

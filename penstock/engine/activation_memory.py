@@ -96,10 +96,10 @@ class MemoryMeasurement:
         wrappers = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._backward_weight}
         return {kind: partial(wrappers[kind], function) for kind, function in functions.items()}
 
-    def skip_microbatches(self, microbatches: frozenset[int]) -> None:
-        """Do not measure `microbatches`, which have no backward. One of them may have run before the handshake."""
-        self._without_backward = microbatches
-        for stage in [stage for stage, number in self._measured_microbatch.items() if number in microbatches]:
+    def skip_microbatches(self, forward_only_microbatches: frozenset[int]) -> None:
+        """Do not measure these, which have no backward. One of them may have run before the handshake."""
+        self._without_backward = forward_only_microbatches
+        for stage in [stage for stage, number in self._measured_microbatch.items() if number in forward_only_microbatches]:
             del self._measured_microbatch[stage]
             self._of_forward = {key: storages for key, storages in self._of_forward.items() if key[0] != stage}
 

@@ -150,7 +150,7 @@ class LocalBatch(NamedTuple):
         """Whether it is a training step, not an evaluation."""
         return self.call.training
 
-    def in_order(self, lists: Sequence[ReplicaList], replica: int) -> "LocalBatch":
+    def with_targets_in_run_order(self, lists: Sequence[ReplicaList], replica: int) -> "LocalBatch":
         """Return the batch with the targets in the order of the inputs, once all ranks know each replica's list."""
         order = lists[replica].order
         return self._replace(
@@ -185,25 +185,25 @@ class LocalBatch(NamedTuple):
 
 def split_batch(
     call: StepCall,
-    position: MeshPosition,
+    mesh_position: MeshPosition,
     schedule: Table,
     requires_grad: bytes = b"",
-    signature: inspect.Signature | None = None,
+    forward_signature: inspect.Signature | None = None,
     table_of: Callable[[int], Table] | None = None,
 ) -> LocalBatch:
     """Split a call's batch into microbatches, as far as this rank reads it, and write the header.
 
-    `requires_grad`: a flag for each parameter of this rank; they decide what its stages send. `signature`: of the model's
-    forward, on the first stage's rank. `table_of(microbatches)`: the table for a list, by default `schedule`.
+    `requires_grad`: a flag for each parameter of this rank; they decide what its stages send. `forward_signature`: the model's,
+    on the first stage's rank. `table_of(microbatches)`: the table for a list, by default `schedule`.
 
     Raises MismatchError for inputs or a target that do not fit.
     """
     _check_options(call)
-    if position.cp_size > 1 and call.order is not None:
+    if mesh_position.cp_size > 1 and call.order is not None:
         raise MismatchError(f"{call.name} does not cut tokens along cp: give a batch to step(), or use a mesh without cp")
     if call.has_slices and call.order is not None:
         raise MismatchError(f"{call.name} does not cut tokens into slices: give a batch to step(), or use slices=1")
-    rank, device = position.pipeline.rank, position.pipeline.device
+    rank, device = mesh_position.pipeline.rank, mesh_position.pipeline.device
     first_rank, last_rank = schedule.placement[0], schedule.placement[-1]
     list_arguments = None if call.order is None else (comparable_order(call.order), call.limit)
 
@@ -212,7 +212,7 @@ def split_batch(
     if rank == first_rank and list_arguments is not None:
         inputs = _read_input_list(call, device, table_of or (lambda _: schedule))
     elif rank == first_rank:
-        inputs = _split_inputs(call, position, schedule.microbatches, signature)
+        inputs = _split_inputs(call, mesh_position, schedule.microbatches, forward_signature)
 
     # The last stage's rank reads the target.
     target = _LocalTarget()
@@ -221,7 +221,7 @@ def split_batch(
         if list_arguments is not None:
             target = _read_target_list(call, device)
         else:
-            target = _split_target(call, position, schedule.microbatches, inputs.num_tokens)
+            target = _split_target(call, mesh_position, schedule.microbatches, inputs.num_tokens)
     num_tokens = target.num_tokens or inputs.num_tokens
 
     summary = None
@@ -230,7 +230,7 @@ def split_batch(
         summary = ListSummary(inputs.list_summaries, inputs.order, *of_target, list_arguments)
 
     # If several ranks are given the batch, they compare some of its values, all of a small tensor.
-    are_compared = rank in (first_rank, last_rank) and (first_rank != last_rank or len(position.pipelines[0]) > 1)
+    are_compared = rank in (first_rank, last_rank) and (first_rank != last_rank or len(mesh_position.pipelines[0]) > 1)
     hashes = (hash_values(call.inputs), hash_values(call.target)) if are_compared else (0, 0)
 
     header = StepHeader(
@@ -252,11 +252,11 @@ def split_batch(
         weights_changed=call.weights_changed,
     )
     seed = mix_seed(call.seed, call.steps_before) if call.training and call.seed is not None else None
-    if seed is not None and position.cp_index:
-        seed = mix_in(seed, -position.cp_index)  # each part of the tokens draws different numbers
-    scale = read_grad_scale(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
-    grad_scale = scale * call.user_scale * len(position.part_pipelines)  # gradients are averaged afterwards
-    first_seed_index = position.replica * schedule.microbatches * schedule.slices
+    if seed is not None and mesh_position.cp_index:
+        seed = mix_in(seed, -mesh_position.cp_index)  # each part of the tokens draws different numbers
+    scale = read_grad_scale(call.scaler, mesh_position.world) if call.training and call.scaler is not None else 1.0
+    grad_scale = scale * call.user_scale * len(mesh_position.batch_part_pipelines)  # gradients are averaged afterwards
+    first_seed_index = mesh_position.replica * schedule.microbatches * schedule.slices
     return LocalBatch(
         call,
         header,
@@ -295,17 +295,17 @@ class _LocalTarget(NamedTuple):
 
 
 def _split_inputs(
-    call: StepCall, position: MeshPosition, max_microbatches: int, signature: inspect.Signature | None
+    call: StepCall, mesh_position: MeshPosition, max_microbatches: int, forward_signature: inspect.Signature | None
 ) -> _LocalInputs:
-    _check_inputs(call, position.pipeline.rank)
+    _check_inputs(call, mesh_position.pipeline.rank)
     batch, num_tokens = call.inputs, 0
     sizes = microbatch.nonempty_split_sizes(batch, "the batch", max_microbatches, call.rows_dim)
     pieces, is_call = [batch], not call.has_one_input
-    if position.cp_size > 1 or call.has_slices:
-        assert signature is not None
-        pieces, num_tokens = _split_input_sequence(call, position, signature)
+    if mesh_position.cp_size > 1 or call.has_slices:
+        assert forward_signature is not None
+        pieces, num_tokens = _split_input_sequence(call, mesh_position, forward_signature)
         is_call = True
-    parts = _split_rows(pieces, sizes, position.pipeline.device, call.rows_dim)
+    parts = _split_rows(pieces, sizes, mesh_position.pipeline.device, call.rows_dim)
     calls = parts if is_call else [((part,), {}) for part in parts]
     return _LocalInputs(calls, sum(sizes), cached_hash48(microbatch.batch_signature(batch).encode()), num_tokens)
 
@@ -317,17 +317,17 @@ def _read_input_list(call: StepCall, device: torch.device, table_of: Callable[[i
     return _LocalInputs(ordered, len(ordered), cached_hash48(b"a list"), list_summaries=summaries, order=order)
 
 
-def _split_target(call: StepCall, position: MeshPosition, max_microbatches: int, num_input_tokens: int) -> _LocalTarget:
+def _split_target(call: StepCall, mesh_position: MeshPosition, max_microbatches: int, num_input_tokens: int) -> _LocalTarget:
     pieces, num_tokens = [call.target], 0
     sizes = microbatch.nonempty_split_sizes(call.target, "the target", max_microbatches, call.rows_dim)
-    if position.cp_size > 1 or call.has_slices:
-        pieces, num_tokens = _cut_tokens(call.target, "the target", call, position)
+    if mesh_position.cp_size > 1 or call.has_slices:
+        pieces, num_tokens = _cut_tokens(call.target, "the target", call, mesh_position)
         if num_input_tokens not in (0, num_tokens):
             raise MismatchError(f"the batch has {num_input_tokens} tokens a row, but the target has {num_tokens}")
     loss_weights: Sequence[float] = ()
     if call.loss_weight is not None:  # computed where the target is: nothing waits for a device
         loss_weights = microbatch.microbatch_weights(_split_rows(pieces, sizes, None, call.rows_dim), call.loss_weight)
-    parts = _split_rows(pieces, sizes, position.pipeline.device, call.rows_dim)
+    parts = _split_rows(pieces, sizes, mesh_position.pipeline.device, call.rows_dim)
     return _LocalTarget(parts, loss_weights, sum(sizes), num_tokens)
 
 
@@ -346,25 +346,27 @@ def _split_rows(pieces: Sequence[Any], sizes: Sequence[int], device: torch.devic
     return [part for row in zip(*columns, strict=True) for part in row]
 
 
-def _split_input_sequence(call: StepCall, position: MeshPosition, signature: inspect.Signature) -> tuple[list[Any], int]:
+def _split_input_sequence(
+    call: StepCall, mesh_position: MeshPosition, forward_signature: inspect.Signature
+) -> tuple[list[Any], int]:
     """Return (args, kwargs) as `_cut_tokens` does, with the positions of tokens if the model takes them."""
-    check_arguments_can_be_cut(signature, call.args, call.kwargs)
+    check_arguments_can_be_cut(forward_signature, call.args, call.kwargs)
     num_tokens = sequence_length((call.args, call.kwargs), "the batch", call.sequence_dim)
-    kwargs = with_position_ids(signature, call.args, call.kwargs, 0, num_tokens)
-    return _cut_tokens((call.args, kwargs), "the batch", call, position)
+    kwargs = with_position_ids(forward_signature, call.args, call.kwargs, 0, num_tokens)
+    return _cut_tokens((call.args, kwargs), "the batch", call, mesh_position)
 
 
-def _cut_tokens(batch: Any, what: str, call: StepCall, position: MeshPosition) -> tuple[list[Any], int]:
+def _cut_tokens(batch: Any, what: str, call: StepCall, mesh_position: MeshPosition) -> tuple[list[Any], int]:
     """Return `batch` with the tokens of each slice, or with this rank's along cp; and the number of all tokens."""
     num_tokens = sequence_length(batch, what, call.sequence_dim)
     if call.has_slices:
         lengths = slice_lengths(call.slices, num_tokens)
         indices = range(len(lengths))
-    elif num_tokens < position.cp_size:
-        raise MismatchError(f"{num_tokens} tokens cannot be shared by {position.cp_size} ranks along cp: each needs one")
+    elif num_tokens < mesh_position.cp_size:
+        raise MismatchError(f"{num_tokens} tokens cannot be shared by {mesh_position.cp_size} ranks along cp: each needs one")
     else:
-        lengths = microbatch.split_sizes(num_tokens, position.cp_size)
-        indices = range(position.cp_index, position.cp_index + 1)
+        lengths = microbatch.split_sizes(num_tokens, mesh_position.cp_size)
+        indices = range(mesh_position.cp_index, mesh_position.cp_index + 1)
     return [take_tokens(batch, call.sequence_dim, sum(lengths[:index]), lengths[index]) for index in indices], num_tokens
 
 

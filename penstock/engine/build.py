@@ -28,7 +28,7 @@ from penstock.engine.loss import check_reduction
 from penstock.engine.model_partition import ModelPartition, check_can_be_cut
 from penstock.engine.rank_comparison import RankComparison
 from penstock.engine.redistribute import PLAN_ARGUMENTS, Redistribution
-from penstock.engine.sequence import check_slices, forward_signature, sequence_length, with_position_ids
+from penstock.engine.sequence import first_stage_signature, parse_slices, sequence_length, with_position_ids
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.parallelize import parallelize_stages
@@ -112,7 +112,7 @@ def parse_arguments(
         check_plan(plan, config.cuts, config.recompute, config.options)
         vars(config).update({name: getattr(plan, name) for name in PLAN_ARGUMENTS})
 
-    slices, num_slices = check_slices(config.slices)
+    slices, num_slices = parse_slices(config.slices)
     if num_slices > 1 and isinstance(config.schedule, str) and not config.schedule.endswith(".csv"):
         config.options = {**config.options, "slices": num_slices}
     schedule, program = build_schedule(config.schedule, num_ranks, config.microbatches, config.options)
@@ -143,7 +143,7 @@ def _example_with_position_ids(model: nn.Module, config: Any) -> dict[str, Any]:
     args = (config.example_args,) if isinstance(config.example_args, Tensor) else tuple(config.example_args or ())
     kwargs = config.example_kwargs or {}
     length = sequence_length((args, kwargs), "the example", config.sequence_dim)
-    return with_position_ids(forward_signature(model), args, kwargs, 0, length)
+    return with_position_ids(first_stage_signature(model), args, kwargs, 0, length)
 
 
 def _check_argument_types(model: Any, config: Any) -> None:
@@ -321,7 +321,7 @@ def build_engine(
     `unset_names`: in the uncut model, of tensors that nothing has initialised.
     """
     arguments, names = config.arguments, comparison.names
-    aliases, remote_parameters = model_partition.aliases(names), model_partition.remote_parameters(names)
+    aliases, remote_parameters = model_partition.first_name_by_alias(names), model_partition.remote_parameters(names)
 
     # 1. The program. I and W right after each other are one B; skip connections add messages.
     def proved_program(schedule: Schedule, proved: Program | None) -> tuple[Schedule, Program]:

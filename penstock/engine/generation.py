@@ -30,7 +30,7 @@ from penstock.engine.clock import ActionClock
 from penstock.engine.sequence import slice_lengths
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
-from penstock.mesh.fsdp import begin_step
+from penstock.mesh.fsdp import begin_step_and_prefetch
 from penstock.randomness import mix_seed
 from penstock.schedule.table import Action, Kind
 from penstock.stage.microbatch import split_sizes
@@ -86,7 +86,7 @@ def generate_text(
     rows_dim: int,
 ) -> Tensor:
     """Return the text, prompt included: see `Pipeline.generate`."""
-    channels = engine.channels  # opened first: only then do the other ranks learn of a mistake made on this one
+    channels = engine.open_channels()  # opened first: only then do the other ranks learn of a mistake made on this one
     engine.check_model()
     options = options.validate()
     if engine.position.cp_size > 1:
@@ -100,7 +100,7 @@ def generate_text(
     generation = TextGeneration(engine, tokens, kwargs, options, rows_dim)
     engine.discard_step_state()
     with convert_transport_errors("for the replicas to begin to generate"):
-        begin_step([engine.stages[index].replication for index in generation.program.stages])
+        begin_step_and_prefetch([engine.stages[index].replication for index in generation.program.stages])
 
     for _ in range(options.max_new_tokens):
         column = generation.add_token(channels)
@@ -128,7 +128,7 @@ class TextGeneration:
         replica_rows = [headers[ranks[0]].rows for ranks in engine.position.replica_pipelines]
         self.first_row = sum(replica_rows[: engine.position.replica])  # rows of all replicas are numbered
         self.sizes = split_sizes(len(tokens), min(len(tokens), engine.schedule.microbatches))
-        self.program = engine.programs.select(training=False, num_microbatches=len(self.sizes), uncut=True)
+        self.program = engine.programs.select(training=False, num_microbatches=len(self.sizes), in_one_slice=True)
 
         contexts = [header.max_context for header in headers if header.max_context is not None]
         self.max_context = min(contexts, default=None)
@@ -156,7 +156,7 @@ class TextGeneration:
         slices = engine.schedule.slices if self._cuts_prompt and self._uses_cache and num_inputs > 1 else 1
         call = StepCall(False, (tokens,), self._model_kwargs(num_inputs), None, 0, False, rows_dim=self.rows_dim)
         call = call._replace(slices=slices, sequence_dim=1 - self.rows_dim)
-        batch = split_batch(call, engine.position, engine.schedule, signature=engine.forward_signature)
+        batch = split_batch(call, engine.position, engine.schedule, forward_signature=engine.forward_signature)
         self._batch = batch._replace(slice_lengths=slice_lengths(slices, num_inputs))
         program = self.program if slices == 1 else engine.programs.select(False, len(self.sizes))
         self._new_tokens: dict[int, Tensor] = {}  # by microbatch

@@ -8,7 +8,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.comms.transport.channels import MessageSpecs
 from penstock.engine.batch import AUTOCAST_DTYPES, NO_ROWS, LocalBatch, StepHeader
 from penstock.engine.checks.gradient_factor import TOLERANCE
-from penstock.engine.microbatch_list import RememberedMessages, ReplicaList, check_same_row_counts, exchange_lists
+from penstock.engine.microbatch_list import MessageSpecCache, ReplicaList, check_same_row_counts, exchange_lists
 from penstock.engine.sequence import slice_lengths
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
@@ -68,9 +68,9 @@ class StepHandshake:
     def __init__(self, control: ControlGroup, position: MeshPosition, programs: RankPrograms) -> None:
         self.control, self.position, self.programs = control, position, programs
         self._learned: dict[tuple[object, ...], LearnedShapes] = {}  # by kind of batch, the oldest first
-        self._remembered_messages = RememberedMessages()  # of microbatches in lists
-        self._last_kinds: tuple[Sequence[tuple[float, ...]], bool] = [], False  # what `_last_config` was read from
-        self._last_config: HandshakeResult
+        self._message_specs_of_lists = MessageSpecCache()  # of microbatches in lists
+        self._last_kinds: tuple[Sequence[tuple[float, ...]], bool] = [], False  # what `_last_result` was read from
+        self._last_result: HandshakeResult
         self._warned = set[str]()  # the warnings that have been given
 
     def has_learned(self, header: StepHeader) -> bool:
@@ -89,30 +89,30 @@ class StepHandshake:
         if kinds != self._last_kinds or any(header.num_loss_weights for header in headers) or batch.summary is not None:
             self._check_target_rows(headers, batch, wait_reason)
             check_matching_batches(headers, self.position)
-            self._last_kinds, self._last_config = kinds, self._read_headers(headers, batch, wait_reason)
+            self._last_kinds, self._last_result = kinds, self._read_headers(headers, batch, wait_reason)
 
         check_same_values(headers, self.position)
-        config, learned = self._last_config, self._learned.get(self._last_config.batch_kind)
-        if config.lists:
-            specs = self._remembered_messages.specs_for(config.program.lines, config.message_keys)
+        result, learned = self._last_result, self._learned.get(self._last_result.batch_kind)
+        if result.lists:
+            specs = self._message_specs_of_lists.specs_for(result.program.lines, result.message_keys)
         else:
             specs = learned.message_specs if learned is not None else {}
-        return config._replace(learned=learned, message_specs=specs)
+        return result._replace(learned=learned, message_specs=specs)
 
-    def remember(self, config: HandshakeResult, learned: LearnedShapes) -> None:
+    def remember(self, result: HandshakeResult, learned: LearnedShapes) -> None:
         """After a step: remember what it has shown. All ranks forget the same kinds, the oldest first."""
-        if config.lists:
-            self._remembered_messages.remember(learned.message_specs, config.message_keys)
+        if result.lists:
+            self._message_specs_of_lists.remember(learned.message_specs, result.message_keys)
             learned = learned._replace(message_specs={})
-        self._learned.pop(config.batch_kind, None)
-        self._learned[config.batch_kind] = learned
+        self._learned.pop(result.batch_kind, None)
+        self._learned[result.batch_kind] = learned
         if len(self._learned) > MAX_LEARNED_KINDS:
             del self._learned[next(iter(self._learned))]
 
     def forget_learned(self) -> None:
         """After a failed step: some ranks may have learned what others have not."""
         self._learned.clear()
-        self._remembered_messages.forget()
+        self._message_specs_of_lists.forget()
 
     def _check_target_rows(self, headers: Sequence[StepHeader], batch: LocalBatch, wait_reason: str) -> None:
         """Raise MismatchError, with all shapes, if inputs and target of a replica differ in rows."""
@@ -198,7 +198,7 @@ class StepHandshake:
         return HandshakeResult(
             program=self.programs.select(batch.training, len(microbatch_rows[replica]), skipped[replica]),
             microbatch_rows=microbatch_rows[replica],
-            loss_shares=loss_shares[self.position.part],
+            loss_shares=loss_shares[self.position.batch_part],
             forward_only_microbatches=skipped[replica],
             has_backward=any(map(any, loss_shares)),
             same_on_replicas=len(shapes) == 1,
@@ -209,7 +209,7 @@ class StepHandshake:
             message_specs={},
             token_shares=[
                 share / sum(shares) if batch.call.reduction == "mean" and any(shares) else 1.0
-                for number, share in enumerate(loss_shares[self.position.part])
+                for number, share in enumerate(loss_shares[self.position.batch_part])
                 for shares in [columns[replica][number // slices]]
             ],
             sequence_lengths=lengths[replica] if cp > 1 else (),
@@ -230,7 +230,7 @@ class StepHandshake:
 
         For a sum it is 1. `microbatch_rows` and `sequence_lengths` (empty unless tokens are cut) are of every replica.
         """
-        parts = self.position.part_pipelines
+        parts = self.position.batch_part_pipelines
         if all(header.target_rows == NO_ROWS for header in headers):
             return [[] for _ in parts]
 

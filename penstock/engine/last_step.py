@@ -41,7 +41,7 @@ class LastStep:
     def lines(self) -> dict[str, str]:
         """See `Pipeline.lines`."""
         with self._collective("lines()"):
-            return {name: transport.medium for name, transport in self._engine.channels.transports.items()}
+            return {name: transport.medium for name, transport in self._engine.open_channels().transports.items()}
 
     def _gather_timeline_and_report(self, call: str) -> tuple[MeasuredTimeline, StepReport]:
         """Gather the events of all ranks, on rank 0's clock. Raise PenstockError before the first step."""

@@ -253,7 +253,7 @@ def _check_limit(elements: Sequence[float], table: Table, order: object, limit: 
         )
 
 
-class RememberedMessages:
+class MessageSpecCache:
     """What messages were like, by the shapes of their microbatch. The ranks of a pipeline remember and forget the same ones."""
 
     def __init__(self) -> None:
@@ -263,7 +263,7 @@ class RememberedMessages:
         """Return the known descriptions of a program's messages; `keys` say what each microbatch is like."""
         remembered = [self._specs.get(key, {}) for key in keys]
         transfers = chain.from_iterable((*line.receives, *line.outputs) for line in lines)
-        found = {transfer: remembered[transfer.action.microbatch].get(_any_microbatch(transfer)) for transfer in transfers}
+        found = {transfer: remembered[transfer.action.microbatch].get(_without_microbatch(transfer)) for transfer in transfers}
         return {transfer: spec for transfer, spec in found.items() if spec is not None}
 
     def remember(self, specs: MessageSpecs, keys: Sequence[object]) -> None:
@@ -271,7 +271,7 @@ class RememberedMessages:
         for key in keys:
             self._specs[key] = self._specs.pop(key, {})
         for transfer, spec in specs.items():
-            self._specs[keys[transfer.action.microbatch]][_any_microbatch(transfer)] = spec
+            self._specs[keys[transfer.action.microbatch]][_without_microbatch(transfer)] = spec
         while len(self._specs) > MAX_REMEMBERED_SHAPES:
             del self._specs[next(iter(self._specs))]
 
@@ -280,5 +280,5 @@ class RememberedMessages:
         self._specs.clear()
 
 
-def _any_microbatch(transfer: Transfer) -> Transfer:
+def _without_microbatch(transfer: Transfer) -> Transfer:
     return transfer._replace(action=transfer.action._replace(microbatch=0))

@@ -97,7 +97,7 @@ class ModelPartition(NamedTuple):
         """All names in the uncut model's state, in its order, if one was cut."""
         return None if self.uncut_model is None else [strip_compiled_prefix(name) for name in self.uncut_model.state_dict()]
 
-    def aliases(self, names: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    def first_name_by_alias(self, names: Sequence[Mapping[str, str]]) -> dict[str, str]:
         """Map further names of a tensor in the uncut model to its first. `names`: as in `RankParameters`.
 
         The first is the one that `named_parameters()` of the uncut model gives. Stages that this rank was not given are left

@@ -24,7 +24,7 @@ def group_options(group: Mapping[str, Any]) -> dict[str, str]:
     return {key: repr(value) for key, value in group.items() if key not in PARAMETER_KEYS}
 
 
-def check_has_only(optimizer: Any, names: Mapping[int, str], rank: int) -> None:
+def check_has_no_remote_parameters(optimizer: Any, names: Mapping[int, str], rank: int) -> None:
     """Raise MismatchError if the optimizer has a parameter that is not in `names`, by id, all those of this rank."""
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):

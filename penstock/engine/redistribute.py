@@ -18,7 +18,12 @@ from penstock.comms.control_group import ControlGroup
 from penstock.comms.encoding import view_as_bytes
 from penstock.comms.topology import CPU, Topology
 from penstock.engine.model_partition import OriginalModel
-from penstock.engine.optimizers import check_elementwise_optimizer, check_has_only, check_same_group_options, group_options
+from penstock.engine.optimizers import (
+    check_elementwise_optimizer,
+    check_has_no_remote_parameters,
+    check_same_group_options,
+    group_options,
+)
 from penstock.errors import MismatchError
 from penstock.partition import CuttableModel
 from penstock.partition.graph_stage import move_to
@@ -174,7 +179,7 @@ def _tensor_moves(inventories: Mapping[int, RankInventory]) -> Iterator[tuple[st
         yield name, owners[0], [rank for rank in needing if rank not in owners]
 
 
-def _send_record(record: Any, control: ControlGroup, receivers: Sequence[int]) -> None:
+def _send_tensors(record: Any, control: ControlGroup, receivers: Sequence[int]) -> None:
     """Send every tensor of a record to all receivers, in pieces."""
     if not receivers:
         return
@@ -239,7 +244,7 @@ class Redistribution:
         for name, sender, receivers in _tensor_moves(inventories):
             record = inventories[sender].tensors[name]
             if rank == sender:
-                _send_record(self._tensor_state(self._tensors[name]), control, receivers)
+                _send_tensors(self._tensor_state(self._tensors[name]), control, receivers)
             elif rank in receivers:
                 receive = partial(_receive_tensor, control, sender, topology.device)
                 self._fill_tensor(tensors[name], tree_map_only(TensorLayout, receive, record), topology.device)
@@ -274,7 +279,7 @@ class Redistribution:
         """Return what this rank has, and needs for `stages`. Raise MismatchError for what cannot be sent."""
         names = {id(tensor): name for name, tensor in self._tensors.items()}
         for optimizer in self._optimizers:
-            check_has_only(optimizer, names, rank)
+            check_has_no_remote_parameters(optimizer, names, rank)
 
         records = {name: self._tensor_state(tensor) for name, tensor in self._tensors.items()}
         layouts = {

@@ -118,16 +118,16 @@ def gather_step_report(
     `last_rank`: the one of each pipeline that has the last stage. All ranks call it, and get the same.
     """
     summaries = [RankSummary(*row) for row in control.all_gather_row(summary, wait_reason)]
-    last_summaries = [summaries[ranks[last_rank]] for ranks in position.part_pipelines]
+    last_summaries = [summaries[ranks[last_rank]] for ranks in position.batch_part_pipelines]
 
     # 1. The terms of the loss. `fsum` is exact, so the result does not depend on which rank has which term.
     terms, microbatch_losses = [row.loss for row in last_summaries], list[float]()
     if num_losses or any(row.num_auxiliary_losses for row in summaries):
         rank_losses: list[MicrobatchLosses] = control.all_gather_value(losses, wait_reason)
-        counted_ranks = [rank for ranks in position.part_pipelines for rank in ranks]
+        counted_ranks = [rank for ranks in position.batch_part_pipelines for rank in ranks]
         terms += [loss * share for rank in counted_ranks for _, loss, share in rank_losses[rank].auxiliary]
         first_part = position.replica * position.cp_size
-        parts = position.part_pipelines[first_part : first_part + position.cp_size]
+        parts = position.batch_part_pipelines[first_part : first_part + position.cp_size]
         replica_losses = [rank_losses[rank] for ranks in parts for rank in ranks]
         microbatch_losses = [_microbatch_loss(replica_losses, number) for number in range(num_losses)]
 

@@ -34,7 +34,7 @@ def sequence_length(batch: Any, what: str, sequence_dim: int) -> int:
     return sizes.pop()
 
 
-def check_slices(slices: Any) -> tuple[int | Sequence[int], int]:
+def parse_slices(slices: Any) -> tuple[int | Sequence[int], int]:
     """Return what `Pipeline(.., slices=)` was given, and how many slices that are. Raise MismatchError for anything else."""
     if is_whole_number(slices, 1):
         return int(slices), int(slices)
@@ -78,7 +78,7 @@ def _take_tokens_of_leaf(leaf: Any, sequence_dim: int, first: int, length: int) 
     return Replicated(part) if isinstance(leaf, Replicated) else part
 
 
-def forward_signature(module: nn.Module) -> inspect.Signature:
+def first_stage_signature(module: nn.Module) -> inspect.Signature:
     """Return what the first stage's forward takes: the model's arguments, if the stage was cut from one."""
     return module.penstock.signature if isinstance(module, GraphStage) else inspect.signature(unwrap_compiled(module).forward)
 

@@ -61,10 +61,10 @@ from penstock.engine.report import (
     reset_peak_memory,
 )
 from penstock.engine.rollback import StepRollback
-from penstock.engine.sequence import forward_signature
+from penstock.engine.sequence import first_stage_signature
 from penstock.errors import NonFiniteError, ResourceError
 from penstock.mesh.context_parallel import ContextParallelAttention
-from penstock.mesh.fsdp import begin_step
+from penstock.mesh.fsdp import begin_step_and_prefetch
 from penstock.mesh.parallelize import finish_gradient_averaging
 from penstock.mesh.position import MeshPosition
 from penstock.partition.attributes import AttributeSnapshot
@@ -107,7 +107,7 @@ class Engine:
         cp_group = position.cp_group
         self.attention = None if cp_group is None else ContextParallelAttention(cp_group, position.cp_index)
         cuts_tokens = self.attention is not None or self.schedule.slices > 1
-        self.forward_signature = forward_signature(stages[0].module) if cuts_tokens and 0 in stages else None
+        self.forward_signature = first_stage_signature(stages[0].module) if cuts_tokens and 0 in stages else None
         self.attributes = attributes  # of the model, as they were when it was cut
         self.shared_tensors: SharedTensors  # set once the pipeline is built
         self.unregistered = unregistered
@@ -131,7 +131,7 @@ class Engine:
         Raises MismatchError for a batch that does not fit and as `check_model`, StageError when the model or the loss raises,
         WaitError when a peer is lost or silent, and NonFiniteError, the same on every rank, once all have ended the step.
         """
-        self.channels  # noqa: B018 - opens them: only then do the other ranks learn of an error on this one
+        self.open_channels()  # first: only then do the other ranks learn of an error on this one
         self.discard_step_state()
         if not call.training:
             return self._run_once(call)
@@ -146,7 +146,7 @@ class Engine:
         """Run the numbered steps of the table at the top of this file."""
         clock = make_clock(self.device, self.clock_skew.offset, self._previous_end)
         reset_peak_memory(self.device)
-        channels = self.channels
+        channels = self.open_channels()
 
         # 1. Split the batch.
         self.check_model()
@@ -162,39 +162,39 @@ class Engine:
 
         # 3. Begin to gather the parameters that replicas share out.
         with convert_transport_errors("for the replicas to begin the step"):
-            begin_step([self.stages[index].replication for index in self._full_program.stages])
+            begin_step_and_prefetch([self.stages[index].replication for index in self._full_program.stages])
 
         # 4. Run the first forward while headers travel. A batch that this rank has not seen yet is measured.
         is_new = batch.training and not self.handshake.has_learned(batch.header)
         measurement = MemoryMeasurement(self.stages, self.schedule.slices) if is_new else None
-        early = self._run_first_forward_early(batch, clock, measurement)
+        early_forward = self._run_first_forward_early(batch, clock, measurement)
 
         # 5. Read all headers.
-        config = self.handshake.finish_exchange(batch, wait_reason)
-        if config.lists:
-            batch = batch.in_order(config.lists, self.position.replica)
-        batch = batch._replace(slice_lengths=config.slice_lengths) if config.slice_lengths else batch
+        handshake_result = self.handshake.finish_exchange(batch, wait_reason)
+        if handshake_result.lists:
+            batch = batch.with_targets_in_run_order(handshake_result.lists, self.position.replica)
+        batch = batch._replace(slice_lengths=handshake_result.slice_lengths) if handshake_result.slice_lengths else batch
         if batch.training and self.tied.owners and is_comparison_due(call.steps_before):
             check_tied_copies(self.control, self.tied, call.steps_before)
 
         # 6. In the first step of a kind, on any rank: measure memory, and find parameters that are not registered.
         gradient_records: list[GradientRecord] = []
-        if batch.training and config.learned is None:
+        if batch.training and handshake_result.learned is None:
             gradient_records = self.unregistered.record_gradients()
             measurement = measurement or MemoryMeasurement(self.stages, self.schedule.slices)
-            measurement.skip_microbatches(config.forward_only_microbatches)
+            measurement.skip_microbatches(handshake_result.forward_only_microbatches)
 
         # 7. Run the program.
-        channels.begin_step(config.message_specs)
-        actions = StepActions(self.stages, self.schedule.stages - 1, batch, config, early)
+        channels.begin_step(handshake_result.message_specs)
+        actions = StepActions(self.stages, self.schedule.stages - 1, batch, handshake_result, early_forward)
         functions = self._wrap_with_observers(actions.functions, measurement)
         if self.attention is not None:
-            self.attention.begin_step(config.sequence_lengths)
+            self.attention.begin_step(handshake_result.sequence_lengths)
         with attention_context(self.attention):
-            self.run_program(config.program.lines, functions, channels, clock, early)
-        if self.attention is not None and config.learned is None:
+            self.run_program(handshake_result.program.lines, functions, channels, clock, early_forward)
+        if self.attention is not None and handshake_result.learned is None:
             self._check_attention_is_called(self.attention.num_calls)
-        if config.slice_lengths and config.learned is None:
+        if handshake_result.slice_lengths and handshake_result.learned is None:
             self._check_attention_is_called(sum(stage.num_attention_calls for stage in self.stages.values()))
         self.unregistered.check_gradients_unchanged(gradient_records)
 
@@ -204,13 +204,13 @@ class Engine:
 
         # 9. Conclude. Gradients of tied parameters are copied last: no rank can fail any more.
         result = self._exchange_results(actions, clock, measurement)
-        if batch.training and config.has_backward:
+        if batch.training and handshake_result.has_backward:
             self.tied.broadcast_gradients()
         channels.end_step()
 
-        if batch.training and config.lists and measurement is None:
-            self.action_samples.add(result.actions, clock.intervals(), config.lists[self.position.replica])
-        self.handshake.remember(config, LearnedShapes(config.message_specs, result.activation_sizes))
+        if batch.training and handshake_result.lists and measurement is None:
+            self.action_samples.add(result.actions, clock.intervals(), handshake_result.lists[self.position.replica])
+        self.handshake.remember(handshake_result, LearnedShapes(handshake_result.message_specs, result.activation_sizes))
         self.shared_tensors.steps += batch.training
         self._previous_end = clock.mark_end()
         return result
@@ -257,7 +257,7 @@ class Engine:
         functions: ActionFunctions,
         channels: Channels,
         clock: ActionClock,
-        early: EarlyForward | None = None,
+        early_forward: EarlyForward | None = None,
     ) -> None:
         """Run the lines of a program: for each, post its receives, wait for its inputs, run its action, send what it made."""
         incoming: Mapping[int, ReceiveChannel | ProfiledReceiveChannel] = channels.incoming
@@ -267,7 +267,7 @@ class Engine:
 
         local_values = dict[Transfer, Any]()  # between two stages of this rank
         waits_for_parameters = not all(stage.replication.parameters_ready for stage in self.stages.values())
-        messages: Any = early.messages.pop() if early else None  # of the first line, which has run
+        messages: Any = early_forward.messages.pop() if early_forward else None  # of the first line, which has run
         try:
             for action, receives, inputs, outputs in lines:
                 for transfer in receives:
@@ -314,20 +314,22 @@ class Engine:
 
     def _exchange_results(self, actions: StepActions, clock: ActionClock, measurement: MemoryMeasurement | None) -> StepResult:
         """Exchange losses, times and flags with all ranks. The host waits for its GPU here; before, only without NCCL."""
-        config = actions.config
-        ran = [line.action for line in config.program.lines]
+        handshake_result = actions.handshake_result
+        ran = [line.action for line in handshake_result.program.lines]
         wait_reason = f"to end the step, after {ran[-1] if ran else 'nothing'}"
 
         # 1. This rank's summary. The monitor looks at gradients last: they are complete now.
         losses = actions.microbatch_losses()
-        loss_and_dtype = local_loss_and_dtype(actions.losses, config.loss_shares, actions.batch.order)
+        loss_and_dtype = local_loss_and_dtype(actions.losses, handshake_result.loss_shares, actions.batch.order)
         save_failed = self.background_save is not None and self.background_save.has_unreported_error
         flags = save_failed, preempted(), self.nonfinite_monitor is not None and self.nonfinite_monitor.check_final_gradients()
         memory, seconds = peak_process_memory(self.device), clock.seconds_between_and_averaging()
         summary = RankSummary(*loss_and_dtype, *clock.span_and_busy_seconds(), memory, len(losses.auxiliary), *seconds, *flags)
 
         # 2. All ranks' summaries.
-        num_losses = len(config.microbatch_rows) if config.wants_losses and config.loss_shares else 0
+        num_losses = (
+            len(handshake_result.microbatch_rows) if handshake_result.wants_losses and handshake_result.loss_shares else 0
+        )
         last_rank = self.schedule.placement[-1]
         loss, loss_list, report = gather_step_report(
             self.control, self.position, last_rank, summary, losses, num_losses, wait_reason
@@ -343,7 +345,9 @@ class Engine:
         if (slices := actions.batch.num_slices) > 1:
             rows = [outputs[first : first + slices] for first in range(0, len(outputs), slices)]
             outputs = [join(row, actions.batch.call.sequence_dim) for row in rows]
-        sizes = config.learned.activation_sizes if config.learned else measurement.sizes if measurement else {}
+        sizes = (
+            handshake_result.learned.activation_sizes if handshake_result.learned else measurement.sizes if measurement else {}
+        )
         return StepResult(loss, loss_list, outputs, report, ran, clock, sizes, origin)
 
     # -- values that are not finite ------------------------------------------------------------------------------------
@@ -390,9 +394,8 @@ class Engine:
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
-    @property
-    def channels(self) -> Channels:
-        """The channels to the neighbours. They are opened at the first step, and again after a failure."""
+    def open_channels(self) -> Channels:
+        """Return the channels to the neighbours; open them at the first step and after a failure. All ranks call it."""
         groups = self.control.open_groups()
         if self._opened_channels is None or self._opened_channels[0] != self.control.times_closed:
             self.control.all_gather_row((), "to open their lines")  # raises if a rank is in another call

@@ -43,7 +43,7 @@ def make_data_parallel(
 
     `ignored_names`: of parameters whose gradients go to another stage. Raises MismatchError if `apply` replicates nothing.
     """
-    mesh = position.dp_cp
+    mesh = position.dp_cp_mesh
     assert mesh is not None
     group = mesh.get_group()
     broadcast_from_first((*module.parameters(), *module.buffers()), group)

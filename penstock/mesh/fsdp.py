@@ -109,10 +109,10 @@ def fsdp_modules(module: nn.Module) -> list[Any]:
     return [submodule for submodule in module.modules() if isinstance(submodule, fsdp.FSDPModule)] if fsdp is not None else []
 
 
-def begin_step(stages: list[Replication]) -> None:
-    """Begin a step: set each stage's `next_stage`, and begin to gather the parameters of the first."""
-    for stage, next_stage in pairwise([*stages, NoReplication()]):
-        stage.begin_step()
-        stage.next_stage = next_stage
-    for stage in stages[:1]:
-        stage.prefetch_parameters()
+def begin_step_and_prefetch(replications: list[Replication]) -> None:
+    """Begin a step of stages in this order: tell each which comes next, and begin to gather the parameters of the first."""
+    for replication, next_stage in pairwise([*replications, NoReplication()]):
+        replication.begin_step()
+        replication.next_stage = next_stage
+    for replication in replications[:1]:
+        replication.prefetch_parameters()

@@ -39,8 +39,8 @@ def parallelize_stages(
         raise MismatchError(
             f"data_parallel={data_parallel_mode!r}: use 'ddp', 'fsdp' or a function of (stage, mesh) that returns the stage"
         )
-    tensor_parallel.check_plan(plan, names, position)
-    if tied and (position.tp is not None or (position.dp_cp is not None and apply is not data_parallel.apply_ddp)):
+    tensor_parallel.check_tensor_parallel_plan(plan, names, position)
+    if tied and (position.tp is not None or (position.dp_cp_mesh is not None and apply is not data_parallel.apply_ddp)):
         parameter_names = ", ".join(names[stage][name] for stage, name in tied[0])
         raise MismatchError(f"parameters of several stages ({parameter_names}) can be neither sharded nor split over tp")
     replication_of_stage = dict(replications)
@@ -48,7 +48,7 @@ def parallelize_stages(
         if position.tp is not None and plan is not None:
             data_parallel.broadcast_from_first((*module.parameters(), *module.buffers()), position.tp.get_group())
             tensor_parallel.parallelize_stage(plan, module, names[stage], position.tp)
-        if position.dp_cp is not None:
+        if position.dp_cp_mesh is not None:
             if not isinstance(replication_of_stage[stage], NoReplication):
                 raise MismatchError(f"stage {stage} is data parallel already: give it as it is, the mesh has an axis dp")
             borrowed = [name for group in tied for owner, name in group if owner == stage != group[0][0]]
@@ -69,6 +69,6 @@ def finish_gradient_averaging(
             stage.replication.finish_step(training)
         if position.tp is not None and training:
             tensor_parallel.sum_partial_gradients(parameters.parameters())
-        if position.dp_cp is not None and training:
+        if position.dp_cp_mesh is not None and training:
             for stage in stages:
-                broadcast_buffers(stage.module, position.dp_cp.get_group())
+                broadcast_buffers(stage.module, position.dp_cp_mesh.get_group())

@@ -59,12 +59,12 @@ class MeshPosition:
         return self.shard // self._tp_size
 
     @property
-    def part(self) -> int:
+    def batch_part(self) -> int:
         """Which part of the batch this rank has: rows by its place along `dp`, of these the tokens by that along `cp`."""
         return self.replica * self.cp_size + self.cp_index
 
     @cached_property
-    def part_pipelines(self) -> list[tuple[int, ...]]:
+    def batch_part_pipelines(self) -> list[tuple[int, ...]]:
         """Of each part of the batch, the ranks of one pipeline: those beside it along `tp` say the same."""
         return [pipeline for shards in self.pipelines for pipeline in shards[:: self._tp_size]]
 
@@ -83,9 +83,9 @@ class MeshPosition:
         return self.replica * len(self.pipelines[0]) + self.shard
 
     @cached_property
-    def dp_cp(self) -> DeviceMesh | None:
+    def dp_cp_mesh(self) -> DeviceMesh | None:
         """The axes `dp` and `cp` as one, along which gradients are averaged, if it has more than one rank."""
-        if self.mesh is None or len(self.part_pipelines) == 1:
+        if self.mesh is None or len(self.batch_part_pipelines) == 1:
             return None
         return flatten_mesh(self.mesh["dp", "cp"]) if self.cp_size > 1 else self.mesh["dp"]
 
@@ -113,7 +113,7 @@ class MeshPosition:
     @property
     def peer_groups(self) -> list[Any]:
         """The process groups that this rank's pipeline shares with those beside it."""
-        groups = [mesh.get_group() for mesh in (self.dp_cp, self.tp) if mesh is not None]
+        groups = [mesh.get_group() for mesh in (self.dp_cp_mesh, self.tp) if mesh is not None]
         return [*groups, self.cp_group] if self.cp_group is not None else groups
 
 

@@ -20,9 +20,11 @@ from penstock.stage import tied_parameters
 TensorParallelPlan = Mapping[str, Any]
 
 
-def check_plan(plan: TensorParallelPlan | None, names: Sequence[Mapping[str, str]], position: MeshPosition) -> None:
+def check_tensor_parallel_plan(
+    plan: TensorParallelPlan | None, names: Sequence[Mapping[str, str]], position: MeshPosition
+) -> None:
     """Raises MismatchError for a `plan` without an axis `tp` or the reverse, and for a name in it that no submodule with
-    parameters has; `names` as in `Parameters`.
+    parameters has; `names` as in `RankParameters`.
     """
     axes = () if position.mesh is None else position.mesh.mesh_dim_names or ()
     if plan is not None and "tp" not in axes:

@@ -31,14 +31,18 @@ class RankProgram:
 class RankPrograms:
     """What a rank does of a proved program: all of it, or what a batch and a call need of it. That is proved as well.
 
-    `merge`: the last of several W of one stage that stand next to each other does for all.
+    `merge_weight_gradients`: the last of several W of one stage that stand next to each other does for all.
     `build_larger(microbatches)`: a proved program of the same rule for more microbatches than `program` has.
     """
 
     def __init__(
-        self, program: Program, rank: int, merge: bool = False, build_larger: Callable[[int], Program] | None = None
+        self,
+        program: Program,
+        rank: int,
+        merge_weight_gradients: bool = False,
+        build_larger: Callable[[int], Program] | None = None,
     ) -> None:
-        self.program, self.rank, self.merge = program, rank, merge
+        self.program, self.rank, self.merge_weight_gradients = program, rank, merge_weight_gradients
         self._build_larger = build_larger and lru_cache(MAX_LARGER_PROGRAMS)(build_larger)
         self._cached_program = lru_cache(MAX_CACHED_PROGRAMS)(self._lower_and_prove)
 
@@ -47,17 +51,17 @@ class RankPrograms:
         training: bool,
         num_microbatches: int | None = None,
         forward_only_microbatches: frozenset[int] = frozenset(),
-        uncut: bool = False,
+        in_one_slice: bool = False,
     ) -> RankProgram:
         """What is done for the first `microbatches` (None: all); if not training, the forwards of each.
 
-        `forward_only_microbatches`: those without a backward. `uncut`: microbatches in one slice, whatever the table has.
+        `forward_only_microbatches`: those without a backward. `in_one_slice`: whatever slices the table has.
         Programs that were not used for long are made again.
         """
         if num_microbatches is None:
             num_microbatches = self.program.schedule.microbatches
         forward_only = forward_only_microbatches if training else frozenset()
-        return self._cached_program(training, num_microbatches, forward_only, uncut and self.program.schedule.slices > 1)
+        return self._cached_program(training, num_microbatches, forward_only, in_one_slice and self.program.schedule.slices > 1)
 
     def table(self, microbatches: int) -> Table:
         """Return the table whose first `microbatches` are run: the pipeline's, or a larger one of the same rule."""
@@ -69,18 +73,18 @@ class RankPrograms:
         return self.program
 
     def _lower_and_prove(
-        self, training: bool, microbatches: int, forward_only_microbatches: frozenset[int], uncut: bool
+        self, training: bool, microbatches: int, forward_only_microbatches: frozenset[int], in_one_slice: bool
     ) -> RankProgram:
         program = self._program_of(microbatches)
         schedule = program.schedule
-        slices = 1 if uncut else schedule.slices
+        slices = 1 if in_one_slice else schedule.slices
 
         def is_included(action: Action) -> bool:
             forward = action.kind is Kind.F
             has_backward = training and action.microbatch not in forward_only_microbatches
             return action.microbatch < microbatches and action.slice < slices and (forward or has_backward)
 
-        if not training or microbatches < schedule.microbatches or forward_only_microbatches or uncut:
+        if not training or microbatches < schedule.microbatches or forward_only_microbatches or in_one_slice:
             program = lower(replace(schedule.filter_actions(is_included), slices=slices), skips=program.skips)
             prove(program)
         steps = program.lines[self.rank]
@@ -88,15 +92,15 @@ class RankPrograms:
         return RankProgram(
             steps,
             frozenset((stage, microbatch, slice_) for kind, stage, microbatch, slice_ in row if kind is Kind.I),
-            _weight_microbatches(row, self.merge, slices),
+            _weight_microbatches(row, self.merge_weight_gradients, slices),
             frozenset({action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}.values()),
         )
 
 
-def _weight_microbatches(row: Sequence[Action], merge: bool, slices: int) -> dict[Action, tuple[int, ...]]:
-    """Return the microbatches whose gradients each W computes. `merge`: the last W of a run computes those of all of it."""
+def _weight_microbatches(row: Sequence[Action], merge_weight_gradients: bool, slices: int) -> dict[Action, tuple[int, ...]]:
+    """Return the microbatches whose gradients each W computes; if merged, the last W of a run computes those of all of it."""
     weights: dict[Action, tuple[int, ...]] = {}
-    for _, run in groupby(row, key=lambda action: action[:2] if merge else action):
+    for _, run in groupby(row, key=lambda action: action[:2] if merge_weight_gradients else action):
         actions = list(run)
         if actions[0].kind is Kind.W:
             weights |= dict.fromkeys(actions, ()) | {actions[-1]: tuple(action.slice_number(slices) for action in actions)}

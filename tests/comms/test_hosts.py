@@ -50,7 +50,7 @@ def rank_numbers(folder):
     for schedule in SCHEDULES if topology.world_size == 4 else SCHEDULES[:1]:
         pipe, losses = trained(schedule)
         timeline = pipe.timeline()
-        lines = {peer: type(channel.transport).__name__ for peer, channel in pipe._engine.channels.outgoing.items()}
+        lines = {peer: type(channel.transport).__name__ for peer, channel in pipe._engine.open_channels().outgoing.items()}
         one = {
             "losses": losses,
             "gradients": gradients(pipe.named_parameters()),

@@ -61,7 +61,7 @@ def rank_lines(shared):
             batch, target = data(rows)
             losses.append(pipe.step(batch, target=target))
         results[width] = losses, gradients(pipe.named_parameters())
-        channels = pipe._engine.channels
+        channels = pipe._engine.open_channels()
         kinds |= {type(channel.transport) for channel in (*channels.outgoing.values(), *channels.incoming.values())}
         kinds |= set(pipe.lines().values())
     return results, kinds
@@ -306,7 +306,10 @@ def rank_forks():
     """How many ends of its lines a rank has, how many are open in a process that it forks, and that it can go on."""
     pipe = ps.Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.functional.mse_loss, "1f1b", 2)
     pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
-    ends = [end.transport for end in (*pipe._engine.channels.outgoing.values(), *pipe._engine.channels.incoming.values())]
+    ends = [
+        end.transport
+        for end in (*pipe._engine.open_channels().outgoing.values(), *pipe._engine.open_channels().incoming.values())
+    ]
     child = os.fork()
     if child == 0:
         os._exit(sum(end._pipe_fd >= 0 for end in ends))

@@ -280,7 +280,7 @@ def _over_gloo(lists: Any) -> Any:
     channels.open_memory_sender = channels.open_memory_receiver = lambda *_: None  # type: ignore[assignment]
     pipe = ps.Pipeline(_model(), _loss, "1f1b", 6, loss_weight=ps.tokens(), seed=7)
     losses = _losses(pipe, lists)
-    assert all(isinstance(line, GroupSender | GroupReceiver) for line in pipe._engine.channels.transports.values())
+    assert all(isinstance(line, GroupSender | GroupReceiver) for line in pipe._engine.open_channels().transports.values())
     return losses, {name: parameter.grad for name, parameter in pipe.named_parameters()}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock import checkpoint
 from penstock.engine.loss import LossChecks
-from penstock.engine.sequence import check_arguments_can_be_cut, forward_signature, sequence_length, take_tokens
+from penstock.engine.sequence import check_arguments_can_be_cut, first_stage_signature, sequence_length, take_tokens
 from penstock.mesh.context_parallel import ContextParallelAttention
 
 HERE = Path(__file__).parent
@@ -180,7 +180,7 @@ def test_arguments_that_mean_another_thing_once_cut_are_refused() -> None:
         def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, labels: Any = None) -> None:
             pass
 
-    signature, tokens = forward_signature(ForwardSignatureModel()), torch.zeros(2, 6, dtype=torch.int64)
+    signature, tokens = first_stage_signature(ForwardSignatureModel()), torch.zeros(2, 6, dtype=torch.int64)
     check_arguments_can_be_cut(signature, (tokens, None, torch.arange(6)[None]), {})
     with pytest.raises(ps.MismatchError, match="labels= are shifted by a token inside"):
         check_arguments_can_be_cut(signature, (tokens,), {"labels": tokens})

@@ -8,5 +8,5 @@ In the forward, stand-ins take the parameters' places. An operation that has a r
 `standins`        what takes the parameters' places, and sends operations to their rules
 `rules`           a rule for each operation, and the formula of its weight's gradient
 `deferred`        what one microbatch has put off: for each use of a weight the saved input and the formula
-`groups`          which parameters get their gradients together, and in what order those are summed
+`weight_gradients` which parameters get their gradients together in `W`, and in what order those are summed
 """

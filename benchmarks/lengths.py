@@ -35,7 +35,9 @@ class LengthOptions:
     """Measure steps over rows of unequal lengths."""
 
     only: tuple[str, ...] = ("emulated", "shapes", "compute")
+    sources: tuple[str, ...] = ("lognormal", "reference")
     draws: int = 12  # batches of each source of lengths
+    seed: int = 0  # of the first batch
     rounds: int = 2  # steps of each kind over a batch
     shape_steps: int = 20  # steps over new shapes, and over equal ones
 
@@ -53,7 +55,7 @@ def corpus_lengths(seed: int) -> list[int]:
     return random.Random(seed).sample(words, ROWS)
 
 
-SOURCES: dict[str, Callable[[int], list[int]]] = {"lognormal": lognormal_lengths, "Python's reference": corpus_lengths}
+SOURCES: dict[str, Callable[[int], list[int]]] = {"lognormal": lognormal_lengths, "reference": corpus_lengths}
 
 
 class Sleep(torch.autograd.Function):
@@ -117,7 +119,7 @@ def run_emulated(options: LengthOptions, source: str) -> list[dict[str, tuple[fl
     pipe = ps.Pipeline(devices, first_loss, "1f1b", MICROBATCHES)
     found = []
     for draw in range(-1, options.draws):
-        lengths = SOURCES[source](draw)
+        lengths = SOURCES[source](options.seed + draw)
         planned = ps.plan.group_rows(lengths, MICROBATCHES, cost=pipe.plan_costs() if draw >= 0 else None)
         kinds = {
             "padded": (pad(fours(), lengths, max(lengths)), "given"),
@@ -140,18 +142,18 @@ def run_emulated(options: LengthOptions, source: str) -> list[dict[str, tuple[fl
 def predict(pipe: ps.Pipeline, batch: Batch, order: str) -> float:
     """What the simulator says of a step over the list, in the order that runs, at the fitted costs."""
     costs, sizes = pipe.plan_costs(), [(len(entry), entry.shape[1]) for entry in batch[0]]
-    unordered = costs.step_costs(sizes)
     if order == "planned":
         from penstock.schedule.microbatch_order import plan_order
 
-        sizes = [sizes[index] for index in plan_order(unordered.microbatch_factors, pipe.schedule, unordered)]
+        order_planned = plan_order([costs(*size) for size in sizes], pipe.schedule, costs.step_costs(sizes))
+        sizes = [sizes[index] for index in order_planned]
     return ps.schedule.simulate(pipe.schedule, costs.step_costs(sizes)).makespan
 
 
 def emulated(options: LengthOptions) -> None:
     """Four devices whose actions take as long as their microbatch is large."""
     rows: list[Row] = []
-    for source in SOURCES:
+    for source in options.sources:
         found = ps.launch(run_emulated, RANKS, options, source)[0]
 
         def ratios(above: str, below: str, found: Any = found) -> list[float]:

@@ -21,6 +21,7 @@ from penstock.engine.batch import StepCall
 from penstock.engine.build import PlanLike, ScheduleRule, build_engine, check_attention, materialise_stages, parse_arguments
 from penstock.engine.checks import outdated_weights
 from penstock.engine.checks.nonfinite import OnNonfinite
+from penstock.engine.clock import measure_clock_skew
 from penstock.engine.generation import GenerationOptions, generate_text
 from penstock.engine.hints import ModuleMisuseHints, add_backward_hint
 from penstock.engine.last_step import LastStep
@@ -33,7 +34,7 @@ from penstock.engine.redistribute import Redistribution, merge_arguments, optimi
 from penstock.engine.report import StepReport, StepResult
 from penstock.errors import LostRankError, MismatchError, PenstockError
 from penstock.mesh.data_parallel import ApplyDataParallel
-from penstock.mesh.grouping import Cost
+from penstock.mesh.grouping import Cost, Limit
 from penstock.mesh.position import mesh_position
 from penstock.mesh.sampler import GroupSampler, ReplicaSampler
 from penstock.mesh.tensor_parallel import TensorParallelPlan
@@ -291,7 +292,7 @@ class Pipeline(ModuleMisuseHints):
         order: str | Sequence[int] = "given",
         losses: list[Tensor] | None = None,
         scale: float = 1.0,
-        limit: float | None = None,
+        limit: Limit = None,
     ) -> Tensor:
         """A step over microbatches of any rows and lengths, as many as there are; the next step may have others.
 
@@ -311,7 +312,8 @@ class Pipeline(ModuleMisuseHints):
             As for `step`; the losses are in the order of the list.
         limit
             The most padded tokens that a rank may have in flight: elements of the largest inputs of the microbatches whose
-            activations it holds at once. "planned" takes an order that keeps it; an order that does not is refused.
+            activations it holds at once. Or the most bytes of these activations, as "2GB", once `plan_costs` was called.
+            "planned" takes an order that keeps it; an order that does not is refused.
 
         Returns the mean over all rows of the list (or over what `loss_weight` counts), on every rank. Gradients have the bits
         of one process that accumulates them over the same microbatches in the order that runs.
@@ -332,17 +334,22 @@ class Pipeline(ModuleMisuseHints):
     def plan_costs(self) -> MicrobatchCosts:
         """Fit what a microbatch of any size takes to the lists that ran. All ranks call it, and get the same.
 
-            groups = ps.plan.group_rows(lengths, microbatches=16, cost=pipe.plan_costs())
+            groups = ps.plan.group_rows(lengths, microbatches=16, cost=pipe.plan_costs(), limit="2GB")
 
-        Each stage takes a x tokens + b x tokens x longest + c seconds, fitted to its last 1024 microbatches; printed, the
-        result has these numbers and their errors. The tokens of a microbatch are the elements of its largest input with rows,
-        padding included: rows x longest. From now on `order="planned"` plans with these costs, until the next call.
+        Each stage takes a x tokens + b x tokens x longest + c seconds, fitted to its last 1024 microbatches, and so many bytes,
+        fitted to the first list of each number of microbatches; printed, the result has these numbers and their errors. The
+        tokens of a microbatch are the elements of its largest input with rows, padding included: rows x longest. From now on
+        `order="planned"` plans with these costs, until the next call.
 
         Raises PenstockError before a list has run, other than the first of as many microbatches.
         """
         with self.collective("plan_costs()") as control:
-            fits = control.all_gather_value(self._engine.action_samples.fit(), "to fit the costs of microbatches")
-            costs = self._engine.microbatch_costs = MicrobatchCosts.merge(fits, self.schedule.placement)
+            engine, position = self._engine, self.position
+            offset = measure_clock_skew(control, engine.clock_ids).offset
+            summary = engine.microbatch_samples.summarize(position.pipeline.rank, offset)
+            summaries = control.all_gather_value(summary, "to fit the costs of microbatches")
+            costs = MicrobatchCosts.merge(summaries, position.pipelines[0][0], self.schedule.placement)
+            engine.microbatch_costs = costs
         return costs
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
@@ -583,7 +590,7 @@ class Pipeline(ModuleMisuseHints):
         length: Callable[[Any], int] | Sequence[int] = len,
         microbatches: int | None = None,
         cost: Cost | None = None,
-        limit: float | None = None,
+        limit: Limit = None,
         shuffle: bool = True,
         seed: int = 0,
     ) -> GroupSampler:

@@ -77,19 +77,25 @@ class MemoryMeasurement:
     """Measures what one microbatch keeps on each of a rank's `stages` while a training step runs.
 
     It is the first microbatch to reach the stage that will have a backward, with all its `slices`. Recording takes time, so
-    only that one is slowed.
+    only that one is slowed. Of a list, where each microbatch has another size, all are measured (`of_all`).
     """
 
-    def __init__(self, stages: Mapping[int, Stage], slices: int = 1) -> None:
+    def __init__(self, stages: Mapping[int, Stage], slices: int = 1, of_all: bool = False) -> None:
         import_dynamo()
         self._stages = {index: stage for index, stage in stages.items() if not any(map(is_compiled, stage.module.modules()))}
-        self._slices = slices
+        self._slices, self._of_all = slices, of_all
         self._measured_microbatch: dict[int, int] = {}  # by stage
         self._without_backward: frozenset[int] = frozenset()
         # By stage and slice number.
         self._of_forward: dict[tuple[int, int], StorageSet] = {}  # until its backward
         self._around_input_backward: dict[tuple[int, int], tuple[StorageSet, StorageSet]] = {}  # alive before I, and after it
-        self.sizes: dict[int, ActivationSize] = {}  # the result, by stage
+        self.sizes_by_microbatch: dict[tuple[int, int], ActivationSize] = {}  # the result, by stage and microbatch
+
+    @property
+    def sizes(self) -> dict[int, ActivationSize]:
+        """Of each stage: of the first microbatch that was measured."""
+        first = self._measured_microbatch
+        return {stage: size for (stage, number), size in self.sizes_by_microbatch.items() if number == first[stage]}
 
     def wrap_actions(self, functions: Mapping[Kind, ActionFunction]) -> dict[Kind, ActionFunction]:
         """Return the engine's function for each kind of action, with the measurement around it."""
@@ -106,7 +112,7 @@ class MemoryMeasurement:
     def _forward(self, function: ActionFunction, action: Action, values: Any) -> Any:
         if action.stage not in self._stages or action.microbatch in self._without_backward:
             return function(action, values)
-        if self._measured_microbatch.setdefault(action.stage, action.microbatch) != action.microbatch:
+        if self._measured_microbatch.setdefault(action.stage, action.microbatch) != action.microbatch and not self._of_all:
             return function(action, values)
 
         storages = self._of_forward[action.stage, action.slice_number(self._slices)] = StorageSet(leaves(values))
@@ -126,7 +132,7 @@ class MemoryMeasurement:
             self._around_input_backward[key] = alive_before, alive_after
         else:
             freed = alive_before.freed_bytes()
-            self._add_size(stage, freed, freed)
+            self._add_size(stage, number, freed, freed)
         return messages
 
     def _backward_weight(self, function: ActionFunction, action: Action, values: Any) -> Any:
@@ -134,10 +140,11 @@ class MemoryMeasurement:
         for stage, number in [key for key in self._around_input_backward if key[0] == action.stage]:
             if not self._stages[stage].saved_for_weight_backward(number):
                 alive_before, alive_after = self._around_input_backward.pop((stage, number))
-                self._add_size(stage, alive_before.freed_bytes(), alive_after.freed_bytes())
+                self._add_size(stage, number, alive_before.freed_bytes(), alive_after.freed_bytes())
         return messages
 
-    def _add_size(self, stage: int, act: float, keep: float) -> None:
+    def _add_size(self, stage: int, number: int, act: float, keep: float) -> None:
         """Add what one slice keeps to what its microbatch does."""
-        of_others = self.sizes.get(stage, ActivationSize(0, 0))
-        self.sizes[stage] = ActivationSize(of_others.act + act, of_others.keep + keep)
+        key = stage, number // self._slices
+        of_others = self.sizes_by_microbatch.get(key, ActivationSize(0, 0))
+        self.sizes_by_microbatch[key] = ActivationSize(of_others.act + act, of_others.keep + keep)

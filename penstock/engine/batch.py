@@ -32,6 +32,7 @@ from penstock.engine.sequence import (
     with_position_ids,
 )
 from penstock.errors import MismatchError
+from penstock.mesh.grouping import Limit
 from penstock.mesh.position import MeshPosition
 from penstock.randomness import mix_in, mix_seed
 from penstock.schedule.table import Action, Table
@@ -65,7 +66,7 @@ class StepCall(NamedTuple):
     rowwise_check: RowwiseLossCheck | None = None
     order: str | Sequence[int] | None = None  # of `step_microbatches`, whose inputs and target are lists; else None
     microbatch_costs: MicrobatchCosts | None = None  # for `order="planned"`
-    limit: float | None = None  # of the padded tokens in flight on a rank, in a step over a list
+    limit: Limit = None  # of what is in flight on a rank, in a step over a list
     gradient_factor: float = math.nan  # of this rank since the last step, see checks/gradient_factor.py
     weights_changed: float = math.nan  # 1 if this rank's weights have changed since the last step, 0 if not
     training_mode: bool = True  # of the model that was cut, if it is to be trained

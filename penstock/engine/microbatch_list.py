@@ -17,6 +17,7 @@ from penstock.comms.transport.channels import MessageSpecs
 from penstock.comms.transport.message_spec import MessageSpec
 from penstock.engine.microbatch_costs import MicrobatchCosts
 from penstock.errors import MismatchError, is_whole_number
+from penstock.mesh.grouping import Limit, SizeLimit
 from penstock.mesh.position import MeshPosition
 from penstock.partition.rows import rows_dim_of, unwrap
 from penstock.schedule.microbatch_order import peak_in_flight, plan_order
@@ -215,41 +216,43 @@ def microbatch_order(
     inputs: Sequence[MicrobatchSummary],
     table_of: Callable[[int], Table],
     costs: MicrobatchCosts | None = None,
-    limit: float | None = None,
+    limit: Limit = None,
 ) -> list[int]:
     """Return the order to run in: position in the step -> index in the list.
 
     `table_of(microbatches)`: the table that will run. Without `costs`, the elements of a microbatch stand for its cost. Raises
-    MismatchError for an order that is none, and for one that has more than `limit` elements in flight on a rank.
+    MismatchError for an order that is none, and for one that has more than `limit` in flight on a rank.
     """
-    elements = [float(entry.elements) for entry in inputs]
+    size_limit = SizeLimit(limit, costs and costs.bytes)
+    shapes = [(entry.rows, entry.elements / entry.rows) for entry in inputs]
+    sizes = [size_limit.size(*shape) for shape in shapes]
     indices = comparable_order(order)
     if order == "given":
         indices = list(range(len(inputs)))
     elif order == "planned":
-        stage_costs = costs.step_costs([(entry.rows, entry.elements / entry.rows) for entry in inputs]) if costs else Costs()
-        factors = stage_costs.microbatch_factors or elements
-        indices = plan_order(factors, table_of(len(inputs)), stage_costs, elements, limit)
+        factors = [costs(*shape) if costs else float(entry.elements) for shape, entry in zip(shapes, inputs, strict=True)]
+        stage_costs = costs.step_costs(shapes) if costs else Costs()
+        most = None if limit is None else size_limit.most
+        indices = plan_order(factors, table_of(len(inputs)), stage_costs, sizes, most)
     if isinstance(indices, str) or sorted(indices) != list(range(len(inputs))):
         raise MismatchError(
             f"order={order!r} is no order of {len(inputs)} microbatches: give 'given', 'planned', or each index from 0 to "
             f"{len(inputs) - 1} once"
         )
     if limit is not None:
-        _check_limit([elements[index] for index in indices], table_of(len(inputs)), order, limit)
+        _check_limit([sizes[index] for index in indices], table_of(len(inputs)), order, size_limit)
     return indices
 
 
-def _check_limit(elements: Sequence[float], table: Table, order: object, limit: float) -> None:
-    """Raise MismatchError where microbatches of these `elements`, in the order they run, have more than `limit` in flight."""
-    if not isinstance(limit, int | float) or not limit > 0:
-        raise MismatchError(f"limit={limit!r} is no number of padded tokens: give one above 0, or None for no limit")
-    peaks = peak_in_flight(elements, table)
-    if max(peaks) > limit:
+def _check_limit(sizes: Sequence[float], table: Table, order: object, limit: SizeLimit) -> None:
+    """Raise MismatchError where microbatches of these `sizes`, in the order they run, have more than `limit` in flight."""
+    peaks = peak_in_flight(sizes, table)
+    if max(peaks) > limit.most:
         least = "no order was found that has less" if order == "planned" else "order='planned' looks for one that has less"
         raise MismatchError(
-            f"order={order!r} has up to {max(peaks):,.0f} padded tokens in flight on rank {peaks.index(max(peaks))}, more than "
-            f"limit={limit:g}: {least}. Make smaller microbatches, or take a schedule with fewer in flight, or a higher limit"
+            f"order={order!r} has up to {limit.format(max(peaks))} in flight on rank {peaks.index(max(peaks))}, more than the "
+            f"limit of {limit.format(limit.most)}: {least}. Make smaller microbatches, take a schedule with fewer in flight, "
+            "or give a higher limit"
         )
 
 

@@ -49,7 +49,7 @@ from penstock.engine.checks.outdated_weights import SharedTensors
 from penstock.engine.checks.unregistered_uses import GradientRecord, RemoteParameterUseCheck
 from penstock.engine.clock import ActionClock, make_clock, measure_clock_skew
 from penstock.engine.handshake import LearnedShapes, StepHandshake
-from penstock.engine.microbatch_costs import ActionSamples, MicrobatchCosts
+from penstock.engine.microbatch_costs import MicrobatchCosts, MicrobatchSamples
 from penstock.engine.profiling import ProfiledReceiveChannel, ProfiledSendChannel, action_ranges, message_ranges
 from penstock.engine.report import (
     BackgroundSave,
@@ -121,7 +121,7 @@ class Engine:
         self._opened_channels: tuple[int, Channels] | None = None  # how often the control group was closed before, the channels
         self._previous_end: Any = None  # when the last step ended, as its clock gives it
         self.last_result: StepResult | None = None
-        self.action_samples = ActionSamples()
+        self.microbatch_samples = MicrobatchSamples()
         self.microbatch_costs: MicrobatchCosts | None = None  # fitted to them, the same on every rank
         self.background_save: BackgroundSave | None = None  # the same on every rank
 
@@ -166,7 +166,7 @@ class Engine:
 
         # 4. Run the first forward while headers travel. A batch that this rank has not seen yet is measured.
         is_new = batch.training and not self.handshake.has_learned(batch.header)
-        measurement = MemoryMeasurement(self.stages, self.schedule.slices) if is_new else None
+        measurement = MemoryMeasurement(self.stages, self.schedule.slices, batch.summary is not None) if is_new else None
         early_forward = self._run_first_forward_early(batch, clock, measurement)
 
         # 5. Read all headers.
@@ -181,7 +181,7 @@ class Engine:
         gradient_records: list[GradientRecord] = []
         if batch.training and handshake_result.learned is None:
             gradient_records = self.unregistered.record_gradients()
-            measurement = measurement or MemoryMeasurement(self.stages, self.schedule.slices)
+            measurement = measurement or MemoryMeasurement(self.stages, self.schedule.slices, bool(handshake_result.lists))
             measurement.skip_microbatches(handshake_result.forward_only_microbatches)
 
         # 7. Run the program.
@@ -208,9 +208,14 @@ class Engine:
             self.tied.broadcast_gradients()
         channels.end_step()
 
-        if batch.training and handshake_result.lists and measurement is None:
-            self.action_samples.add(result.actions, clock.intervals(), handshake_result.lists[self.position.replica])
-        self.handshake.remember(handshake_result, LearnedShapes(handshake_result.message_specs, result.activation_sizes))
+        if batch.training and handshake_result.lists and handshake_result.has_backward:
+            sizes = handshake_result.lists[self.position.replica]
+            if measurement is None:
+                self.microbatch_samples.add_seconds(result.actions, clock, sizes)
+            else:
+                self.microbatch_samples.add_bytes(measurement.sizes_by_microbatch, sizes)
+        learned = LearnedShapes(handshake_result.message_specs, result.activation_sizes)
+        self.handshake.remember(handshake_result, learned)
         self.shared_tensors.steps += batch.training
         self._previous_end = clock.mark_end()
         return result

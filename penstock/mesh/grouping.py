@@ -1,19 +1,20 @@
 """Which rows of a batch share a microbatch: rows have lengths, and each microbatch is padded to its longest."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 import torch
 from torch import Tensor
 
 from penstock.errors import MismatchError
+from penstock.schedule.memory import format_bytes, parse_bytes
 
 Cost = Callable[[int, int], float]  # (rows, longest) -> seconds, or any unit
+Limit = float | str | None  # padded tokens; or bytes, as "2GB"
 LARGEST_COSTS_TRIED = 16
 
 
-def group_rows(
-    lengths: Sequence[int], microbatches: int, cost: Cost | None = None, limit: float | None = None
-) -> list[list[int]]:
+def group_rows(lengths: Sequence[int], microbatches: int, cost: Cost | None = None, limit: Limit = None) -> list[list[int]]:
     """Share rows out over microbatches so that the pipeline's step is short. Return the row numbers of each microbatch.
 
         groups = ps.plan.group_rows([5, 120, 7, 118, 60, 6], microbatches=3)  # [[0, 2, 5], [1, 3], [4]]
@@ -25,18 +26,20 @@ def group_rows(
 
     `lengths`: tokens of each row, at least 1. `microbatches`: how many groups to make, none of them empty.
     `cost(rows, longest)`: what a microbatch costs, in any unit; by default its padded tokens, rows x longest.
-    `limit`: the most padded tokens of a microbatch. The result depends on these alone, never on the number of ranks.
+    `limit`: the most padded tokens of a microbatch; or the most bytes of its activations on a rank, as "2GB", if `cost` is
+    `pipe.plan_costs()`, or has a method `bytes(rows, longest)`. The result depends on these alone.
 
     Raises MismatchError for fewer rows than microbatches, a length below 1, and a limit that cannot be kept.
     """
-    _check_lengths_and_limit(lengths, microbatches, limit)
+    size_limit = SizeLimit(limit, getattr(cost, "bytes", None))
+    _check_lengths_and_limit(lengths, microbatches, size_limit)
     order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
     ordered = [lengths[row] for row in order]
-    costs = _costs_of_runs(ordered, cost, limit)
+    costs = _costs_of_runs(ordered, cost, size_limit)
     ends = _best_group_ends(costs, microbatches)
     if ends is None:
         raise MismatchError(
-            f"{len(lengths)} rows do not fit into {microbatches} microbatches of at most {limit:g} padded tokens: "
+            f"{len(lengths)} rows do not fit into {microbatches} microbatches of at most {size_limit.format(size_limit.most)}: "
             f"give {_fewest_groups(costs)} microbatches or more, or a higher limit"
         )
 
@@ -45,34 +48,52 @@ def group_rows(
     return [sorted(order[start:end]) for start, end in (*runs[::2], *reversed(runs[1::2]))]
 
 
-def _check_lengths_and_limit(lengths: Sequence[int], microbatches: int, limit: float | None) -> None:
+class SizeLimit:
+    """The most padded tokens of a microbatch, or the most bytes of it, `bytes_of(rows, longest)`.
+
+    Raises MismatchError for a `limit` that is neither, and for one in bytes without `bytes_of`.
+    """
+
+    def __init__(self, limit: Limit, bytes_of: Callable[[float, float], float] | None) -> None:
+        amount = parse_bytes(limit) if isinstance(limit, str) else inf if limit is None else limit
+        if not isinstance(amount, int | float) or not amount > 0:
+            raise MismatchError(f"limit={limit!r}: give padded tokens, as 4096, or bytes, as '2GB', or None for no limit")
+        self.most, self._bytes_of = amount, bytes_of if isinstance(limit, str) else None
+        if isinstance(limit, str) and bytes_of is None:
+            raise MismatchError(
+                f"limit={limit!r} is in bytes, which pipe.plan_costs() measures: call it after a few steps over lists, for "
+                "group_rows give its result as cost; or give the limit in padded tokens"
+            )
+
+    def size(self, rows: float, longest: float) -> float:
+        """Return what a microbatch of `rows` takes, padded to `longest` tokens."""
+        return self._bytes_of(rows, longest) if self._bytes_of else rows * longest
+
+    def format(self, size: float) -> str:
+        """Return a size as text, with its unit."""
+        return format_bytes(size) if self._bytes_of else f"{size:,.0f} padded tokens"
+
+
+def _check_lengths_and_limit(lengths: Sequence[int], microbatches: int, limit: SizeLimit) -> None:
     if not 1 <= microbatches <= len(lengths):
         raise MismatchError(f"{len(lengths)} rows cannot be shared out over {microbatches} microbatches: each needs one")
     if min(lengths) < 1:
         raise MismatchError(f"row {lengths.index(min(lengths))} has length {min(lengths)}: a row has at least one token")
-    if limit is not None and max(lengths) > limit:
-        row = lengths.index(max(lengths))
+    if limit.size(1, max(lengths)) > limit.most:
+        row, size = lengths.index(max(lengths)), limit.format(limit.size(1, max(lengths)))
         raise MismatchError(
-            f"row {row} has {lengths[row]} tokens, more than the limit of {limit:g} of a microbatch: "
-            "shorten it, or give a higher limit"
+            f"row {row} of length {max(lengths)} takes {size} alone, more than the limit of {limit.format(limit.most)} of a "
+            "microbatch: shorten it, or give a higher limit"
         )
 
 
-def _costs_of_runs(lengths: Sequence[int], cost: Cost | None, limit: float | None) -> Tensor:
+def _costs_of_runs(lengths: Sequence[int], cost: Cost | None, limit: SizeLimit) -> Tensor:
     """Entry [start, end]: the cost of a microbatch of the sorted rows start .. end - 1; infinite where there can be none."""
-    max_lengths = torch.tensor([0, *lengths], dtype=torch.float64, device="cpu")
-    position = torch.arange(len(lengths) + 1, dtype=torch.float64, device="cpu")
-    rows = position[None, :] - position[:, None]
-    tokens = rows * max_lengths[None, :]
-    costs = tokens.clone()
-
-    if cost is not None:
-        for end in range(1, len(lengths) + 1):
-            for start in range(end):
-                costs[start, end] = cost(end - start, lengths[end - 1])
-    costs[rows < 1] = torch.inf
-    if limit is not None:
-        costs[tokens > limit] = torch.inf
+    costs = torch.full((len(lengths) + 1, len(lengths) + 1), inf, dtype=torch.float64, device="cpu")
+    for end, longest in enumerate(lengths, 1):
+        sizes = [(end - start, longest) for start in range(end)]
+        column = [(cost(*size) if cost else size[0] * longest) if limit.size(*size) <= limit.most else inf for size in sizes]
+        costs[:end, end] = costs.new_tensor(column)
     return costs
 
 
@@ -82,10 +103,10 @@ def _best_group_ends(costs: Tensor, groups: int) -> list[int] | None:
     last_row_alone = costs[-2, -1]
     candidates = candidates[candidates >= last_row_alone]
     step = max(1, len(candidates) // LARGEST_COSTS_TRIED)
-    best, best_ends = torch.inf, None
+    best, best_ends = inf, None
 
-    for largest in (*candidates[::step].tolist(), torch.inf):
-        inner_ends = _cheapest_runs(costs.where(costs <= largest, torch.inf), groups)
+    for largest in (*candidates[::step].tolist(), inf):
+        inner_ends = _cheapest_runs(costs.where(costs <= largest, inf), groups)
         if inner_ends is not None:
             starts, ends = [0, *inner_ends], inner_ends
             run_costs = [costs[run].item() for run in zip(starts, ends, strict=False)]
@@ -96,7 +117,7 @@ def _best_group_ends(costs: Tensor, groups: int) -> list[int] | None:
 
 def _cheapest_runs(costs: Tensor, groups: int) -> list[int] | None:
     """The ends of the runs of the least sum."""
-    total = torch.full_like(costs[0], torch.inf)
+    total = torch.full_like(costs[0], inf)
     total[0] = 0
     starts = []
     for _ in range(groups):

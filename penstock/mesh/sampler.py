@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Sampler
 
 from penstock.errors import MismatchError, is_whole_number
-from penstock.mesh.grouping import Cost, group_rows
+from penstock.mesh.grouping import Cost, Limit, group_rows
 from penstock.randomness import mix_seed
 
 
@@ -66,7 +66,7 @@ class GroupSampler(Sampler[list[list[int]]]):
         length: Callable[[Any], int] | Sequence[int],
         microbatches: int,
         cost: Cost | None = None,
-        limit: float | None = None,
+        limit: Limit = None,
     ) -> None:
         if not is_whole_number(rows) or rows < 1:
             raise MismatchError(f"rows={rows!r}: give the number of rows of a step, 1 or more")

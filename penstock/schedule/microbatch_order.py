@@ -35,9 +35,9 @@ def plan_order(
     """Return the order to run in: position in the step -> index of the microbatch. The given one, unless another is faster.
 
     `costs`: of each microbatch, in any unit, no more than `table` has; every stage takes as many times longer for one that
-    costs more. `stage_costs`: what stages take for a microbatch of cost 1; messages cost nothing. `limit`: the most that the
-    microbatches in flight on a rank may take together, of which each takes its entry of `sizes`, as `peak_in_flight` says. If
-    no order that was tried keeps it, the one that takes least is returned.
+    costs more. `stage_costs`: what stages take for a microbatch of cost 1, or for each; messages cost nothing. `limit`: the
+    most that the microbatches in flight on a rank may take together, of which each takes its entry of `sizes`, as
+    `peak_in_flight` says. If no order that was tried keeps it, the one that takes least is returned.
     """
     timer = OrderTimer(costs, table, stage_costs, sizes, limit)
     if len(costs) <= MAX_EXACT_MICROBATCHES:
@@ -65,18 +65,22 @@ class OrderTimer:
         import numpy as np
 
         self._graph = _step_graph(table, len(costs))
-        self._costs, self._sizes, self._limit = np.array(costs, dtype=float), np.array(sizes, dtype=float), limit
-        self._action_costs = stage_costs.action_costs(table.num_stages)
-        self._longest = sum(costs) * sum(map(sum, self._action_costs.values()))  # no step takes longer
+        self._sizes, self._limit = np.array(sizes, dtype=float), limit
+        stage_costs = replace(stage_costs, microbatch_factors=costs)
+        by_microbatch = stage_costs.action_costs_by_microbatch(table.num_stages, len(costs))
+        rows = {tuple(row): np.array(row) for stage_rows in by_microbatch.values() for row in stage_rows}
+        self._cost_rows = list(rows.values())  # each with a cost for every microbatch, no two the same
+        numbers = dict(zip(rows, range(len(rows)), strict=True))
+        self._row_numbers = {kind: [numbers[tuple(row)] for row in stage_rows] for kind, stage_rows in by_microbatch.items()}
+        self._longest = sum(sum(row) for stage_rows in by_microbatch.values() for row in stage_rows)  # no step takes longer
 
     def step_times(self, orders: "np.ndarray") -> "np.ndarray":
         """Return what a step takes in each of `orders`, (microbatches, orders); more than any where the limit is not kept."""
         import numpy as np
 
-        factors, ends = self._costs[orders], list["np.ndarray"]()
-        scaled_costs = {cost: cost * factors for costs in self._action_costs.values() for cost in costs}
+        ends, costs = list["np.ndarray"](), [row[orders] for row in self._cost_rows]
         for needs, actions in self._graph.cells:
-            first, *rest = [scaled_costs[self._action_costs[kind][stage]][microbatch] for kind, stage, microbatch, _ in actions]
+            first, *rest = [costs[self._row_numbers[kind][stage]][microbatch] for kind, stage, microbatch, _ in actions]
             end = sum(rest, first)
             ends.append(end + _elementwise_max([ends[need] for need in needs]) if needs else end)
         times = _elementwise_max([ends[cell] for cell in self._graph.last_cells])

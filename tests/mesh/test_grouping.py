@@ -101,10 +101,13 @@ def test_short_groups_come_first_and_last() -> None:
         ([3, 4], 3, None, "2 rows cannot be shared out over 3 microbatches"),
         ([3, 4], 0, None, "2 rows cannot be shared out over 0 microbatches"),
         ([3, 0], 2, None, "row 1 has length 0"),
-        ([3, 9], 1, 8, "row 1 has 9 tokens, more than the limit of 8"),
+        ([3, 9], 1, 8, "row 1 of length 9 takes 9 padded tokens alone, more than the limit of 8"),
         ([5, 5, 5, 5], 2, 5, "give 4 microbatches or more"),
+        ([5, 5], 2, "much", "limit='much': give padded tokens, as 4096, or bytes, as '2GB'"),
     ],
 )
-def test_what_cannot_be_grouped_is_refused(lengths: list[int], microbatches: int, limit: float | None, message: str) -> None:
+def test_what_cannot_be_grouped_is_refused(
+    lengths: list[int], microbatches: int, limit: float | str | None, message: str
+) -> None:
     with pytest.raises(ps.MismatchError, match=message):
         group_rows(lengths, microbatches, limit=limit)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule import Costs, build, names, simulate
+from penstock.schedule import Costs, build, names, search, simulate
 from penstock.schedule.microbatch_order import UNIT_COSTS, peak_in_flight, plan_order
 
 
@@ -75,6 +75,40 @@ def test_no_order_of_few_microbatches_is_faster(name: str) -> None:
     planned = plan_order(costs, build(name, ranks=2, microbatches=5), stage_costs)
     times = [_step_time(name, list(order), stage_costs) for order in itertools.permutations(costs)]
     assert _step_time(name, [costs[index] for index in planned], stage_costs) == pytest.approx(min(times), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_a_stage_may_have_costs_for_each_microbatch(name: str) -> None:
+    """A step takes as long as its parts; and of all 120 orders, each simulated, none is faster than the planned one."""
+    table, rng = build(name, ranks=2, microbatches=5), random.Random(3)
+    kinds = [[[rng.uniform(1, 9) for _ in range(5)] for _ in range(table.num_stages)] for _ in range(3)]
+
+    def step_time(order: tuple[int, ...]) -> float:
+        ordered = [[[row[index] for index in order] for row in rows] for rows in kinds]
+        return simulate(table, Costs(*ordered)).makespan
+
+    in_one_piece = simulate(build("naive", ranks=1, microbatches=5), Costs([kinds[0][0]], [kinds[1][0]], 2.0))
+    assert in_one_piece.makespan == pytest.approx(sum(kinds[0][0]) + sum(kinds[1][0]) + 5 * 2)
+    planned = plan_order(_costs(5, 5), table, Costs(*kinds))
+    assert step_time(tuple(planned)) == pytest.approx(min(map(step_time, itertools.permutations(range(5)))), rel=1e-12)
+    with pytest.raises(ScheduleError, match="F of stage 0 has 5 costs for 4 microbatches: give one for each"):
+        simulate(build(name, ranks=2, microbatches=4), Costs(kinds[0]))
+
+
+def test_a_table_is_searched_for_microbatches_of_unequal_costs() -> None:
+    factors = [1.0, 5.0, 2.0, 1.0]
+    costs = Costs(act=2, microbatch_factors=factors)
+    found = search(costs, placement=(0, 1), microbatches=4, limit=14, effort="quick")
+    timeline = simulate(found.schedule, costs)
+    assert found.makespan == timeline.makespan
+    assert max(timeline.peak_memory) <= 14
+    assert found.bound <= found.makespan < simulate(build("1f1b", ranks=2, microbatches=4), costs).makespan
+    by_stage = Costs(*[[factors, factors]] * 3, microbatch_factors=factors, act=2)
+    assert search(by_stage, placement=(0, 1), microbatches=4, limit=14, effort="quick") == found
+    with pytest.raises(ScheduleError, match="no table keeps the limit"):
+        search(costs, placement=(0, 1), microbatches=4, limit=9)
+    with pytest.raises(ScheduleError, match="'optimal' knows no microbatches that cost unlike"):
+        search(costs, placement=(0, 1), microbatches=4, effort="optimal")
 
 
 def test_fewer_microbatches_than_the_table_has_are_planned_too() -> None:

@@ -21,7 +21,7 @@ class GroupingCollator:
         collate: Callable[[list[Any]], Any],
         microbatches: int,
         cost: Callable[[int, int], float] | None = None,
-        limit: float | None = None,
+        limit: float | str | None = None,
     ) -> None:
         self.collate, self.microbatches, self.cost, self.limit = collate, microbatches, cost, limit
 

@@ -36,14 +36,14 @@ def heads_and_tails(problem: SearchProblem) -> tuple[list[float], list[float]]:
 def _relaxed_problem(problem: SearchProblem) -> SearchProblem:
     """A problem on which no table takes longer: what halves and pairs may save is saved everywhere."""
     costs, stages = problem.costs, problem.num_stages
-    times, sizes = costs.action_costs(stages), costs.activation_sizes(stages)
-    inputs = [min(half, full) for half, full in zip(times[Kind.I], times[Kind.B], strict=True)]
+    times, sizes = costs.action_costs_by_microbatch(stages, problem.microbatches), costs.activation_sizes(stages)
+    inputs = [list(map(min, *halves_and_full)) for halves_and_full in zip(times[Kind.I], times[Kind.B], strict=True)]
     lefts = zip(times[Kind.W], times[Kind.B], inputs, strict=True)
     cheaper = replace(
         costs,
-        forward=[time * (1 - costs.overlap) for time in times[Kind.F]],
+        forward=[[time * (1 - costs.overlap) for time in row] for row in times[Kind.F]],
         backward_input=inputs,
-        backward_weight=[min(weight, full - half) for weight, full, half in lefts],
+        backward_weight=[[min(w, b - i) for w, b, i in zip(*rows, strict=True)] for rows in lefts],
         keep=[min(size) for size in sizes],
         backward=None,
     )
@@ -96,7 +96,12 @@ def _work_bound(problem: SearchProblem, rank: int, heads: list[float], tails: li
 
 
 def _memory_bound(problem: SearchProblem, rank: int, earliest_starts: list[float]) -> float:
-    """How long the step takes at least for what the activations of `rank` take, for how long they are held at least."""
+    """How long the step takes at least for what the activations of `rank` take, for how long they are held at least.
+
+    0 where microbatches are unlike: for how long the later ones are held at least is not known.
+    """
+    if problem.costs.is_ragged:
+        return 0.0
     count, stages, area = problem.microbatches, problem.num_stages, 0.0
     for stage in problem.stages_of[rank]:
         weight = 2 * stages + stage

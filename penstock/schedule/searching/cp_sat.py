@@ -41,6 +41,8 @@ def check_solvable(costs: Costs) -> None:
     """Raises ScheduleError where OR-Tools is not installed, and for costs that its model does not have."""
     if costs.overlap:
         raise ScheduleError(f"effort='optimal' knows no pairs that overlap: use 'long', or overlap=0 and not {costs.overlap}")
+    if costs.is_ragged:
+        raise ScheduleError("effort='optimal' knows no microbatches that cost unlike: use 'long'")
     _import_cp_model()
 
 

@@ -1,13 +1,14 @@
 """The pipeline as a search sees it: numbers for actions, and flat lists of what each costs, sends and holds.
 
 The action of stage s for microbatch m has the number `code * M + m`, where the code is s for F, S + s for I and 2S + s for W.
-Microbatches are alike, so no other order of them is needed than 0, 1, 2, ..: the n-th action of a code is microbatch n.
+Microbatches run in the order 0, 1, 2, .., as they are given: the n-th action of a code is microbatch n.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
+from statistics import fmean
 from typing import NamedTuple
 
 from penstock.schedule.schedule import Schedule, from_rows
@@ -48,9 +49,12 @@ class SearchProblem:
         self.kinds = (Kind.F, Kind.B) if full_backwards else (Kind.F, Kind.I, Kind.W)
         self.first_back, self.first_weight = self.num_stages * microbatches, 2 * self.num_stages * microbatches
         times, self.sizes = costs.action_costs(self.num_stages), costs.activation_sizes(self.num_stages)
-        self.times = [times[kind][stage] for kind in self.kinds for stage in range(self.num_stages)]  # by codes
+        self.factors = costs.factors_by_microbatch(microbatches)
+        mean = fmean(self.factors)
+        self.times = [mean * times[kind][stage] for kind in self.kinds for stage in range(self.num_stages)]  # by codes
         self.typical_time = sum(self.times) / len(self.times)
-        self.cost = self._values_per_action(self.times)
+        by_microbatch = costs.action_costs_by_microbatch(self.num_stages, microbatches)
+        self.cost = [cost for kind in self.kinds for stage_costs in by_microbatch[kind] for cost in stage_costs]
         self.change = self._values_per_action([size.memory_change(kind) for kind in self.kinds for size in self.sizes])
         signs = (1, -1, 0)[: len(self.kinds)]  # of F, of I and of W, if every W that can run is done
         self.memory_change_with_weights = self._values_per_action([sign * size.act for sign in signs for size in self.sizes])
@@ -59,12 +63,13 @@ class SearchProblem:
             for rank in range(self.ranks)
         ]
         self.later_stages_memory = [
-            sum(self.sizes[t].act for t in self.stages_of[home] if t > s) for s, home in enumerate(placement)
+            max(self.factors) * sum(self.sizes[t].act for t in self.stages_of[home] if t > s)
+            for s, home in enumerate(placement)
         ]
         self._connect_actions()
 
     def _values_per_action(self, of_codes: Sequence[float]) -> list[float]:
-        return [value for value in of_codes for _ in range(self.microbatches)]
+        return [value * factor for value in of_codes for factor in self.factors]
 
     def _connect_actions(self) -> None:
         """Set which action sends to which: `slot` and `latency` in a chain, where each has one taker; else `sends`."""
@@ -82,14 +87,16 @@ class SearchProblem:
                     self.also_needs[action].append(slot)
                 filled_slots.add(slot)
                 self.taker[slot] = action
-                self.sends[source * self.microbatches + m].append(send._replace(slot=slot))
+                self.sends[source * self.microbatches + m].append(
+                    send._replace(slot=slot, transmission=send.transmission * self.factors[m])
+                )
                 self.source[slot] = source * self.microbatches + m
         no_send = ActionMessage(count, None, 0.0, 0.0)
         first_sends = [(sends or [no_send])[0] for sends in self.sends]
         self.slot, self.latency = [send.slot for send in first_sends], [send.latency for send in first_sends]
         self.initial_slot_times = [-1.0 if slot in filled_slots else 0.0 for slot in range(count)] + [-1.0] * (slots - count)
         self.is_simple_chain = slots == count + 1 and all(send.transmission == 0 for sends in self.sends for send in sends)
-        self.has_positive_times = self.is_simple_chain and min(self.times[: 2 * stages]) > 0
+        self.has_positive_times = self.is_simple_chain and min(self.cost[: 2 * stages * self.microbatches]) > 0
 
     def _messages(self) -> Iterator[tuple[int, int, ActionMessage]]:
         """Yield (source code, receiving code, cost of the message), in the order in which a rank sends."""

@@ -57,7 +57,8 @@ def search(
 ) -> Found:
     """The table with the shortest step, within a limit on memory, that was found for these costs.
 
-    `costs`: of the stages of `placement`, as for `simulate`. Where pairs overlap, the best table gets some.
+    `costs`: of the stages of `placement`, as for `simulate`. Where pairs overlap, the best table gets some. Microbatches that
+    cost unlike run in their order.
     `placement`: the rank of every stage.
     `microbatches`: M, into how many a batch is split.
     `limit`: the most that the activations of a rank may take at once (`Timeline.peak_memory`), in the unit of `costs.act`:
@@ -272,7 +273,7 @@ def memory_limits(limit: float | Sequence[float] | None, costs: Costs, placement
         raise ScheduleError(f"limit has {len(limits)} numbers for {ranks} ranks: give one number, or one for each rank")
     min_memory = [0.0] * ranks
     for size, home in zip(costs.activation_sizes(len(placement)), placement, strict=True):
-        min_memory[home] += size.act
+        min_memory[home] += size.act * max(costs.microbatch_factors or [1.0])
     short = [rank for rank in range(ranks) if not min_memory[rank] <= limits[rank] * (1 + TOLERANCE)]
     if short:
         rank_texts = ", ".join(f"rank {rank} {min_memory[rank]:g} (limit {limits[rank]:g})" for rank in short)

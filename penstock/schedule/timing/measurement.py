@@ -65,10 +65,7 @@ class Measurement:
         if not tables[0].num_stages:
             raise ScheduleError("nothing ran in this timeline: measure a step")
         table, gaps = tables[0], [gap for timeline in timelines for gap in find_gaps(timeline)]
-        waits = [gap for gap in gaps if gap.waited]
-        messages = _median_by_border(((gap, gap.message_seconds) for gap in waits), table)
-        between = _engine_seconds((gap for gap in gaps if not gap.is_wait(messages.get(gap.border, 0.0))), table.num_stages)
-        sends = _median_by_border(((gap, gap.message_seconds - _time_after(between, gap.needed)) for gap in waits), table)
+        between, sends = _engine_and_message_seconds(gaps, table)
         sizes = next((timeline.activation_sizes for timeline in reversed(timelines) if timeline.memory_unit == "bytes"), ())
         layers = _checked_layers(layers, table.num_stages)
         seconds, factors = _action_seconds(timelines, table), microbatch_factors(timelines[-1])
@@ -76,7 +73,7 @@ class Measurement:
             table,
             seconds,
             between,
-            tuple(sends.values()),
+            sends,
             around,
             layers,
             sizes,
@@ -293,6 +290,19 @@ def _engine_seconds(engines: Iterable[Gap], stages: int) -> Times:
             for key in ((kind, stage), kind, None):
                 samples[key].append(max(0.0, gap.after.start - gap.before.end))
     return {kind: tuple(_first_median(samples, (kind, stage), kind, None) for stage in range(stages)) for kind in Kind}
+
+
+def engine_and_message_seconds(timeline: Timeline) -> tuple[Times, tuple[float, ...]]:
+    """Return the engine's seconds after an action, and those of a message over each border, as a `Measurement` has them."""
+    return _engine_and_message_seconds(list(find_gaps(timeline)), executed_table(timeline))
+
+
+def _engine_and_message_seconds(gaps: Sequence[Gap], table: Schedule) -> tuple[Times, tuple[float, ...]]:
+    waits = [gap for gap in gaps if gap.waited]
+    messages = _median_by_border(((gap, gap.message_seconds) for gap in waits), table)
+    between = _engine_seconds((gap for gap in gaps if not gap.is_wait(messages.get(gap.border, 0.0))), table.num_stages)
+    sends = _median_by_border(((gap, gap.message_seconds - _time_after(between, gap.needed)) for gap in waits), table)
+    return between, tuple(sends.values())
 
 
 def _median_by_border(samples: Iterable[tuple[Gap, float]], table: Schedule) -> dict[Skip, float]:

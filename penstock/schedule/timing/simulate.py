@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
+from statistics import fmean
 
 from penstock.errors import ScheduleError
 from penstock.schedule.memory import ActivationSize
@@ -23,6 +24,7 @@ from penstock.schedule.timing.events import Channel, Event, MessageCost
 from penstock.schedule.timing.timeline import Timeline
 
 Cost = float | Sequence[float]  # one number for all stages (or all borders between stages), or one for each
+ActionCost = float | Sequence[float | Sequence[float]]  # the same; a stage may have a number for each microbatch
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Costs:
 
     Times are in any one unit. A full backward `B` costs `backward_input` + `backward_weight`, unless `backward` says what it
     takes. A pair of overlapping actions costs both less `overlap`, the share (0 to 1) of the shorter one that the longer hides.
+    In place of a stage's number, these four may have a sequence with one for each microbatch.
 
     A message between two ranks occupies its channel for `size` / `bandwidth` and then travels for `send`. There is one
     channel for each ordered pair of ranks: first in, first out, in the order of the sender's table. These three are a number
@@ -42,13 +45,14 @@ class Costs:
     in halves, I lets go all but `keep`, which W still needs (None: all of `act`).
 
     Microbatches of unequal shapes: `microbatch_factors` has a number for each, and its actions, the bytes of its messages and
-    its activations cost that many times as much. All costs are of a whole microbatch: each of K slices costs 1/K of them.
+    its activations cost that many times as much; not the actions of a stage that has a number for each microbatch.
+    All costs are of a whole microbatch: each of K slices costs 1/K of them.
     Later slices attend to more tokens: `slice_factors` has a number for each slice, how many times 1/K its actions take.
     """
 
-    forward: Cost = 1
-    backward_input: Cost = 1
-    backward_weight: Cost = 1
+    forward: ActionCost = 1
+    backward_input: ActionCost = 1
+    backward_weight: ActionCost = 1
     send: Cost = 0
     size: Cost = 0
     bandwidth: Cost = float("inf")
@@ -56,7 +60,7 @@ class Costs:
     keep: Cost | None = None
     overlap: float = 0
     skips: Mapping[Skip, float] = field(default_factory=dict)
-    backward: Cost | None = None
+    backward: ActionCost | None = None
     microbatch_factors: Sequence[float] = field(default_factory=list)
     slice_factors: Sequence[float] = field(default_factory=list)
 
@@ -70,19 +74,54 @@ class Costs:
             return [1.0] * microbatches
         return _checked_costs("microbatch_factors", self.microbatch_factors, microbatches, "microbatch", "a number")
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether microbatches cost unlike."""
+        costs = [self.forward, self.backward_input, self.backward_weight, self.backward]
+        of_stages = [stage_cost for cost in costs if isinstance(cost, Iterable) for stage_cost in cost]
+        by_microbatch = [self.microbatch_factors, *(cost for cost in of_stages if isinstance(cost, Iterable))]
+        return any(len({*values}) > 1 for values in by_microbatch)
+
     def action_costs(self, stages: int) -> dict[Kind, list[float]]:
-        """Kind -> cost of every stage.
+        """Kind -> cost of every stage; the mean, where it has one for each microbatch.
 
         Raises ScheduleError if a sequence does not have one cost for each stage, a cost is negative or no finite number, or
         `overlap` is no share.
         """
+        return {
+            kind: [fmean(cost) if isinstance(cost, list) else cost for cost in costs]
+            for kind, costs in self._action_costs(stages).items()
+        }
+
+    def action_costs_by_microbatch(self, stages: int, microbatches: int) -> dict[Kind, list[list[float]]]:
+        """Kind -> stage -> cost of every microbatch. Raises ScheduleError as `action_costs` and `factors_by_microbatch`."""
+        factors = self.factors_by_microbatch(microbatches)
+
+        def by_microbatch(kind: Kind, stage: int, cost: float | list[float]) -> list[float]:
+            if not isinstance(cost, list):
+                return [cost * factor for factor in factors]
+            if len(cost) != microbatches:
+                raise ScheduleError(
+                    f"{kind} of stage {stage} has {len(cost)} costs for {microbatches} microbatches: give one for each"
+                )
+            return cost
+
+        return {
+            kind: [by_microbatch(kind, stage, cost) for stage, cost in enumerate(costs)]
+            for kind, costs in self._action_costs(stages).items()
+        }
+
+    def _action_costs(self, stages: int) -> dict[Kind, list[float | list[float]]]:
+        """Kind -> stage -> its cost, or one for each microbatch. Raises ScheduleError as `action_costs`."""
         if not 0 <= self.overlap <= 1:
             raise ScheduleError(f"overlap is {self.overlap}: give the share of the shorter action that is hidden, 0 to 1")
-        forward = _checked_costs("forward", self.forward, stages)
-        inputs = _checked_costs("backward_input", self.backward_input, stages)
-        weights = _checked_costs("backward_weight", self.backward_weight, stages)
-        input_and_weight = [i + w for i, w in zip(inputs, weights, strict=True)]
-        full = input_and_weight if self.backward is None else _checked_costs("backward", self.backward, stages)
+        forward = _checked_action_costs("forward", self.forward, stages)
+        inputs = _checked_action_costs("backward_input", self.backward_input, stages)
+        weights = _checked_action_costs("backward_weight", self.backward_weight, stages)
+        if self.backward is None:
+            full = [_add_costs(*halves) for halves in zip(inputs, weights, strict=True)]
+        else:
+            full = _checked_action_costs("backward", self.backward, stages)
         return {Kind.F: forward, Kind.B: full, Kind.I: inputs, Kind.W: weights}
 
     def message_costs(self, stages: int) -> tuple[MessageCost, ...]:
@@ -122,6 +161,30 @@ def _checked_costs(name: str, cost: Cost, count: int, unit: str = "stage", descr
         if not 0 <= value < float("inf"):
             raise ScheduleError(f"{name} has the cost {value}: a cost is {description}, 0 or more")
     return costs
+
+
+def _checked_action_costs(name: str, cost: ActionCost, stages: int) -> list[float | list[float]]:
+    by_stage: list[float | list[float]] = []
+    for stage_cost in cost if isinstance(cost, Iterable) else [cost] * stages:
+        if isinstance(stage_cost, Iterable):
+            numbers = list(stage_cost)
+            by_stage.append(_checked_costs(name, numbers, max(1, len(numbers)), "microbatch"))
+        else:
+            by_stage += _checked_costs(name, stage_cost, 1)
+    if len(by_stage) != stages:
+        raise ScheduleError(f"{name} has {len(by_stage)} costs for {stages} stages: give one number, or one for each stage")
+    return by_stage
+
+
+def _add_costs(first: float | list[float], second: float | list[float]) -> float | list[float]:
+    """Return the sum of two costs, of which each is a number, or one for each microbatch."""
+    if not isinstance(first, list):
+        return [first + cost for cost in second] if isinstance(second, list) else first + second
+    if not isinstance(second, list):
+        return [cost + second for cost in first]
+    if len(first) != len(second):
+        raise ScheduleError(f"backward_input has {len(first)} costs on a stage, backward_weight {len(second)}: give as many")
+    return [cost + other for cost, other in zip(first, second, strict=True)]
 
 
 def _expand_cost(name: str, cost: Cost, count: int, unit: str) -> list[float]:
@@ -201,7 +264,7 @@ class _MessageRoute:
 class _ActionWork:
     """What the actions of one kind on one stage need, cost and leave behind."""
 
-    cost: float
+    costs: list[float]  # by microbatch + M x slice
     needs: tuple[ReadyTimes, ...] = ()
     leaves: tuple[ReadyTimes, ...] = ()  # for the same rank
     sends: tuple[_MessageRoute, ...] = ()
@@ -215,7 +278,6 @@ class _Simulation:
         self.action_works = _work_by_kind_and_stage(schedule, costs)
         shares = [factor / schedule.slices for factor in costs.factors_by_microbatch(schedule.microbatches)]
         self.message_factors = shares * schedule.slices
-        self.factors = [share * factor for factor in costs.factors_by_slice(schedule.slices) for share in shares]
         self.rows: list[list[Event]] = [[] for _ in schedule.actions]
         self.awaited_times: list[ReadyTimes | None] = [None] * schedule.ranks
         self.ready_ranks = list(reversed(range(schedule.ranks)))
@@ -232,7 +294,7 @@ class _Simulation:
 
         The one loop that runs for every action, millions of times: hence no functions in it.
         """
-        row, works, waits_for, factors, free = self.rows[rank], self.action_works, self.awaited_times, self.factors, 0.0
+        row, works, waits_for, free = self.rows[rank], self.action_works, self.awaited_times, 0.0
         microbatches, message_factors = self.schedule.microbatches, self.message_factors
         for cell in self.schedule.cells(rank) if self.schedule.slices == 1 else _cells_in_slice_order(self.schedule, rank):
             actions = (cell,) if isinstance(cell, Action) else cell
@@ -246,9 +308,9 @@ class _Simulation:
                         yield times
                     if ready_time > start:
                         start = ready_time
-                cost += work.cost * factors[microbatch]
+                cost += work.costs[microbatch]
             if len(actions) > 1:
-                times_alone = [works[kind][stage].cost * factors[number] for kind, stage, number, _ in actions]
+                times_alone = [works[kind][stage].costs[number] for kind, stage, number, _ in actions]
                 cost -= self.overlap * min(times_alone)
             free = start + cost
             for action in actions:
@@ -283,7 +345,11 @@ def _work_by_kind_and_stage(schedule: Table, costs: Costs) -> dict[Kind, list[_A
     home, stages, skips = schedule.placement, schedule.num_stages, costs.skip_connection_costs(schedule.num_stages)
     borders = dict(zip(pairwise(range(stages)), costs.message_costs(stages), strict=True)) | skips
     channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
-    works = {kind: [_ActionWork(cost) for cost in stage_costs] for kind, stage_costs in costs.action_costs(stages).items()}
+    slice_shares = [factor / schedule.slices for factor in costs.factors_by_slice(schedule.slices)]
+    works = {
+        kind: [_ActionWork(_costs_by_slice(microbatch_costs, slice_shares)) for microbatch_costs in stage_costs]
+        for kind, stage_costs in costs.action_costs_by_microbatch(stages, schedule.microbatches).items()
+    }
     for kind, stage in product((Kind.F, Kind.B, Kind.W), range(stages)):  # so that a step sends in the order of the stages
         for makers in dependencies(Action(kind, stage, 0), stages, skips):
             times: ReadyTimes = [None] * (schedule.microbatches * schedule.slices)
@@ -297,6 +363,13 @@ def _work_by_kind_and_stage(schedule: Table, costs: Costs) -> dict[Kind, list[_A
                     border = borders[min(source, stage), max(source, stage)]
                     works[maker][source].sends += (_MessageRoute(times, ends[1], channels[ends], border),)
     return works
+
+
+def _costs_by_slice(microbatch_costs: list[float], slice_shares: Sequence[float]) -> list[float]:
+    """Return the costs by microbatch + M x slice."""
+    if len(slice_shares) == 1:
+        return microbatch_costs
+    return [cost * share for share in slice_shares for cost in microbatch_costs]
 
 
 def averaging_end_time(timeline: Timeline, seconds: Cost, *, overlapped: bool = True, shared: bool = False) -> float:

@@ -11,7 +11,7 @@ from penstock.schedule.memory import format_bytes, parse_bytes
 
 Cost = Callable[[int, int], float]  # (rows, longest) -> seconds, or any unit
 Limit = float | str | None  # padded tokens; or bytes, as "2GB"
-LARGEST_COSTS_TRIED = 16
+LARGEST_COSTS_TRIED = 8
 
 
 def group_rows(lengths: Sequence[int], microbatches: int, cost: Cost | None = None, limit: Limit = None) -> list[list[int]]:
@@ -98,20 +98,26 @@ def _costs_of_runs(lengths: Sequence[int], cost: Cost | None, limit: SizeLimit) 
 
 
 def _best_group_ends(costs: Tensor, groups: int) -> list[int] | None:
-    """The end of each of the `groups` runs for which (sum + largest) of the costs is least; None if there is no way."""
-    candidates = costs[torch.isfinite(costs)].unique()
+    """The end of each of the `groups` runs for which (sum + largest) of the costs is least; None if there is no way.
+
+    The runs of the least sum come first; then those of the least sum among runs that cost less than their most expensive one.
+    """
+
+    def sum_and_largest(ends: list[int]) -> tuple[float, float]:
+        run_costs = [costs[run].item() for run in zip([0, *ends], ends, strict=False)]
+        return sum(run_costs) + max(run_costs), max(run_costs)
+
+    best_ends = _cheapest_runs(costs, groups)
+    if best_ends is None:
+        return None
+    least, largest_cost = sum_and_largest(best_ends)
+    candidates = costs[costs < largest_cost].unique()
     last_row_alone = costs[-2, -1]
     candidates = candidates[candidates >= last_row_alone]
-    step = max(1, len(candidates) // LARGEST_COSTS_TRIED)
-    best, best_ends = inf, None
-
-    for largest in (*candidates[::step].tolist(), inf):
-        inner_ends = _cheapest_runs(costs.where(costs <= largest, inf), groups)
-        if inner_ends is not None:
-            starts, ends = [0, *inner_ends], inner_ends
-            run_costs = [costs[run].item() for run in zip(starts, ends, strict=False)]
-            if sum(run_costs) + max(run_costs) < best:
-                best, best_ends = sum(run_costs) + max(run_costs), ends
+    for largest in candidates[:: max(1, -(-len(candidates) // LARGEST_COSTS_TRIED))].tolist():
+        ends = _cheapest_runs(costs.where(costs <= largest, inf), groups)
+        if ends is not None and sum_and_largest(ends)[0] < least:
+            least, best_ends = sum_and_largest(ends)[0], ends
     return best_ends
 
 

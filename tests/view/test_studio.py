@@ -157,6 +157,24 @@ def test_a_table_that_stops_is_drawn_as_far_as_it_runs_beside_a_run_too():
     assert [event["action"] for row in found["timeline"]["ranks"] for event in row["events"]] == ["0F0", "1F0"]
 
 
+def test_microbatches_may_be_unlike_in_size():
+    """By hand, and as a run had them: drawn at their width, also in another schedule, and searched."""
+    costs = {"microbatches": {"1": 3}}
+    expected = simulate(build("1f1b", ranks=2, microbatches=4), Costs(microbatch_factors=[1, 3, 1, 1]))
+    assert asked("1f1b", 2, 4, costs=costs)["timeline"]["makespan"] == expected.makespan
+    assert asked("1f1b", 2, 4, costs=costs, better=True)["found"]["makespan"] <= expected.makespan
+
+    ragged = replace(expected, name="1f1b, measured", rows=expected.rows, microbatch_factors=())
+    run = json.dumps(Record((ragged,), None, "s").data())
+    factors = answer({"run": run})["costs"]["microbatches"]
+    assert [factors[str(number)] for number in range(4)] == pytest.approx([2 / 3, 2, 2 / 3, 2 / 3])
+    planned = beside_a_run(run, schedule="gpipe", ranks=2, microbatches=4)["timeline"]
+    lengths = [event["end"] - event["start"] for event in planned["ranks"][0]["events"]]
+    assert lengths[1] == pytest.approx(3 * lengths[0])
+    with pytest.raises(PenstockError, match="the factor of microbatch 1 is -1"):
+        asked("1f1b", 2, 4, costs={"microbatches": {"1": -1}})
+
+
 def test_a_rank_may_take_several_times_as_long():
     found = asked(costs={"ranks": {"2": 3}, "stages": {"1": {"forward": 2}}})
     costs = Costs([1, 2, 3, 1], [1, 1, 3, 1], [1, 1, 3, 1])

@@ -232,13 +232,13 @@ def _simulate(schedule: Schedule, request: Mapping[str, object]) -> Timed:
 
 def _stuck(schedule: Table, costs: Costs, timeline: Timeline) -> Iterator[Data]:
     """Yield the actions that never run, at the time when their rank would run them without waiting."""
-    table = costs.action_costs(schedule.num_stages)
+    seconds = costs.action_costs_by_microbatch(schedule.num_stages, schedule.microbatches)
     for rank, row in enumerate(timeline.rows):
         free, actions_run = (row[-1].end if row else timeline.start) - timeline.start, {event.action for event in row}
         for cell in schedule.cells(rank):
             actions = (cell,) if isinstance(cell, Action) else cell
             if actions[0] not in actions_run:
-                end = free + sum(table[action.kind][action.stage] for action in actions)
+                end = free + sum(seconds[action.kind][action.stage][action.microbatch] for action in actions)
                 for half, action in enumerate(actions):
                     halves = {"half": half} if len(actions) > 1 else {}
                     yield {"rank": rank, "action": str(action), "start": free, "end": end, **halves}

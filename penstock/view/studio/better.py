@@ -6,6 +6,7 @@ from dataclasses import replace
 from penstock.errors import ScheduleError
 from penstock.schedule import Costs, Schedule, search, simulate, verify
 from penstock.schedule.searching.search import Found
+from penstock.schedule.table import Kind
 from penstock.view.data.timeline import Data
 
 ReportProgress = Callable[[Data], object]
@@ -28,6 +29,17 @@ def find_better(schedule: Schedule, costs: Costs, limit: int | None, report: Rep
         report({"share": share, "makespan": makespan})
 
     unit_costs = replace(costs, act=1, keep=None)  # the limit counts activations
+    if costs.is_ragged:  # whatever their size
+        seconds = costs.action_costs_by_microbatch(schedule.num_stages, schedule.microbatches)
+        forward, backward, inputs, weights = (seconds[kind] for kind in Kind)
+        unit_costs = replace(
+            unit_costs,
+            forward=forward,
+            backward_input=inputs,
+            backward_weight=weights,
+            backward=backward,
+            microbatch_factors=(),
+        )
     start = schedule if _runs(schedule) else None
     peaks = simulate(schedule, costs).peak_in_flight if start else None
     limits: float | Sequence[float] | None = limit or peaks

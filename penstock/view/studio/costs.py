@@ -3,6 +3,7 @@
     {"forward": 1, "backward_input": 1, "backward_weight": 1, "send": 0,   # of every stage, and of a message
      "stages": {"2": {"forward": 3}},                                     # of a stage that has its own
      "ranks": {"1": 1.5},                                                 # how many times as long that rank takes
+     "microbatches": {"3": 4},                                            # how many times as large that microbatch is
     "share": 2,                                                          # the size of a stage, in the one that is priced
      "sizes": [[1000, 800]]}                      # bytes that a microbatch takes on every stage, and that W still needs of it
 
@@ -40,9 +41,11 @@ def timed(schedule: Schedule, answers: Mapping[str, object], unit: object) -> Ti
     """`schedule` at the costs that the page `answers`. Raises PenstockError for costs that are none, or not of this table."""
     if unit not in ("", "ms"):
         raise PenstockError(f"unit is {question.shown(unit)}: use '' or 'ms'")
-    slower = _slower(schedule, answers)
+    slower, factors = _slower(schedule, answers), _factors(answers, "microbatch", schedule.microbatches)
+    if not any(factor != 1 for factor in factors):
+        factors = []  # which is the same, and said of microbatches that are alike
     if "measured" in answers:
-        return _predicted(schedule, _measurement(answers), slower)
+        return _predicted(schedule, replace(_measurement(answers), microbatch_factors=tuple(factors)), slower)
     share = question.number(answers.get("share", 1), "share")
     scale = MILLI if unit == "ms" else 1.0
     stage_costs = _costs_by_stage(answers, schedule.num_stages)
@@ -51,7 +54,7 @@ def timed(schedule: Schedule, answers: Mapping[str, object], unit: object) -> Ti
     )
     sizes = _sizes(answers, schedule.num_stages)
     act, keep = zip(*sizes, strict=True) if sizes else (share, None)
-    costs = Costs(forward, inputs, weights, send=scale * _send(answers), act=act, keep=keep)
+    costs = Costs(forward, inputs, weights, send=scale * _send(answers), act=act, keep=keep, microbatch_factors=factors)
     timeline = simulate_until_deadlock(schedule, costs)
     return Timed(schedule, costs, replace(timeline, memory_unit="" if keep is None else "bytes"))
 
@@ -71,6 +74,7 @@ def data_of(measured: Measurement) -> Data:
         "send": usual / MILLI,
         "stages": {str(stage): {name: times[stage] for name, times in value.items()} for stage in stages},
         "ranks": {},
+        "microbatches": {str(number): factor for number, factor in enumerate(measured.microbatch_factors)},
         "sizes": [list(size) for size in measured.activation_sizes],
         "measured": {
             "placement": list(measured.schedule.placement),
@@ -101,9 +105,15 @@ def _costs_by_stage(answers: Mapping[str, object], stages: int) -> dict[str, lis
 
 def _slower(schedule: Schedule, answers: Mapping[str, object]) -> list[float]:
     """How many times as long every stage takes because of its rank."""
-    ranks = question.mapping(answers.get("ranks", {}), "the factors of single ranks")
-    factors = [question.number(ranks.get(str(rank), 1), f"the factor of rank {rank}") for rank in range(schedule.ranks)]
+    factors = _factors(answers, "rank", schedule.ranks)
     return [factors[rank] for rank in schedule.placement]
+
+
+def _factors(answers: Mapping[str, object], unit: str, count: int) -> list[float]:
+    """Return the factor of each rank or microbatch; 1 where none is given."""
+    name = f"{unit}s" if unit == "rank" else f"{unit}es"
+    factors = question.mapping(answers.get(name, {}), f"the factors of single {name}")
+    return [question.number(factors.get(str(number), 1), f"the factor of {unit} {number}") for number in range(count)]
 
 
 def _send(answers: Mapping[str, object]) -> float:
@@ -132,12 +142,13 @@ def _predicted(schedule: Schedule, measured: Measurement, slower: list[float]) -
     }
     table = replace(with_full_backwards(schedule), overlaps=frozenset())
     recut = replace(recut, schedule=table, seconds=seconds)
+    costs = replace(recut.costs, microbatch_factors=recut.microbatch_factors)
     try:
         timeline = recut.predict(schedule)
     except ScheduleError:  # it stops: as far as it comes
-        partial_timeline = simulate_until_deadlock(table, recut.costs)
+        partial_timeline = simulate_until_deadlock(table, costs)
         timeline = replace(partial_timeline, memory_unit="bytes" if recut.activation_sizes else "")
-    return Timed(table, recut.costs, replace(timeline, name=schedule.name))
+    return Timed(table, costs, replace(timeline, name=schedule.name))
 
 
 def _measurement(answers: Mapping[str, object]) -> Measurement:

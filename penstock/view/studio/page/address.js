@@ -1,6 +1,6 @@
 // The state of the studio as the address says it: a link opens what was chosen, priced, edited and compared.
 
-const COSTLESS = {forward: 1, backward_input: 1, backward_weight: 1, send: 0, stages: {}, ranks: {}};
+const COSTLESS = {forward: 1, backward_input: 1, backward_weight: 1, send: 0, stages: {}, ranks: {}, microbatches: {}};
 const LONGEST = 60000; // characters of an address
 
 /** What the address says of `state`; a measured run is none of it, but what its actions cost is. */

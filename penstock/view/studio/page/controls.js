@@ -26,13 +26,15 @@ class Controls {
     this.sliders.max_in_flight.field.placeholder = "none";
     this.stages = element("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "Costs of single stages"});
     this.ranks = element("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "How many times as long single ranks take"});
+    this.microbatches = element("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "How many times as large single microbatches are"});
     const {ranks, stages_per_rank: stages, microbatches, max_in_flight: limit, ...costs} = this.sliders;
     form.append(
       this.group("Schedule", element("label", {for: "schedule", class: "unseen"}, "Schedule"), this.select, this.summary, ranks.line, stages.line, microbatches.line),
       this.group("Costs", this.unit, ...Object.values(costs).map(({line}) => line),
         element("details", {id: "own"}, element("summary", {}, "Costs of single stages"), this.stages,
           element("button", {type: "button", id: "same", click: () => { state.costs.stages = {}; this.price(); }}, "The same for all")),
-        element("details", {id: "slow"}, element("summary", {}, "Single ranks, slower or faster"), this.ranks)),
+        element("details", {id: "slow"}, element("summary", {}, "Single ranks, slower or faster"), this.ranks),
+        element("details", {id: "sizes"}, element("summary", {}, "Single microbatches, larger or smaller"), this.microbatches)),
       this.group("Memory limit", limit.line));
   }
 
@@ -98,7 +100,8 @@ class Controls {
     this.sliders.max_in_flight.range.max = Math.max(microbatches * Math.ceil(stages / ranks), state.max_in_flight || 0);
     this.put("max_in_flight", state.max_in_flight ?? "");
     this.showStages(state.costs.measured ? state.costs.measured.placement.length : stages);
-    this.showRanks(ranks);
+    this.showFactors(this.ranks, state.costs.ranks, ranks, "rank", "times as long");
+    this.showFactors(this.microbatches, state.costs.microbatches, microbatches, "microbatch", "times as large");
   }
 
   /** A field for each stage and kind; an empty one takes what holds for all. */
@@ -128,17 +131,18 @@ class Controls {
     this.price(`${name} of ${stage}`);
   }
 
-  /** A field for each rank: how many times as long it takes as its stages say; an empty one is 1. */
-  showRanks(count) {
-    const {state} = this, set = (rank, {value}) => {
-      if (value === "") delete state.costs.ranks[rank]; else state.costs.ranks[rank] = typed(value);
-      this.price(`rank ${rank}`);
-    };
-    if (this.ranks.querySelectorAll("input").length !== count) {
-      this.ranks.replaceChildren(element("table", {}, element("tbody", {}, ...Array.from({length: count}, (_, rank) => element("tr", {}, element("th", {scope: "row"}, `rank ${rank}`),
-        element("td", {}, element("input", {inputmode: "decimal", placeholder: 1, "data-rank": rank, "aria-label": `rank ${rank}, times as long`, input: ({target}) => set(rank, target)})))))));
+  /** A field for each rank or microbatch, `unit`: how many times the costs its actions take; an empty one is 1. */
+  showFactors(region, factors, count, unit, meaning) {
+    const field = (index) => element("input", {inputmode: "decimal", placeholder: 1, "data-index": index, "aria-label": `${unit} ${index}, ${meaning}`});
+    if (region.querySelectorAll("input").length !== count) {
+      region.replaceChildren(element("table", {}, element("tbody", {}, ...Array.from({length: count}, (_, index) => element("tr", {},
+        element("th", {scope: "row"}, `${unit} ${index}`), element("td", {}, field(index)))))));
     }
-    for (const field of this.ranks.querySelectorAll("input")) if (document.activeElement !== field) field.value = state.costs.ranks[field.dataset.rank] ?? "";
+    region.oninput = ({target: {value, dataset: {index}}}) => {
+      if (value === "") delete factors[index]; else factors[index] = typed(value);
+      this.price(`${unit} ${index}`);
+    };
+    for (const input of region.querySelectorAll("input")) if (document.activeElement !== input) input.value = readable(factors[input.dataset.index] ?? "");
   }
 }
 

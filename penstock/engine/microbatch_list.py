@@ -233,7 +233,7 @@ def microbatch_order(
         factors = [costs(*shape) if costs else float(entry.elements) for shape, entry in zip(shapes, inputs, strict=True)]
         stage_costs = costs.step_costs(shapes) if costs else Costs()
         most = None if limit is None else size_limit.most
-        indices = plan_order(factors, table_of(len(inputs)), stage_costs, sizes, most)
+        indices = plan_order(factors, table_of(len(inputs)), stage_costs, sizes, most, in_seconds=costs is not None)
     if isinstance(indices, str) or sorted(indices) != list(range(len(inputs))):
         raise MismatchError(
             f"order={order!r} is no order of {len(inputs)} microbatches: give 'given', 'planned', or each index from 0 to "

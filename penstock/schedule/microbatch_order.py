@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import permutations
+from math import factorial
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.schedule.table import Action, Table
+from penstock.schedule.table import Action, Kind, Table
 from penstock.schedule.timing.simulate import Costs, simulate
 from penstock.schedule.timing.timeline import Timeline
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:  # a pipeline that plans no order needs no numpy
 UNIT_COSTS = Costs()
 MAX_EXACT_MICROBATCHES = 7  # 5040 orders: a few milliseconds
 MAX_ROUNDS = 4  # more bring next to nothing
+SEARCH_SHARE = 0.02  # of a step's time, at most, for the search for its order
+SECONDS_PER_CELL, SECONDS_PER_CELL_AND_ORDER = 6e-6, 2.5e-8  # that one timing of many orders takes on a core of 2020, at most
 MAX_SWAPS = 276  # of a round: all pairs of 24 microbatches
 LEAST_GAIN = 1e-9  # of a step; sums in another order differ by less
 
@@ -31,6 +34,7 @@ def plan_order(
     stage_costs: Costs = UNIT_COSTS,
     sizes: Sequence[float] = (),
     limit: float | None = None,
+    in_seconds: bool = False,
 ) -> list[int]:
     """Return the order to run in: position in the step -> index of the microbatch. The given one, unless another is faster.
 
@@ -38,11 +42,19 @@ def plan_order(
     costs more. `stage_costs`: what stages take for a microbatch of cost 1, or for each; messages cost nothing. `limit`: the
     most that the microbatches in flight on a rank may take together, of which each takes its entry of `sizes`, as
     `peak_in_flight` says. If no order that was tried keeps it, the one that takes least is returned.
+    `in_seconds`: costs are in seconds, and the search takes no more than 2 % of the step. Where that is too short for any, the
+    cheap microbatches run first and last.
     """
     timer = OrderTimer(costs, table, stage_costs, sizes, limit)
-    if len(costs) <= MAX_EXACT_MICROBATCHES:
+    seconds_left = SEARCH_SHARE * timer.least_step_time if in_seconds else float("inf")
+    if len(costs) <= MAX_EXACT_MICROBATCHES and timer.seconds_to_time(factorial(len(costs))) <= seconds_left:
         return timer.fastest_order(_all_orders(len(costs)))
-    return _swap_while_faster(timer.fastest_order(_initial_orders(costs)), timer)
+
+    orders = _initial_orders(costs)
+    seconds_left -= timer.seconds_to_time(orders.shape[1])
+    if seconds_left < 0 and limit is None:
+        return _cheap_outside(costs)
+    return _swap_while_faster(timer.fastest_order(orders), timer, seconds_left)
 
 
 def peak_in_flight(sizes: Sequence[float], table: Table) -> list[float]:
@@ -72,7 +84,13 @@ class OrderTimer:
         self._cost_rows = list(rows.values())  # each with a cost for every microbatch, no two the same
         numbers = dict(zip(rows, range(len(rows)), strict=True))
         self._row_numbers = {kind: [numbers[tuple(row)] for row in stage_rows] for kind, stage_rows in by_microbatch.items()}
+        work = [[sum(by_microbatch[kind][stage]) for kind in (Kind.F, Kind.B)] for stage in range(table.num_stages)]
+        self.least_step_time = max(sum(sum(work[stage]) for stage in table.stages_of(rank)) for rank in range(table.ranks))
         self._longest = sum(sum(row) for stage_rows in by_microbatch.values() for row in stage_rows)  # no step takes longer
+
+    def seconds_to_time(self, num_orders: int) -> float:
+        """Return the seconds that `step_times` of so many orders takes at most."""
+        return len(self._graph.cells) * (SECONDS_PER_CELL + num_orders * SECONDS_PER_CELL_AND_ORDER)
 
     def step_times(self, orders: "np.ndarray") -> "np.ndarray":
         """Return what a step takes in each of `orders`, (microbatches, orders); more than any where the limit is not kept."""
@@ -110,9 +128,18 @@ def _initial_orders(costs: Sequence[float]) -> "np.ndarray":
     """Return the given order, the one with the cheap microbatches outside, and those of rising and falling costs."""
     import numpy as np
 
-    given_order = list(range(len(costs)))
-    rising = sorted(given_order, key=lambda index: (costs[index], index))
-    return np.array([given_order, [*rising[::2], *reversed(rising[1::2])], rising, rising[::-1]]).T
+    rising = _rising(costs)
+    return np.array([list(range(len(costs))), _cheap_outside(costs), rising, rising[::-1]]).T
+
+
+def _cheap_outside(costs: Sequence[float]) -> list[int]:
+    """Return the order with the cheap microbatches first and last."""
+    rising = _rising(costs)
+    return [*rising[::2], *reversed(rising[1::2])]
+
+
+def _rising(costs: Sequence[float]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda index: (costs[index], index))
 
 
 @lru_cache(MAX_EXACT_MICROBATCHES + 1)
@@ -123,13 +150,14 @@ def _all_orders(count: int) -> "np.ndarray":
     return np.array(list(permutations(range(count)))).T
 
 
-def _swap_while_faster(order: list[int], timer: OrderTimer) -> list[int]:
-    """Return `order` after the best swap of two microbatches in each round, while there is one that gains."""
+def _swap_while_faster(order: list[int], timer: OrderTimer, seconds_left: float) -> list[int]:
+    """Return `order` after the best swap of two microbatches in each round, while one gains and `seconds_left` suffice."""
     import numpy as np
 
     first, second = np.triu_indices(len(order), 1)
     stride = -(-len(first) // MAX_SWAPS)
-    for number in range(MAX_ROUNDS):
+    round_seconds = timer.seconds_to_time(1 + -(-len(first) // stride))
+    for number in range(min(MAX_ROUNDS, int(max(0.0, min(MAX_ROUNDS * round_seconds, seconds_left)) / round_seconds))):
         rows, swap_rows = (part[number % stride :: stride] for part in (first, second))
         orders = np.repeat(np.array(order)[:, None], 1 + len(rows), axis=1)
         columns = np.arange(1, 1 + len(rows))

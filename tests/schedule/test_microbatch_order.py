@@ -4,11 +4,12 @@ import itertools
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Costs, build, names, search, simulate
-from penstock.schedule.microbatch_order import UNIT_COSTS, peak_in_flight, plan_order
+from penstock.schedule.microbatch_order import UNIT_COSTS, OrderTimer, peak_in_flight, plan_order
 
 
 def _costs(seed: int, microbatches: int = 16) -> list[float]:
@@ -109,6 +110,29 @@ def test_a_table_is_searched_for_microbatches_of_unequal_costs() -> None:
         search(costs, placement=(0, 1), microbatches=4, limit=9)
     with pytest.raises(ScheduleError, match="'optimal' knows no microbatches that cost unlike"):
         search(costs, placement=(0, 1), microbatches=4, effort="optimal")
+
+
+@pytest.mark.parametrize("microbatches", [6, 16])
+def test_the_search_for_an_order_is_bounded_by_a_share_of_the_step(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the work that is counted: of steps from a tenth of a millisecond to ten seconds."""
+    table, timed = build("1f1b", ranks=4, microbatches=microbatches), list[float]()
+    time_orders = OrderTimer.step_times
+
+    def count(timer: OrderTimer, orders: np.ndarray) -> np.ndarray:
+        timed.append(timer.seconds_to_time(orders.shape[1]))
+        return time_orders(timer, orders)
+
+    monkeypatch.setattr(OrderTimer, "step_times", count)
+    costs, step_times, num_timed = _costs(1, microbatches), list[float](), list[int]()
+    for exponent in range(-4, 2):
+        timed.clear()
+        scaled = [10**exponent * cost / sum(costs) / 3 for cost in costs]
+        order = plan_order(scaled, table, in_seconds=True)
+        assert sum(timed) <= 0.02 * 10**exponent
+        step_times.append(simulate(table, Costs(microbatch_factors=[costs[index] for index in order])).makespan)
+        num_timed.append(len(timed))
+    assert num_timed[0] == 0
+    assert step_times[-1] == min(step_times) < step_times[0] < simulate(table, Costs(microbatch_factors=costs)).makespan
 
 
 def test_fewer_microbatches_than_the_table_has_are_planned_too() -> None:

@@ -21,12 +21,14 @@ import torch.distributed as dist
 import tyro
 from tables import Row, show
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import penstock as ps
 
 ROWS, MICROBATCHES, RANKS = 64, 16, 4
 FORWARD_SECONDS = 0.01  # of a group of four as they arrive, in the mean; a backward takes twice as long
 WARM_UP = 2  # steps of each kind
+TORCH = "padded, torch"
 Batch = tuple[list[Tensor], list[Tensor]]  # the entries of a list: inputs and targets
 
 
@@ -224,6 +226,21 @@ def gpt_batches(config: ps.model.GPTConfig) -> tuple[dict[str, Batch], int]:
     return kinds, sum(lengths)
 
 
+def make_torch_step(config: ps.model.GPTConfig, padded: Batch) -> Callable[[], object]:
+    """Return a step of torch.distributed.pipelining over the same rows: all padded to the longest, since shapes are static."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    stage = PipelineStage(ps.partition.split(ps.model.GPT(config), ranks)[rank], rank, ranks, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=gpt_loss)
+    args = (torch.cat(padded[0]),) if rank == 0 else ()
+    target = torch.cat(padded[1]) if rank == ranks - 1 else None
+
+    def step() -> None:
+        schedule.step(*args, target=target)
+        stage.submod.zero_grad()
+
+    return step
+
+
 def run_compute(rounds: int) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Tokens that count a second, of each kind of step; and the gradients of the last."""
     torch.set_num_threads(1)
@@ -231,7 +248,8 @@ def run_compute(rounds: int) -> tuple[dict[str, float], dict[str, Tensor]]:
     config = ps.model.GPTConfig(context=512, layers=4)
     pipe = ps.Pipeline(ps.model.GPT(config), gpt_loss, "1f1b", MICROBATCHES, loss_weight=ps.tokens())
     kinds, tokens = gpt_batches(config)
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    seconds: dict[str, list[float]] = {kind: [] for kind in (*kinds, *([TORCH] if pipe.topology.world_size > 1 else []))}
+    torch_step = make_torch_step(config, kinds["padded"]) if TORCH in seconds else None
     for _ in range(1 + rounds):
         for kind, batch in kinds.items():
             begin = time.perf_counter()
@@ -239,6 +257,10 @@ def run_compute(rounds: int) -> tuple[dict[str, float], dict[str, Tensor]]:
             seconds[kind].append(time.perf_counter() - begin)
             if kind != "groups":
                 pipe.zero_grad()
+        if torch_step is not None:
+            begin = time.perf_counter()
+            torch_step()
+            seconds[TORCH].append(time.perf_counter() - begin)
     grads = {name: parameter.grad for name, parameter in pipe.named_parameters() if parameter.grad is not None}
     return {kind: tokens / min(times[1:]) for kind, times in seconds.items()}, grads
 
@@ -252,6 +274,7 @@ def compute(options: LengthOptions) -> None:
     rows: list[Row] = [
         {"": kind, "two ranks": two[0][0][kind], "one process": one[kind], "ratio": two[0][0][kind] / one[kind]} for kind in one
     ]
+    rows.append({"": TORCH, "two ranks": two[0][0][TORCH], "one process": None, "ratio": None})
     print(f"\nTokens that count a second of a GPT; gradients have {'the same bits' if same else 'OTHER BITS'}:")
     show(rows, "", "two ranks", "one process", "ratio")
 

@@ -305,9 +305,9 @@ class Pipeline(ModuleMisuseHints):
             A list with the target of each, of as many rows. Only the last stage's rank reads it.
         order
             "given"; "planned": the fastest of all orders of up to 7 microbatches, and of more the fastest that a short search
-            finds; or the order itself, each index of the list once. Microbatches cost what `plan_costs` last returned; before,
-            as much as they have elements. The gradients are added in the order that runs; loss, `losses` and random numbers are
-            as in the given one.
+            finds; or the order itself, each index of the list once. Microbatches cost what `plan_costs` last returned, and the
+            search takes at most 2 % of the step; before, as much as they have elements. The gradients are added in the order
+            that runs; loss, `losses` and random numbers are as in the given one.
         losses, scale
             As for `step`; the losses are in the order of the list.
         limit

@@ -46,7 +46,8 @@ def plan_order(
     cheap microbatches run first and last.
     """
     timer = OrderTimer(costs, table, stage_costs, sizes, limit)
-    seconds_left = SEARCH_SHARE * timer.least_step_time if in_seconds else float("inf")
+    seconds_to_prepare = timer.seconds_to_time(0)
+    seconds_left = SEARCH_SHARE * timer.least_step_time - seconds_to_prepare if in_seconds else float("inf")
     if len(costs) <= MAX_EXACT_MICROBATCHES and timer.seconds_to_time(factorial(len(costs))) <= seconds_left:
         return timer.fastest_order(_all_orders(len(costs)))
 

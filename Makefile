@@ -27,7 +27,7 @@ kernels: $(VENV)/ready
 
 # On a machine with a GPU, by the Python whose torch knows it; the parts, each under ten minutes, the most important first.
 GPU_PYTHON ?= python3
-GPU_PARTS := lines_on_device right faults_on_device waits casts state_on_device
+GPU_PARTS := lines_on_device bits_on_device faults_on_device waits mixed_precision_on_device state_on_device
 gpu: $(GPU_PARTS:%=gpu-%) gpu-speed
 
 gpu-speed:
@@ -57,7 +57,7 @@ $(VENV)/docs: $(VENV)/ready
 # at first use as `lazy` does, and takes every test; `lazy` those in which the host waits, `eager` those that make groups.
 NCCL_LAZY := faults mistakes rollback handshake
 NCCL_EAGER := faults pipeline
-NCCL_AHEAD := faults model data training generation mistakes pipeline rollback handshake
+NCCL_AHEAD := faults model batch training generation mistakes pipeline rollback handshake
 NCCL_TESTS_lazy := $(NCCL_LAZY:%=tests/engine/test_%.py)
 NCCL_TESTS_eager := $(NCCL_EAGER:%=tests/engine/test_%.py) tests/mesh/test_mesh.py::test_it_has_the_gradients_of_one_process
 NCCL_TESTS_ahead := $(NCCL_AHEAD:%=tests/engine/test_%.py) tests/mesh/test_mesh.py tests/stage

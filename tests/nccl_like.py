@@ -2,7 +2,7 @@
 
 It is put in the place of NCCL by `install()`, in a rank; `make nccl` has it in all ranks that tests launch (`--over-nccl`). On
 the CPU, which computes as it is told, the thread that computes is the compute stream; `ahead`, a device that lags behind its
-host has one of its own (lagging.py). Of NCCL, as torch has it, it keeps:
+host has one of its own (lagging_device.py). Of NCCL, as torch has it, it keeps:
 
 * A communicator is made at its first use, each direction of a pair connected at its own: that blocks the host until the other
   side comes, and cannot be interrupted. (`eager`: all are made, and connected, with their group.)
@@ -37,8 +37,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lagging import POISON, compute, put
-from lagging import install as lag
+from lagging_device import POISON, compute, put
+from lagging_device import install as lag
 from torch import Tensor
 
 from penstock import torch_private

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_checkpoint import holds, pipeline
+from test_saving import holds, pipeline
 from torch import nn
 
 import penstock as ps

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import assert_same, merged
 from safetensors.torch import load_file, save_file
-from test_checkpoint import holds, pipeline
+from test_saving import holds, pipeline
 from torch import nn
 
 import penstock as ps

@@ -14,7 +14,7 @@ import penstock as ps
 
 pytestmark = pytest.mark.fresh
 
-SCRIPT = Path(__file__).parent / "exits.py"
+SCRIPT = Path(__file__).parent / "exit_script.py"
 WAYS = {  # how it ends: the exit status, and how many ranks tell of an error of theirs
     "end": (0, 0),
     "exit": (1, 0),

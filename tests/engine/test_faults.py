@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from batched_launch import together
 from reference import accumulate, assert_same, data, gradients, make, merged
-from together import together
 from torch import nn
 
 import penstock as ps

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from batched_launch import together
 from models import CASES, OPTIMIZERS, Oddities
 from prompt import torchrun
 from reference import assert_same, data, make, merged
 from safetensors.torch import load_file
-from together import together
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import Replicate

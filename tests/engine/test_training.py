@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from batched_launch import together
 from reference import accumulate, assert_same, data, gradients, make, merged, pieces
-from together import together
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

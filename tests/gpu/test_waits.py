@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from device_waits import waits
 from torch import nn
-from waits import waits
 
 import penstock as ps
 from penstock.comms.topology import Topology

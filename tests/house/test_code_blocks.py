@@ -13,7 +13,7 @@ from penstock.schedule.searching import search as searching
 LISTINGS = [listing for path in PAGES if (listing := page(path)).blocks]
 TESTED = {  # pages whose programs have a test of their own, which runs them on ranks
     "README.md": "tests/house/test_readme.py",
-    "docs/howto/data.md": "tests/engine/test_data.py",
+    "docs/howto/data.md": "tests/engine/test_batch.py",
     "docs/howto/inference.md": "tests/engine/test_generation.py",
     "docs/howto/recovery.md": "tests/comms/test_restarts.py",
 }

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import fresh
 import pytest
 import torch
 from prompt import python, torchrun
@@ -34,7 +33,7 @@ STARTS = {  # who starts how many ranks, for what
 
 def by_torchrun(folder: Path, ranks: int, cases: list[str]) -> None:
     paths = os.pathsep.join([str(HERE), str(HERE.parent), str(Path(ps.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    words = HERE / "own_hash_seed.py", HERE / "fresh.py", folder, *cases
+    words = HERE / "own_hash_seed.py", HERE / "fresh_ranks.py", folder, *cases
     done = torchrun(ranks, *words, PYTHONPATH=paths, COLUMNS="120", NO_COLOR="1")
     assert done.returncode == 0, done.stdout + done.stderr
 

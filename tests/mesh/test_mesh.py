@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from raised import error_text
+from batched_launch import together
+from error_text import error_text
 from reference import accumulate, assert_same
-from together import together
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -9,7 +9,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-import lagging
+import lagging_device
 import nccl_like
 import pytest
 import torch
@@ -148,9 +148,9 @@ def rank_schedules(manners, kind, microbatches, names):
     for name in names:
         pipe = ps.Pipeline(model, loss_fn, name, microbatches, seed=None)
         batches = [data(kind, 2 * microbatches + 1, seed) for seed in (3, 4)]
-        lagging.waits.clear()
+        lagging_device.waits.clear()
         losses = [pipe.step(inputs, target=target) for inputs, target in batches]
-        results[name] = losses, gradients(pipe.named_parameters()), list(lagging.waits)
+        results[name] = losses, gradients(pipe.named_parameters()), list(lagging_device.waits)
         model.zero_grad()
     return results
 
@@ -203,13 +203,13 @@ def rank_replicas(way):
     found = []
     for casts in (False, True, True):
         inputs, target = (batch.chunk(2)[pipe.position.replica] for batch in data("gpt", 8))
-        lagging.waits.clear()
+        lagging_device.waits.clear()
         with torch.autocast("cpu", torch.bfloat16, enabled=casts):
             loss = pipe.step(inputs, target=target)
-        found.append({place.partition(":")[0] for place in lagging.waits})
-    lagging.waits.clear()
+        found.append({place.partition(":")[0] for place in lagging_device.waits})
+    lagging_device.waits.clear()
     norm = pipe.clip_grad_norm_(1.0)
-    return found, lagging.waits, loss.isfinite().item() and norm.isfinite().item()
+    return found, lagging_device.waits, loss.isfinite().item() and norm.isfinite().item()
 
 
 @pytest.mark.nccl
@@ -298,7 +298,7 @@ class FaultyNcclLayer(nn.Module):
         if self.fault == "raises" or self.count == 3:
             raise ValueError("boom")
         if self.fault == "assert":
-            raise torch.AcceleratorError(lagging.BROKEN)
+            raise torch.AcceleratorError(lagging_device.BROKEN)
         if self.fault == "index":
             return hidden + hidden[torch.tensor([9])]  # on a device that lags the host does not see it
         if self.fault == "dies":
@@ -428,13 +428,16 @@ def rank_breaks_rules(manners):
     group = nccl_like.NcclLike(dist.PrefixStore("rules", joined.store), joined.rank, 2, timedelta(seconds=60))
     layer, byte = nn.Linear(3, 1), torch.zeros(1)
     (group.send([byte], 1, 0) if joined.rank == 0 else group.recv([byte], 0, 0)).wait()  # connects them
-    with lagging.ahead(lagging.LaggingStream(), [layer]) if manners == "ahead" else nullcontext(), torch.no_grad():
+    with (
+        lagging_device.ahead(lagging_device.LaggingStream(), [layer]) if manners == "ahead" else nullcontext(),
+        torch.no_grad(),
+    ):
         if joined.rank == 0:
             changed, gone, kept = (layer.weight[0] * 0 + 1 for _ in range(3))
             works = [group.send([value], 1, 0) for value in (changed, gone, kept)]
             changed.add_(1)
             del gone
-            lagging.compute().synchronize()
+            lagging_device.compute().synchronize()
             joined.store.set("told", "")
             works[-1].wait()
             return None

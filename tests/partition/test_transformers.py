@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from models import Batch, ModelCase
-from test_cuts import CutRun, assert_equal, rank_runs, stepped, uncut
+from test_bits_of_any_cut import CutRun, assert_equal, rank_runs, stepped, uncut
 from torch import nn
 
 import penstock as ps

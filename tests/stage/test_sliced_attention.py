@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from raised import error_text
+from error_text import error_text
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint

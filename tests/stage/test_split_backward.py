@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.mesh.data_parallel import replication_of
-from penstock.stage.backward import deferred, groups
+from penstock.stage.backward import deferred, weight_gradients
 from penstock.stage.backward import split as split_backward
 from penstock.stage.replication import Replication
 from penstock.stage.stage import Stage
@@ -612,7 +612,7 @@ def test_around_a_compiled_layer_the_others_are_split() -> None:
 def test_gradients_are_added_in_one_go_where_nobody_listens(monkeypatch: Any) -> None:
     added: list[int] = []
     real = groups.foreach_add
-    monkeypatch.setattr(groups, "foreach_add", lambda sums, terms: added.append(len(sums)) or real(sums, terms))
+    monkeypatch.setattr(weight_gradients, "foreach_add", lambda sums, terms: added.append(len(sums)) or real(sums, terms))
     for hooked, expected in ((False, [3, 3]), (True, [])):
         module = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
         plain, seen = copy.deepcopy(module), list[Tensor]()

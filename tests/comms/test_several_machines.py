@@ -1,6 +1,6 @@
 """Several machines: a torchrun agent on each, shared memory within, a network between; and the lines that the docs give.
 
-This file is the program of the ranks as well: `test_hosts.py numbers FOLDER`.
+This file is the program of the ranks as well: `test_several_machines.py numbers FOLDER`.
 """
 
 import faulthandler

@@ -1,11 +1,11 @@
-"""The device that lags behind its host (lagging.py): the host goes on, and is seen where it waits or reads too early."""
+"""The device that lags behind its host (lagging_device.py): the host goes on, and is seen where it waits or reads too early."""
 
 import threading
 
-import lagging
+import lagging_device
 import pytest
 import torch
-from lagging import LaggingStream, ahead
+from lagging_device import LaggingStream, ahead
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -17,7 +17,7 @@ def held():
     nn.init.ones_(layer.weight)
     with ahead(stream, [layer]):
         stream.do(go_on.wait)
-        lagging.waits.clear()
+        lagging_device.waits.clear()
         yield layer, go_on
         go_on.set()
 
@@ -28,10 +28,10 @@ def test_the_host_goes_on_and_what_is_not_made_yet_is_poison(held):
     gradient = layer.weight.grad
     with _disable_current_modes():
         assert gradient.isnan().all()
-    assert lagging.waits == []
+    assert lagging_device.waits == []
     go_on.set()
     assert gradient.tolist() == [[2.0] * 3] * 3
-    assert lagging.waits == ["elsewhere"]
+    assert lagging_device.waits == ["elsewhere"]
 
 
 def test_what_the_host_asks_for_it_waits_for(held):
@@ -40,7 +40,7 @@ def test_what_the_host_asks_for_it_waits_for(held):
     threading.Timer(0.05, go_on.set).start()
     made = layer.weight * 1
     assert [ask(made) for ask in asked] == [9.0] * 3
-    assert len(lagging.waits) == 3
+    assert len(lagging_device.waits) == 3
 
 
 def test_an_operation_that_fails_has_broken_the_device(held, capfd):

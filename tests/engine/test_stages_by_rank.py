@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from raised import error_text
+from error_text import error_text
 from reference import accumulate, assert_same, gradients, merged
 from safetensors.torch import load_file
 from torch import nn

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from batched_launch import together
 from models import CASES, RepeatedBlockModel, TiedModel, accumulate, token_batch
 from reference import assert_same, merged
-from together import together
 from torch import nn
 
 import penstock as ps

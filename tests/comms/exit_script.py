@@ -1,4 +1,4 @@
-"""A script as users write them, all at the top of the module, that ends in one of several ways: `exits.py HOW FOLDER`."""
+"""A script as users write them, all at the top of the module, that ends in one of several ways: `exit_script.py HOW FOLDER`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What ranks do that share nothing but the rendezvous: `fresh_ranks.py FOLDER CASE ..` leaves what each of them came to in FOLDER."""
+"""What ranks do that share nothing but the rendezvous; `fresh_ranks.py FOLDER CASE ..` leaves their results in FOLDER."""
 
 import io
 import os

@@ -41,7 +41,7 @@ def by_torchrun(folder: Path, ranks: int, cases: list[str]) -> None:
 def by_spawn(folder: Path, ranks: int, cases: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     context = multiprocessing.get_context("spawn")
     store = folder / "store"
-    everyone = [context.Process(target=fresh.spawned, args=(rank, ranks, store, folder, cases)) for rank in range(ranks)]
+    everyone = [context.Process(target=fresh_ranks.spawned, args=(rank, ranks, store, folder, cases)) for rank in range(ranks)]
     for rank, process in enumerate(everyone):
         monkeypatch.setenv("PYTHONHASHSEED", str(rank))
         process.start()
@@ -57,9 +57,9 @@ def by_spawn(folder: Path, ranks: int, cases: list[str], monkeypatch: pytest.Mon
 def started(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What every rank came to, by who started it; and the folder of torchrun's ranks."""
     base = tmp_path_factory.mktemp("fresh")
-    pipe = ps.Pipeline(fresh.model(), nn.functional.mse_loss, microbatches=4)
-    optimizer = fresh.adam(pipe)
-    fresh.trained(pipe, optimizer, 2)
+    pipe = ps.Pipeline(fresh_ranks.model(), nn.functional.mse_loss, microbatches=4)
+    optimizer = fresh_ranks.adam(pipe)
+    fresh_ranks.trained(pipe, optimizer, 2)
     checkpoint.save(base / "saved", pipe, optimizer, extra={"told": ["text", 1]})
     for name in STARTS:
         (base / name).mkdir()
@@ -85,8 +85,8 @@ def results(started: Any, case: str) -> list[list[Any]]:
 
 
 def expected(microbatches: int = 4) -> tuple[Any, dict[str, Any]]:
-    whole = fresh.model()
-    loss = accumulate(whole, nn.functional.mse_loss, fresh.batch(0), microbatches)
+    whole = fresh_ranks.model()
+    loss = accumulate(whole, nn.functional.mse_loss, fresh_ranks.batch(0), microbatches)
     return loss, {name: parameter.grad for name, parameter in whole.named_parameters()}
 
 
@@ -124,19 +124,19 @@ def test_own_stages_have_the_bits_of_one_process_and_a_bare_one_is_refused(start
 
 
 def test_a_checkpoint_of_other_processes_is_resumed_to_the_bit(started: Any) -> None:
-    pipe = ps.Pipeline(fresh.model(), nn.functional.mse_loss, microbatches=4)
-    never_stopped = fresh.trained(pipe, fresh.adam(pipe), 3)
+    pipe = ps.Pipeline(fresh_ranks.model(), nn.functional.mse_loss, microbatches=4)
+    never_stopped = fresh_ranks.trained(pipe, fresh_ranks.adam(pipe), 3)
     for everyone in results(started, "resume"):
         assert_same(merged(everyone), never_stopped)
 
 
 def test_an_exported_transformers_model_has_the_bits_of_one_process(started: Any) -> None:
-    whole = fresh.llama()
-    inputs, target = fresh.sentences()
+    whole = fresh_ranks.llama()
+    inputs, target = fresh_ranks.sentences()
     loss = torch.zeros(())
     for rows in (slice(0, 2), slice(2, 4)):
         part = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-        share = fresh.token_loss(whole(**part), target[rows])
+        share = fresh_ranks.token_loss(whole(**part), target[rows])
         share.backward(torch.tensor(0.5))
         loss = loss + share.detach() * 0.5
     ((*everyone,),) = results(started, "transformers")
@@ -145,13 +145,13 @@ def test_an_exported_transformers_model_has_the_bits_of_one_process(started: Any
 
 
 def test_a_tied_weight_has_one_name_and_groups_made_by_names_have_the_bits_of_one_process(started: Any) -> None:
-    whole = fresh.t5()
-    optimizer = fresh.no_decay_for_embeddings(whole)
+    whole = fresh_ranks.t5()
+    optimizer = fresh_ranks.no_decay_for_embeddings(whole)
     for step in range(4):
-        inputs, target = fresh.translation(step)
+        inputs, target = fresh_ranks.translation(step)
         for rows in (slice(0, 2), slice(2, 4)):
             part = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-            fresh.token_loss(whole(**part), target[rows]).backward(torch.tensor(0.5))
+            fresh_ranks.token_loss(whole(**part), target[rows]).backward(torch.tensor(0.5))
         nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
@@ -173,10 +173,10 @@ def test_an_error_on_one_rank_is_the_same_on_all_and_so_are_tables_that_differ(s
 
 
 def test_a_loss_that_is_a_sum_has_the_bits_of_one_process(started: Any) -> None:
-    whole, loss_fn = fresh.model(), nn.MSELoss(reduction="sum")
+    whole, loss_fn = fresh_ranks.model(), nn.MSELoss(reduction="sum")
     losses = [
         loss_fn(whole(inputs), target)
-        for inputs, target in zip(*[microbatch.chunk(4) for microbatch in fresh.batch(0)], strict=True)
+        for inputs, target in zip(*[microbatch.chunk(4) for microbatch in fresh_ranks.batch(0)], strict=True)
     ]
     for loss in losses:
         loss.backward()
@@ -192,9 +192,11 @@ def test_a_loss_that_is_a_sum_has_the_bits_of_one_process(started: Any) -> None:
 
 
 def test_class_weights_and_ignored_labels_have_the_bits_of_one_process(started: Any) -> None:
-    whole, loss_fn = fresh.model(), nn.CrossEntropyLoss(fresh.CLASS_WEIGHTS)
-    loss = accumulate(whole, loss_fn, (fresh.batch(0)[0], fresh.LABELS), 4, ps.tokens(weight=fresh.CLASS_WEIGHTS))
-    at_once = loss_fn(whole(fresh.batch(0)[0]), fresh.LABELS)
+    whole, loss_fn = fresh_ranks.model(), nn.CrossEntropyLoss(fresh_ranks.CLASS_WEIGHTS)
+    loss = accumulate(
+        whole, loss_fn, (fresh_ranks.batch(0)[0], fresh_ranks.LABELS), 4, ps.tokens(weight=fresh_ranks.CLASS_WEIGHTS)
+    )
+    at_once = loss_fn(whole(fresh_ranks.batch(0)[0]), fresh_ranks.LABELS)
     torch.testing.assert_close(loss, at_once.detach())
     for everyone in results(started, "counted"):
         assert all(torch.equal(ours, loss) for ours, _, _ in everyone)
@@ -208,10 +210,10 @@ def test_class_weights_and_ignored_labels_have_the_bits_of_one_process(started: 
 
 
 def test_torchs_clipping_has_the_bits_of_one_process_and_of_a_list_is_told(started: Any) -> None:
-    whole, norms = fresh.model(), []
+    whole, norms = fresh_ranks.model(), []
     optimizer = torch.optim.Adam(whole.parameters(), lr=0.1)
     for step in range(3):
-        accumulate(whole, nn.functional.mse_loss, fresh.batch(step), 4)
+        accumulate(whole, nn.functional.mse_loss, fresh_ranks.batch(step), 4)
         norms.append(nn.utils.clip_grad_norm_(whole.parameters(), 0.05))
         optimizer.step()
         optimizer.zero_grad()
@@ -260,14 +262,14 @@ def test_penstock_train_shares_products(started: Any) -> None:
     _, folder = started
     (run,) = (folder / "shared").iterdir()
     losses = json.loads((run / "run.json").read_text())["losses"]
-    alone = train_rank(TrainConfig(ranks=1, data=folder / "text" / "a.txt", **fresh.SMALL), None).losses
+    alone = train_rank(TrainConfig(ranks=1, data=folder / "text" / "a.txt", **fresh_ranks.SMALL), None).losses
     assert len(losses) == 3
     assert losses == pytest.approx(alone, abs=1e-5)  # float32
 
 
 def test_the_tutorials_program_prints_the_same_losses_cut_by_hand_under_torchrun_and_traced_alone(started: Any) -> None:
     ((by_hand, *_),) = results(started, "tutorial")
-    traced = python(fresh.TUTORIAL, "--cut", "traced", "--schedule", "gpipe", *fresh.FEW)
+    traced = python(fresh_ranks.TUTORIAL, "--cut", "traced", "--schedule", "gpipe", *fresh_ranks.FEW)
     assert traced.returncode == 0, traced.stderr
     assert "1f1b over 4 stages" in by_hand
     assert "gpipe over 4 stages" in traced.stdout

@@ -611,7 +611,7 @@ def test_around_a_compiled_layer_the_others_are_split() -> None:
 
 def test_gradients_are_added_in_one_go_where_nobody_listens(monkeypatch: Any) -> None:
     added: list[int] = []
-    real = groups.foreach_add
+    real = weight_gradients.foreach_add
     monkeypatch.setattr(weight_gradients, "foreach_add", lambda sums, terms: added.append(len(sums)) or real(sums, terms))
     for hooked, expected in ((False, [3, 3]), (True, [])):
         module = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fresh_ranks
 import pytest
 import torch
 from prompt import python, torchrun

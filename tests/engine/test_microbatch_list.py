@@ -218,7 +218,7 @@ def _wrong(case: str) -> str:
         ("other orders", "order=\\[3, 2, 1, 0\\] on rank 0, order=\\[0, 1, 3, 2\\] on rank 1. Give all of them the same"),
         ("planned", "order='planned' on rank 0, order='given' on rank 1"),
         ("limits", "different limits: limit=900 on rank 0, limit=None on rank 1"),
-        ("limit", "order='planned' has up to .* padded tokens in flight on rank 0, more than limit=3: no order was found"),
+        ("limit", "order='planned' has up to .* padded tokens in flight on rank 0, more than the limit of 3 padded tokens"),
         ("none", "takes inputs as a list"),
         ("no targets", "needs targets"),
         ("other lists", "rank 1's batch is another than rank 0's"),

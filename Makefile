@@ -6,7 +6,7 @@ PYTEST := $(RUN)/python -m pytest
 # Tests start hundreds of interpreters, which need not compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup train quick test kernels gpu neighbours nccl docs matrix lint bench rooms clean
+.PHONY: setup train quick test slow kernels gpu neighbours nccl docs matrix lint bench rooms clean
 
 setup: $(VENV)/ready
 
@@ -17,8 +17,13 @@ train: $(VENV)/ready
 quick: $(VENV)/ready
 	$(PYTEST) -n 2 --dist loadfile -m "smoke or not (ranks or fresh or slow or nccl)"
 
+# Every promise, on its cheapest case.
 test: $(VENV)/ready lint
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not (neighbours or nccl)"
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not (slow or neighbours or nccl)"
+
+# The other cases: larger models and meshes, more ways to start, to fail and to end, thousands of random tables and files.
+slow: $(VENV)/ready
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "slow and not (neighbours or nccl)"
 
 # The bits again, by the kernels of smaller processors.
 kernels: $(VENV)/ready

@@ -44,6 +44,7 @@ def rank_imports(folder, unfit):
     return opened, errors
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_open_the_files_of_their_own_tensors_and_all_tell_what_does_not_fit_on_any(tmp_path):
     unfit = tmp_path / "unfit"

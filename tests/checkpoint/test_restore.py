@@ -125,6 +125,7 @@ def rank_optimize(folder, resumed):
     return states
 
 
+@pytest.mark.slow
 def test_any_optimizer_and_any_tensor_goes_on_with_its_bits(tmp_path):
     everyone = ps.launch(rank_optimize, 3, tmp_path, False)
     again = ps.launch(rank_optimize, 1, tmp_path, True)[0]
@@ -265,6 +266,7 @@ def here(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_penstock_train_goes_on_with_a_run_and_export_writes_its_weights(tmp_path, here):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 100)

@@ -124,6 +124,7 @@ assert "numpy" not in sys.modules
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_checkpoints_need_no_numpy(tmp_path):
     done = subprocess.run([sys.executable, "-c", WITHOUT_NUMPY, str(tmp_path)], capture_output=True, text=True)

@@ -100,12 +100,14 @@ def rank_generates(folder):
     return torch.equal(text, whole.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0))
 
 
+@pytest.mark.slow
 def test_a_model_that_was_never_whole_generates_its_own_tokens(tmp_path):
     torch.manual_seed(1)
     mixtral().save_pretrained(tmp_path, max_shard_size="60KB")
     assert ps.launch(rank_generates, 2, tmp_path) == [True, True]
 
 
+@pytest.mark.slow
 def test_what_save_pretrained_wrote_trains_as_uncut_and_from_pretrained_loads_what_is_exported(tmp_path):
     for make in (llama, qwen2, mixtral):
         torch.manual_seed(1)

@@ -179,6 +179,7 @@ def test_files_are_written_also_where_nobody_takes_the_output(words, tmp_path):
     assert (tmp_path / "table.csv").is_file() == ("--csv" in words)
 
 
+@pytest.mark.slow
 def test_a_training_needs_no_output(tmp_path):
     words = ["train", "--ranks", "2", *SMALL, "--out", tmp_path]
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "penstock", *words]
@@ -352,6 +353,7 @@ def test_only_the_command_that_was_typed_is_imported(name):
     assert fresh(launcher=("-c", code)).stdout.splitlines()[-1] == "set()"
 
 
+@pytest.mark.slow
 def test_bench_and_doctor_say_what_they_measured(monkeypatch, capsys):
     for words in (["2"], ["3", "--schedule", "zb-v"]):  # here: the ranks' server is there already, and torch imported
         steps = ["bench", "--ranks", "2", "--forward", "2", "--steps", "2", "--microbatches", *words]

@@ -46,6 +46,7 @@ def run(monkeypatch, *words):
     cli.main()
 
 
+@pytest.mark.slow
 def test_plan_tells_plans_what_memory_would_buy_and_how_robust_the_best_is(costs, tmp_path, monkeypatch, capsys):
     out, words = tmp_path / "plan.json", ("--memory", "70MB", "--batch", "8", "--effort", "quick")
     run(monkeypatch, "plan", "--costs", costs, "--ranks", "4", *words, "--out", out)
@@ -152,6 +153,7 @@ def test_the_command_that_a_run_ends_with_writes_the_plan_that_it_tells(tmp_path
     assert (found.schedule.name, str(found.microbatches), f"{1e3 * found.seconds:.4g}") == (name, count, step)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_train_plans_runs_the_plan_and_says_how_they_compare(tmp_path, monkeypatch, capfd):
     run(monkeypatch, "train", "--ranks", "2", "--plan", "auto", "--compare", "--out", tmp_path, *SMALL)

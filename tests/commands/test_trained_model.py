@@ -53,6 +53,7 @@ def printed(function: Any, *args: Any) -> str:
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_a_prompt_of_any_bytes_is_continued_where_the_terminal_has_no_letters_for_them(run, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     words = ["generate", os.fspath(run), "--prompt", b"\xff \xc3\xbc", "--max-new-tokens", "1", "--ranks", "1"]

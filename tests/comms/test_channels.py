@@ -174,6 +174,7 @@ def test_messages_of_any_length_share_blocks_whose_sizes_are_powers_of_two(ends)
     assert len(sender.allocator.blocks) == 4  # of 4, 8, 16 and 32 KB
 
 
+@pytest.mark.slow
 def test_free_blocks_never_keep_more_than_twice_what_is_in_flight_and_a_little(ends):
     sender, receiver = ends
     in_flight = []
@@ -232,6 +233,7 @@ def _resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what a process holds")
 def test_ten_thousand_shapes_take_no_descriptors_and_no_memory():

@@ -314,6 +314,7 @@ def until(what):
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.ranks
 @pytest.mark.fresh
@@ -327,6 +328,7 @@ def test_under_torchrun_a_stopped_rank_is_named_with_its_step(tmp_path):
         assert f" step {step}" in words or f" step {int(step) + 1}" in words
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.ranks
 @pytest.mark.fresh
@@ -340,6 +342,7 @@ def is_running(process):
     return Path(f"/proc/{process}/stat").exists() and Path(f"/proc/{process}/stat").read_text().split()[2] not in "ZX"
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.ranks
 def test_nobody_is_blamed_when_the_whole_job_was_stopped_and_goes_on(tmp_path):

@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,33 @@ WAYS = {  # how it ends: the exit status, and how many ranks tell of an error of
 }
 
 
+def by_speed(*ways: str) -> list[Any]:
+    return [pytest.param(way, marks=[pytest.mark.slow] * (way in ("exit", "raise", "one raises"))) for way in ways]
+
+
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("exits")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exits")
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """Run the script, once for each way."""
     paths = os.pathsep.join([str(Path(ps.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    with ThreadPoolExecutor(2) as threads:
-        started = {how: threads.submit(torchrun, 2, SCRIPT, how, folder / how, PYTHONPATH=paths) for how in WAYS}
+
+    @cache
+    def run(how: str) -> subprocess.CompletedProcess[str]:
+        if how != "alone":
+            return torchrun(2, SCRIPT, how, folder / how, PYTHONPATH=paths)
         alone = [sys.executable, SCRIPT, "end", folder / "alone"]
-        done = subprocess.run(alone, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
-        return {how: process.result() for how, process in started.items()} | {"alone": done}, folder
+        return subprocess.run(alone, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+
+    return run
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", by_speed(*WAYS))
 def test_a_script_under_torchrun_ends_without_noise_of_ours(ended: Any, how: str) -> None:
-    done, (status, tracebacks) = ended[0][how], WAYS[how]
+    done, (status, tracebacks) = ended(how), WAYS[how]
     results = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
     ours = [line for line in results if line.endswith("Traceback (most recent call last):")]
     assert done.returncode == status, done.stderr
@@ -53,14 +67,15 @@ NOISE = ("Exception ignored", "leaked", "destroy_process_group", "terminate call
 
 def test_a_save_that_the_others_do_not_come_to_since_they_have_ended_is_an_error(ended: Any) -> None:
     why = "rank 0 waited for rank 1 to call checkpoint.save(), but rank 1 has finished: every rank must make the same calls"
-    assert f"penstock.errors.LostRankError: {why}" in ended[0]["one saves"].stderr
+    assert f"penstock.errors.LostRankError: {why}" in ended("one saves").stderr
 
 
 def test_a_script_without_ranks_ends_without_a_word(ended: Any) -> None:
-    done = ended[0]["alone"]
+    done = ended("alone")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("how", ["end", "exit", "raise", "alone"])
-def test_a_save_that_nobody_waited_for_is_whole(ended: Any, how: str) -> None:
-    assert [path.name for path in (ended[1] / how).glob("step-*")] == ["step-00000002"]
+@pytest.mark.parametrize("how", by_speed("end", "exit", "raise", "alone"))
+def test_a_save_that_nobody_waited_for_is_whole(ended: Any, folder: Path, how: str) -> None:
+    ended(how)
+    assert [path.name for path in (folder / how).glob("step-*")] == ["step-00000002"]

@@ -40,7 +40,7 @@ def rank_surroundings():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("start", ["forkserver", "spawn"])
+@pytest.mark.parametrize("start", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_ranks_get_the_callers_environment_and_directory_of_each_launch(start, monkeypatch, tmp_path):
     monkeypatch.setattr(launcher, "_sees_gpu", lambda: start == "spawn")
     number = 1 if start == "spawn" else 2
@@ -122,6 +122,7 @@ def test_the_others_of_a_rank_that_ends_with_an_error_of_its_own_are_told_which(
         assert "but rank 1 ended with ValueError: its own trouble" in (tmp_path / str(rank)).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.fresh
 def test_under_torchrun_too_they_are_told_of_one_that_has_finished(tmp_path):
@@ -142,6 +143,7 @@ ps.launch(work, 2)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.fresh
 def test_a_program_without_a_main_guard_is_told_to_have_one_and_nothing_else(tmp_path):

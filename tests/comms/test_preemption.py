@@ -127,6 +127,7 @@ def preempted(folder):
     return process.returncode, "".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.fresh
 def test_a_training_that_is_preempted_saves_says_so_by_its_exit_code_and_goes_on_with_the_same_bits(tmp_path):
     code, output = preempted(tmp_path / "preempted")

@@ -56,6 +56,7 @@ PRINTED = "True True True 1 2\nof rank 1 | True\n"
 PROGRAM = DEFINED + LAUNCHED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["python -c", "standard input", "ipython"])
 def test_ranks_run_what_was_typed(how, tmp_path):
     if how == "ipython":
@@ -97,6 +98,7 @@ def test_a_notebook_launches_ranks_and_shows_their_errors_with_the_lines_of_the_
     assert function[-1]["data"]["text/plain"] == "[8, 8]"
 
 
+@pytest.mark.slow
 def test_a_script_sends_its_functions_by_name_and_loads_no_cloudpickle(tmp_path):
     """So its ranks have the classes that the script defines, not copies."""
     program = tmp_path / "program.py"

@@ -242,6 +242,7 @@ def rank_forks_server_dies():
     return os.getppid()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.fresh
 def test_where_the_server_of_the_ranks_is_killed_nobody_is_blamed_and_all_begin_again():
@@ -395,6 +396,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.fresh
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends processes with their parents")
@@ -447,6 +449,7 @@ if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.fresh
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="Linux has a folder in memory")
@@ -469,6 +472,7 @@ def documented_script():
     return next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "__main__" in block)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.fresh
 def test_the_documented_script_goes_on_under_torchrun_with_the_bits_of_one_that_was_left_alone(tmp_path):

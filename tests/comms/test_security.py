@@ -118,6 +118,7 @@ def test_launched_ranks_listen_on_the_loopback_only_and_another_user_comes_to_no
             assert other == 0
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.ranks
 @pytest.mark.fresh

@@ -127,6 +127,7 @@ def lines_of_docs(word):
     ]
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_the_documented_lines_train_on_two_machines_with_the_numbers_of_one_process(tmp_path):
     lines = lines_of_docs("The first machine is known")
@@ -142,6 +143,7 @@ def test_the_documented_lines_train_on_two_machines_with_the_numbers_of_one_proc
     assert min(crossed) > activation * STEPS * (1 + 2 + 3)  # borders of the three schedules that lie between the hosts
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_a_rank_killed_on_one_of_three_machines_is_named_on_the_others(tmp_path):
     with hosts(3) as on:
@@ -156,6 +158,7 @@ def test_a_rank_killed_on_one_of_three_machines_is_named_on_the_others(tmp_path)
         assert f"LostRankError: {output['text']}" in ended[rank].output
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_penstock_train_runs_by_the_documented_line_that_is_the_same_on_every_machine(tmp_path):
     (line,) = lines_of_docs("The same line on every machine")

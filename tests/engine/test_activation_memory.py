@@ -262,6 +262,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fresh
 def test_the_first_step_of_a_process_measures_what_later_ones_do_without_any_garbage_collection():
     done = subprocess.run([sys.executable, "-c", FIRST_STEP], capture_output=True, text=True)

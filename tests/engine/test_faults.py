@@ -397,7 +397,7 @@ def test_ctrl_c_while_all_of_it_is_still_starting_is_one_line_too(tmp_path):
         assert process.returncode == 130
 
 
-@pytest.mark.parametrize("whom", ["the terminal's whole group", "the command alone"])
+@pytest.mark.parametrize("whom", ["the terminal's whole group", pytest.param("the command alone", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_a_training_with_one_line_and_leaves_no_process(whom, tmp_path):
     with training(tmp_path) as process:
         assert process.stdout is not None

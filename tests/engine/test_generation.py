@@ -216,6 +216,7 @@ def rank_mesh() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_replicas_generate_for_rows_of_their_own_and_ranks_that_share_products_for_the_same():
     alone = ps.Pipeline(gpt())
     expected = alone.generate(prompts(), max_new_tokens=4), alone.generate(prompts(), **DRAWN)

@@ -29,6 +29,7 @@ print(cached_hash48(batch_signature(batch).encode()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fresh
 def test_a_batch_has_the_same_fingerprint_in_every_interpreter():
     output = {

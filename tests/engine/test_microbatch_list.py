@@ -72,7 +72,7 @@ def _train(schedule: str, options: dict[str, Any], lists: Any = LISTS, microbatc
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("schedule", ps.schedule.names())
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_every_family_has_the_bits_of_one_process(schedule: str, ranks: int) -> None:
     expected_losses, expected = _one_process(LISTS, 7)
     results = ps.launch(_train, ranks, schedule, {"seed": 7})

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -182,20 +183,26 @@ def retried(schedule):
 UNDONE = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")  # whole and split backwards, loop and V, pairs
 
 
-def every_schedule():
+QUICK = ("1f1b", "zb-v", "dualpipe-v")
+
+
+def by_speed(schedules):
+    return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in schedules]
+
+
+def rank_run(schedule):
     warnings.simplefilter("ignore", RuntimeWarning)
-    faults = {name: raised(name) for name in ps.schedule.names()}
-    return faults, {name: skipped(name) for name in UNDONE}, {name: retried(name) for name in UNDONE}
+    return raised(schedule), *([skipped(schedule), retried(schedule)] if schedule in UNDONE else [])
 
 
-@pytest.fixture(scope="module")
-def results():
-    return ps.launch(every_schedule, 2)
+@cache
+def results_of(schedule):
+    return ps.launch(rank_run, 2, schedule)
 
 
-@pytest.mark.parametrize("schedule", ps.schedule.names())
-def test_each_kind_of_fault_is_named_on_all_ranks_and_the_step_leaves_nothing(results, schedule):
-    (result, *first), (others, *second) = (faults[schedule] for faults, *_ in results)
+@pytest.mark.parametrize("schedule", by_speed(ps.schedule.names()))
+def test_each_kind_of_fault_is_named_on_all_ranks_and_the_step_leaves_nothing(schedule):
+    (result, *first), (others, *second) = (faults for faults, *_ in results_of(schedule))
     (stage,), placement = {first[0], second[0]} - {-1}, first[1]
     for kind, pattern in BLAME.items():
         text, clean = result[kind]
@@ -206,16 +213,15 @@ def test_each_kind_of_fault_is_named_on_all_ranks_and_the_step_leaves_nothing(re
         assert (text, True) == (text, clean) == others[kind]
 
 
-@pytest.mark.parametrize("schedule", UNDONE)
-def test_a_skipped_step_is_as_if_its_batch_had_not_been(results, schedule):
-    for _, skips, _ in results:
-        assert skips[schedule] == ([True] * 2, [True, False])
+@pytest.mark.parametrize("schedule", by_speed(UNDONE))
+def test_a_skipped_step_is_as_if_its_batch_had_not_been(schedule):
+    for _, skips, _ in results_of(schedule):
+        assert skips == ([True] * 2, [True, False])
 
 
-@pytest.mark.parametrize("schedule", UNDONE)
-def test_a_step_that_is_run_again_has_the_bits_of_one_that_was_not(results, schedule):
-    for rank, (_, _, retries) in enumerate(results):
-        alike, result = retries[schedule]
+@pytest.mark.parametrize("schedule", by_speed(UNDONE))
+def test_a_step_that_is_run_again_has_the_bits_of_one_that_was_not(schedule):
+    for rank, (_, _, (alike, result)) in enumerate(results_of(schedule)):
         assert alike == [True] * 2
         assert sum("was transient: run once more, the step is finite" in text for text in result) == (0 if rank else 2)
         persistent, batch = result[-2:]
@@ -261,6 +267,7 @@ def meshes():
     return [on_a_mesh("ddp", False), on_a_mesh("fsdp", False), on_a_mesh("ddp", True)]
 
 
+@pytest.mark.slow
 def test_replicas_and_shards_skip_repeat_and_raise_together():
     for result in ps.launch(meshes, 4):
         for skipped, repeated, text, after in result:

@@ -74,6 +74,7 @@ def rank_steps(kind, schedule, microbatches, dropout, steps):
     return losses, pipe.state_dict()
 
 
+@pytest.mark.slow
 def test_after_fifty_clipped_optimizer_steps_the_weights_are_those_of_one_process():
     model, loss_fn = make("mlp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -112,7 +112,7 @@ def chain(ranks: int) -> tuple[Setting, ...]:
     return tuple(Setting(name, 1) for name in [*names, names[0]])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_from_every_family_of_schedules_to_another_a_training_keeps_its_bits(ranks):
     ours, last = chain(ranks), chain(ranks)[-1]
     runs = together(rank_gpt, ranks, (((ours),), ((last._replace(steps=len(ours)),),)))
@@ -161,6 +161,7 @@ def by_names(case: str, *schedules: str) -> tuple[Setting, ...]:
 TWO_EACH = ("interleaved-1f1b", "zb-v")  # stages on a rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_any_model_cut_by_names_is_cut_anew_with_its_skips_ties_buffers_and_frozen_parts(case):
     settings = {case: by_names(case, "1f1b", "zb-v", "gpipe") for case in CASES}
@@ -194,6 +195,7 @@ def rank_measured() -> tuple[int, RebuildResult]:
     return len(calls), ran
 
 
+@pytest.mark.slow
 def test_a_model_cut_on_an_example_is_measured_once():
     (calls, ours), (none, others) = ps.launch(rank_measured, 2)
     assert (calls, none) == (1, 0)
@@ -201,6 +203,7 @@ def test_a_model_cut_on_an_example_is_measured_once():
     assert_same(merged([ours.state, others.state]), merged([loss.state for loss in straight]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["names", "example"])
 def test_a_model_from_the_meta_device_is_rebuilt_with_its_weights(by):
     case = "tied" if by == "names" else "wide"
@@ -271,6 +274,7 @@ def rank_optimizers(settings: tuple[Setting, ...]) -> dict[str, RebuildResult]:
     return results
 
 
+@pytest.mark.slow
 def test_any_optimizer_goes_on_and_so_do_gradients_that_were_not_stepped_with_and_states_of_modules():
     settings = Setting("1f1b", 3), Setting("zb-v", 2), Setting("gpipe", 1)
     ours, straight = (ps.launch(rank_optimizers, 2, value) for value in (settings, (Setting("gpipe", 6),)))
@@ -558,6 +562,7 @@ if pipe.topology.rank == 0:
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun_too_with_tied_weights_and_nothing_is_said(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     files = [tmp_path / f"{name}.safetensors" for name in ("rebuilt", "straight")]

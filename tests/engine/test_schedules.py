@@ -23,6 +23,7 @@ MICROBATCHES = {  # of a model on P ranks: with the MLP on 3 every M, elsewhere 
     ("gpt", 2): (2,), ("gpt", 3): (1, 5), ("gpt", 4): (7,),
     ("mixed", 2): (7,), ("mixed", 3): (4, 9), ("mixed", 4): (5,),
 }  # fmt: skip
+QUICK = ("mlp", 2), ("gpt", 2), ("mixed", 4)
 
 
 def tables(ranks: int, kind: str) -> Iterator[tuple[str, int | None, int]]:
@@ -58,7 +59,9 @@ def rank_every_schedule(ranks: int, kind: str):
     return results
 
 
-@pytest.mark.parametrize(("kind", "ranks"), MICROBATCHES)
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in MICROBATCHES]
+)
 def test_every_schedule_has_the_loss_and_the_gradients_of_one_process(kind: str, ranks: int) -> None:
     everyone = ps.launch(rank_every_schedule, ranks, ranks, kind)
     model, loss_fn = make(kind, depth=depth(ranks))

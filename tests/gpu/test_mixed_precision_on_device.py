@@ -45,6 +45,7 @@ def backward(losses, pieces, scale=1.0):
         loss.backward(torch.full_like(loss, count / sum(rows) * scale))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_has_the_bits_of_plain_pytorch(device, dtype):

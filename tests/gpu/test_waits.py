@@ -26,7 +26,7 @@ def pipeline(device, schedule="1f1b", topology=None, **options):
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-v"])
 def test_a_step_waits_for_its_losses_at_its_end_and_nowhere_else(device, schedule):
     pipe = pipeline(device, schedule, loss_weight=lambda target: (target != 0).sum())
     tokens = torch.randint(17, (8, 7))
@@ -63,7 +63,7 @@ def rank_waits(schedule, device):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-v"])
 def test_without_nccl_a_rank_waits_for_its_messages_and_at_the_end_of_its_step(schedule, device):
     for places, lines in ps.launch(rank_waits, 2, schedule, device):
         print(schedule, *lines.items(), *places, sep="\n  ")

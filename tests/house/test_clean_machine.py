@@ -135,6 +135,7 @@ def test_what_is_not_declared_is_not_there(machine: Machine) -> None:
     assert machine.run("python", "-c", program) == "torch rich\n"
 
 
+@pytest.mark.slow
 def test_the_main_job_runs_and_goes_on_and_its_weights_and_timeline_are_there(machine: Machine) -> None:
     text = machine.folder / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 100)
@@ -144,6 +145,7 @@ def test_the_main_job_runs_and_goes_on_and_its_weights_and_timeline_are_there(ma
     assert {"model.safetensors", "step-00000003", "timeline.html"} <= {path.name for path in run.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_program_trains_on_a_mesh_saves_and_goes_on(machine: Machine) -> None:
     (machine.folder / "program.py").write_text(PROGRAM)
     assert machine.run("python", "program.py") == "[1, 1] [2, 2]\n"

@@ -49,6 +49,7 @@ def test_an_import_that_needs_no_torch_does_not_load_it(statement):
     run(WITHOUT_TORCH + statement)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_only_the_command_line_needs_tyro():
     code = "import sys; sys.modules['tyro'] = None\nimport penstock\nfor name in penstock.__all__: getattr(penstock, name)"

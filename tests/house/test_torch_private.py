@@ -42,6 +42,7 @@ def test_an_older_torch_is_refused_in_a_sentence_and_a_newer_one_is_not():
         torch_private.require_min_torch_release(version)
 
 
+@pytest.mark.slow
 @pytest.mark.fresh
 def test_a_command_over_an_older_torch_says_so_once_though_its_ranks_server_has_it_too(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import torch; torch.__version__ = '2.8.0'")

@@ -56,6 +56,7 @@ def run_python(*args: str) -> str:
 
 AS_A_SCRIPT, UNDER_TORCHRUN = 10, 12  # the others run in this process, as `penstock lab` runs them
 RUN_HERE = [number for number in catalog.LABS if number not in (AS_A_SCRIPT, UNDER_TORCHRUN)]
+SLOW = (3, 4, 5, 7, 8, 14, 15, 16, 18)  # those that measure for more than five seconds
 JUDGE_TIMES = {3: 1, 4: 2, 5: 5, 6: 1, 7: 3, 8: 6, 14: 4, 18: 4}  # how often a lab does
 
 
@@ -71,7 +72,7 @@ def judged(monkeypatch):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", RUN_HERE)
+@pytest.mark.parametrize("number", [pytest.param(number, marks=[pytest.mark.slow] * (number in SLOW)) for number in RUN_HERE])
 def test_a_lab_passes_its_checks_and_ends_with_a_measurement(number, capsys, judged):
     catalog.run(number)
     output = capsys.readouterr().out
@@ -80,6 +81,7 @@ def test_a_lab_passes_its_checks_and_ends_with_a_measurement(number, capsys, jud
     assert len(judged) == JUDGE_TIMES.get(number, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_lab_runs_as_a_script_with_its_output_in_a_pipe():
     output = run_python("-m", catalog.LABS[AS_A_SCRIPT].module)
@@ -88,6 +90,7 @@ def test_a_lab_runs_as_a_script_with_its_output_in_a_pipe():
     assert "\033" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_lab_runs_under_torchrun_and_tells_its_story_once():
     done = torchrun(2, "-m", catalog.LABS[UNDER_TORCHRUN].module)
@@ -256,6 +259,7 @@ def schedule(rank, ranks, microbatches):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_lab_9_judges_the_schedule_of_a_file(tmp_path):
     file = tmp_path / "mine.py"

@@ -180,6 +180,7 @@ def test_what_cannot_run_is_told_with_its_line(tmp_path, monkeypatch, named):
             written(folder, 9, text).check(puzzle(9))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_command_hands_out_judges_and_needs_no_torch_for_tables(tmp_path):
     def penstock(*words):

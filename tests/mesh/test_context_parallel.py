@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.fresh
-@pytest.mark.parametrize("ranks", models.MESHES)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_on_every_mesh_it_has_the_numbers_of_one_process(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     paths = os.pathsep.join([str(HERE), str(Path(ps.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

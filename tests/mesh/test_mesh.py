@@ -126,7 +126,7 @@ def trained_alone(steps: int) -> Record:
     return record
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name.endswith("dp2 tp2"))) for name in MESHES])
 def test_it_has_the_gradients_of_one_process(name: str) -> None:
     shape, runs = MESHES[name], RUNS[name]
     everyone = ps.launch(trained, shape[0] * shape[1] * shape[2], shape, runs)
@@ -308,6 +308,7 @@ OPTIONS = (("recompute", None), ("recompute", "stage"), ("recompute", "block"), 
 EVERYDAYS = tuple((way, *option) for way, option in product(WAYS, OPTIONS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EVERYDAYS, ids=str)
 def test_steps_add_up_eval_changes_nothing_and_layers_can_be_frozen(case: tuple[str, str, Any]) -> None:
     expected = everyday_alone()
@@ -401,6 +402,7 @@ def cast(schedule: str, recompute: Any) -> list[Any]:
 CASTS = (("1f1b", None), ("1f1b", "block"), ("zb-h1", None), ("zb-h1", "stage"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "recompute"), CASTS)
 def test_parameters_may_be_cast_by_a_policy_of_fully_shard_however_the_model_is_cut(schedule: str, recompute: Any) -> None:
     inputs, target = (microbatch.float() for microbatch in batch(0, 8))
@@ -548,6 +550,7 @@ def sequence_parallel(way: str, dp: int) -> dict[str, Tensor | None]:
     return gradients(pipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "dp"), [("ddp", 1), ("fsdp", 2)])
 def test_norms_may_run_on_parts_of_a_sequence(way: str, dp: int) -> None:
     whole = sequences()
@@ -836,7 +839,9 @@ def again(way: str, shape: Shape, folder: Path) -> tuple[list[float], list[str]]
     return losses, sorted(path.name for path in folder.glob("step-*"))
 
 
-@pytest.mark.parametrize(("name", "way"), [("pp2 tp2", "ddp"), ("dp2 tp2", "ddp"), ("pp2 dp2", "fsdp")])
+@pytest.mark.parametrize(
+    ("name", "way"), [("pp2 tp2", "ddp"), pytest.param("dp2 tp2", "ddp", marks=pytest.mark.slow), ("pp2 dp2", "fsdp")]
+)
 def test_after_an_error_a_pipeline_on_a_new_mesh_of_the_same_shape_trains(name: str, way: str, tmp_path: Path) -> None:
     for losses, saved in ps.launch(again, 4, way, MESHES[name], tmp_path):
         assert losses[:2] == losses[2:]

@@ -171,6 +171,7 @@ def test_interleaved_zb_whose_ranks_all_send_first_does_not_wait_on_the_host_for
     assert_bits_of_one_process("lazy", 4, "mlp", 8, ["interleaved-zb", "1f1b"])
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_host_that_runs_ahead_of_its_device_has_the_bits_of_one_process_and_waits_for_the_loss_alone():
     assert_bits_of_one_process("ahead", 2, "gpt", 3, ["1f1b", "zb-v"])

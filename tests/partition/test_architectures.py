@@ -31,6 +31,7 @@ def test_the_table_is_of_architectures_that_can_be_tried_again():
     assert set(AGAIN) <= rows.keys() <= tool().ARCHITECTURES.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.kernels
 def test_models_from_the_meta_device_have_the_bits_that_the_table_says():

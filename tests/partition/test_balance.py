@@ -75,6 +75,7 @@ def costs_of(count, heavy):
     return [draw.random() for _ in range(count - 1)] + [heavy]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heavy", [0.0, 1.0, 1e6])
 def test_two_thousand_units_are_cut_into_consecutive_parts(heavy):
     found = balanced_starts(costs_of(2000, heavy), 64)
@@ -303,6 +304,7 @@ def test_inputs_of_other_kinds_are_run_too():
     assert len(measured([unit])) == 1
 
 
+@pytest.mark.slow
 def test_the_cut_of_a_gpt_by_what_its_layers_cost_beats_equal_numbers_of_layers_predicted_and_run(monkeypatch):
     """With a large vocabulary the head costs as much as some blocks. The clock counts operations of matrix products."""
     config = GPTConfig(vocabulary=6000, context=64, width=64, layers=18, heads=2)

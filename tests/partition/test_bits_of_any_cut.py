@@ -110,7 +110,7 @@ UNITS = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_tutorials_transformer_is_the_same_wherever_it_is_cut(ranks):
     check(ranks, [CutRun("transformer", cuts) for cuts in combinations(UNITS[1:], ranks - 1)])
     if ranks == 2:
@@ -118,11 +118,13 @@ def test_the_tutorials_transformer_is_the_same_wherever_it_is_cut(ranks):
         check(ranks, [CutRun("transformer", (cut,)) for cut in inside])
 
 
+@pytest.mark.slow
 def test_stages_made_by_hand_are_the_uncut_model():
     check(2, [CutRun("transformer", by="hand"), CutRun("transformer", None, "looped-bfs", by="hand", stages_per_rank=2)])
     check(4, [CutRun("transformer", None, schedule, by="hand") for schedule in ("gpipe", "1f1b", "zb-h1")])
 
 
+@pytest.mark.slow
 def test_an_exported_model_is_the_uncut_one_cut_by_name_or_by_measure():
     exported = [CutRun("transformer", None, "zb-v", by="measure"), CutRun("u-net", ("up2",), by="example")]
     check(2, [*exported, CutRun("wide", ("body.0", "body.2", "head"), "zb-v", by="example")])
@@ -151,6 +153,7 @@ def test_tied_weights_have_the_gradient_of_the_uncut_model():
     check(2, [CutRun("tied three times", ("blocks.1", "again", "head"), schedule) for schedule in ("looped-bfs", "v-min")])
 
 
+@pytest.mark.slow
 def test_a_module_called_in_several_stages_has_the_gradient_of_the_uncut_model():
     check(3, [CutRun("recurrent", ("between.1", "between.2"), schedule) for schedule in ("1f1b", "zb-h1")])
     check(
@@ -230,6 +233,7 @@ DROPOUTS = {
 }
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_same_wherever_the_model_is_cut():
     [alone] = ps.launch(rank_runs, 1, DROPOUTS[1])
     for ranks in (2, 3):

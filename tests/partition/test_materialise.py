@@ -455,6 +455,7 @@ def test_a_failing_init_leaves_the_module_as_it_was():
 
 @pytest.mark.ranks
 @pytest.mark.skipif(not limited_memory.CAN_LIMIT_MEMORY, reason="the memory of a process is limited on Linux only")
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_model_of_three_times_the_memory_of_a_process_trains_on_four_of_them(frozen):
     (whole,) = ps.launch(limited_memory.train_whole, 1, frozen)

@@ -121,34 +121,40 @@ RUNS = [
 WITHOUT_MASK = CutRun("llama without a mask", ("model.layers.0", "model.layers.1", "model.norm"), "zb-v", by="example")
 
 
-def rank_transformers() -> Any:
+def rank_without_mask() -> Any:
     case = CASES[WITHOUT_MASK.case]
     pipe = WITHOUT_MASK.pipeline(case)
     text = pipe.generate(ids(4, 1), max_new_tokens=6, eos=2, use_cache=False)
-    return [*rank_runs(RUNS, CASES), stepped(pipe, WITHOUT_MASK, case), text]
+    return stepped(pipe, WITHOUT_MASK, case), text
 
 
 @pytest.fixture(scope="module")
 def everyone() -> list[Any]:
-    return ps.launch(rank_transformers, 2)
+    return ps.launch(rank_runs, 2, RUNS, CASES)
 
 
+@pytest.fixture(scope="module")
+def without_mask() -> list[Any]:
+    return ps.launch(rank_without_mask, 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case} {run.schedule}{' from meta' * run.meta}")
 def test_transformers_models_have_the_numbers_of_the_uncut_ones(everyone, run):
     assert_equal(run, [result[RUNS.index(run)] for result in everyone], uncut(run, CASES))
 
 
-def test_an_exported_model_without_a_mask_is_the_uncut_one_with_the_mask_of_everyone(everyone):
+def test_an_exported_model_without_a_mask_is_the_uncut_one_with_the_mask_of_everyone(without_mask):
     """Where no mask is given, transformers makes none, unless it is exported: then attention may take another kernel."""
     given = uncut(WITHOUT_MASK._replace(case="llama with the mask of everyone"), CASES)
-    assert_equal(WITHOUT_MASK, [result[len(RUNS)] for result in everyone], given)
+    assert_equal(WITHOUT_MASK, [result for result, _ in without_mask], given)
     without = uncut(WITHOUT_MASK, CASES)
     for name, gradient in given.gradients.items():
         torch.testing.assert_close(without.gradients[name], gradient)
 
 
-def test_an_exported_model_generates_the_tokens_of_its_own_generate(everyone):
+def test_an_exported_model_generates_the_tokens_of_its_own_generate(without_mask):
     prompt, model = ids(4, 1), CASES[WITHOUT_MASK.case].model().eval()
     given = {"attention_mask": torch.ones_like(prompt), "eos_token_id": 2, "pad_token_id": 2}
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False, **given)
-    assert all(torch.equal(result[-1], expected) for result in everyone)
+    assert all(torch.equal(text, expected) for _, text in without_mask)

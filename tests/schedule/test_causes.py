@@ -175,6 +175,7 @@ def cause_at(time: float, rank: int, timeline: Timeline, makers: dict) -> str:
     return "imbalance" if any(event.action.kind is Kind.F for event in later) else "drain"
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(timed_tables())
 def test_at_every_moment_the_cause_is_what_the_definitions_say(timed):
@@ -188,6 +189,7 @@ def test_at_every_moment_the_cause_is_what_the_definitions_say(timed):
             assert results == [cause_at(time, rank, planned, makers)], (rank, time)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(timed_tables())
 def test_busy_and_idle_time_are_all_the_time(timed):

@@ -129,6 +129,7 @@ def test_before_its_first_action_a_rank_waits_and_with_nothing_from_others_it_do
 SOURCES = [("zb-h1", 4, [6, 6, 6, 6]), ("zb-h1", 4, [3, 9, 5, 7]), ("zb-v", 2, [6, 6, 6, 6]), ("interleaved-zb", 3, even(6))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "ranks", "layers"), SOURCES)
 def test_any_other_configuration_is_predicted_as_if_its_costs_were_known(source, ranks, layers):
     measured = Measurement.from_timelines(ran(runs(source, ranks, 8), layers, send=0.5, engine=0.25), layers=layers)

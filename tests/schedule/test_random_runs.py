@@ -45,6 +45,7 @@ def in_table_order(table: Schedule, kind: str) -> tuple[Tensor, dict[str, Any]]:
     return sum(losses[1:], losses[0]), sums
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(valid_tables())
 def test_a_random_valid_table_runs_to_the_end_with_the_right_bits(table: Schedule) -> None:

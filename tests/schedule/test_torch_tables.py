@@ -38,6 +38,7 @@ def backwards_ascending(row: list[str]) -> list[str]:
     return forwards + [f"{stage}B{m}" for stage in stages for m in range(len(forwards) // len(stages))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_tables_are_equal_wherever_both_exist(name: str) -> None:
     compared = 0

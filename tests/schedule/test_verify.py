@@ -499,6 +499,7 @@ def carried(maker: Action, what: str, taker: str | None, stands: Stands) -> Valu
     return value
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(with_skips(valid_tables()), st.sampled_from(MODELS[1:]))
 def test_every_wait_told_of_a_stop_in_another_model_is_true(skipping, model):

@@ -33,6 +33,7 @@ print(*{{name.partition(".")[0] for name in sys.modules}} - sys.stdlib_module_na
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fresh
 def test_its_files_answer_alone_as_the_studio_does(tmp_path):
     playground.pack(tmp_path / "penstock.zip")

@@ -37,6 +37,7 @@ def home(tmp_path):
         thread.join()
 
 
+@pytest.mark.slow
 def test_python_in_the_browser_answers_as_the_studio_does(browser, home):  # noqa: F811
     def wait_for_text(name, text):
         while not browser.find_element("id", name).get_attribute("textContent").startswith(text):

@@ -292,6 +292,7 @@ def undone(browser, key, shift=False):
     settle(browser)
 
 
+@pytest.mark.slow
 def test_changes_are_undone_and_redone_and_the_address_has_them_all(studio):
     slide(studio, "schedule", "dualpipe-v")
     slide(studio, "forward", 2)
@@ -372,6 +373,7 @@ def test_what_takes_long_is_told_and_ends_with_the_next_change_or_by_stop(studio
     assert proof(studio).startswith("proved: gpipe over 3 ranks")
 
 
+@pytest.mark.slow
 def test_a_better_table_is_found_by_a_tap_held_against_the_old_one_and_taken_back(studio, port):
     studio.get(f"http://127.0.0.1:{port}/?name=mine&rows=0F0.0F1.0B0.0B1&placement=0&max_in_flight=1")
     settle(studio)

@@ -135,6 +135,7 @@ def test_what_save_pretrained_wrote_trains_as_uncut_and_from_pretrained_loads_wh
             assert_same(again.state_dict(), expected.state_dict())
 
 
+@pytest.mark.slow
 def test_a_model_takes_its_base_models_weights_and_a_checkpoint_is_exported_with_its_configuration(tmp_path):
     torch.manual_seed(1)
     shape = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 17, "n_positions": 6}

@@ -367,6 +367,7 @@ def _kill_me_when(true):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_penstock_train_loses_a_step_at_most_and_goes_on_in_the_same_folder_with_the_metrics_of_every_step(tmp_path):
     small = {"layers": 2, "width": 8, "batch": 4, "microbatches": 2, "context": 8, "steps": 60, "timeline": False}
@@ -420,6 +421,7 @@ def test_a_launcher_that_is_killed_leaves_no_process_and_no_file(tmp_path):
     wait_for(lambda: not left & set(os.listdir("/dev/shm")))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.fresh
 def test_a_temporary_folder_whose_path_is_too_long_is_told(tmp_path):

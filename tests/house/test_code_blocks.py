@@ -118,6 +118,7 @@ def alone(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("listing", LISTINGS, ids=[listing.name for listing in LISTINGS])
 def test_the_blocks_of_a_page_run_and_print_what_it_says(listing: Listing) -> None:

@@ -21,7 +21,7 @@ from penstock import checkpoint
 from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.job import train_rank
 
-pytestmark = pytest.mark.fresh
+pytestmark = [pytest.mark.fresh, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 ALIKE = ["tp", "fsdp", "split backward", "own stages", "resume", "errors", "sum", "counted", "clipped", "different calls"]
@@ -91,7 +91,6 @@ def expected(microbatches: int = 4) -> tuple[Any, dict[str, Any]]:
     return loss, {name: parameter.grad for name, parameter in whole.named_parameters()}
 
 
-@pytest.mark.slow
 def test_every_rank_has_hashes_of_its_own(started: Any) -> None:
     for everyone in started[0].values():
         assert len({result["hash"] for result in everyone}) == len(everyone)
@@ -269,7 +268,6 @@ def test_penstock_train_shares_products(started: Any) -> None:
     assert losses == pytest.approx(alone, abs=1e-5)  # float32
 
 
-@pytest.mark.slow
 def test_the_tutorials_program_prints_the_same_losses_cut_by_hand_under_torchrun_and_traced_alone(started: Any) -> None:
     ((by_hand, *_),) = results(started, "tutorial")
     traced = python(fresh_ranks.TUTORIAL, "--cut", "traced", "--schedule", "gpipe", *fresh_ranks.FEW)

@@ -151,6 +151,7 @@ TEN = {  # question: what a person does; where the answer is; what it says, word
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", TEN)
 def test_a_question_is_answered_from_a_fresh_page_in_two_actions_at_most(visit, run, question):
     actions, where, answer = TEN[question]

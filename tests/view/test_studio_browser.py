@@ -103,6 +103,7 @@ def test_sliders_change_picture_figures_and_proof(studio):
     assert proof(studio).startswith("proved: zb-v")
 
 
+@pytest.mark.slow
 def test_a_file_it_was_opened_with_is_shown_again_when_it_has_changed(browser, tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0B0\n")
@@ -343,6 +344,7 @@ def shown(browser, name):
     return browser.find_element("id", name).is_displayed()
 
 
+@pytest.mark.slow
 def test_sixty_four_ranks_are_typed_and_only_the_cells_in_sight_are_there(studio):
     typed(studio, "ranks", "64")
     typed(studio, "microbatches", "80")
@@ -357,6 +359,7 @@ def test_sixty_four_ranks_are_typed_and_only_the_cells_in_sight_are_there(studio
     assert field.get_attribute("value") == "80"  # it is used
 
 
+@pytest.mark.slow
 def test_what_takes_long_is_told_and_ends_with_the_next_change_or_by_stop(studio):
     huge = "Object.assign(studio.state, {ranks: 64, microbatches: 512, stages_per_rank: 4, schedule: 'interleaved-zb'});"
     before = proof(studio)
@@ -420,6 +423,7 @@ def test_the_wheel_is_the_pages_again_after_escape(studio):
     assert studio.execute_script("return document.activeElement === document.body")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["0", "-3", "abc", "2.5"])
 def test_a_number_that_cannot_be_is_told(studio, value):
     typed(studio, "microbatches", value)

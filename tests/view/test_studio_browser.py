@@ -118,12 +118,18 @@ def test_a_file_it_was_opened_with_is_shown_again_when_it_has_changed(browser, t
         browser.get("about:blank")
 
 
-def test_one_stage_may_have_its_own_cost(studio):
+def test_one_stage_may_have_its_own_cost_and_one_microbatch_its_own_size(studio):
     studio.execute_script("document.getElementById('own').open = true")
     field = studio.find_element("css selector", '[data-stage="2"][data-cost="forward"]')
     field.send_keys("4")
     settle(studio)
     costs = Costs([1, 1, 4, 1], 1, 1)
+    assert makespan(studio) == simulate(build("1f1b", ranks=4, microbatches=8), costs).makespan
+
+    studio.execute_script("document.getElementById('sizes').open = true")
+    studio.find_element("css selector", '#sizes [data-index="2"]').send_keys("3")
+    settle(studio)
+    costs = Costs([1, 1, 4, 1], 1, 1, microbatch_factors=[1, 1, 3, 1, 1, 1, 1, 1])
     assert makespan(studio) == simulate(build("1f1b", ranks=4, microbatches=8), costs).makespan
 
 

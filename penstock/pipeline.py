@@ -667,7 +667,7 @@ class Pipeline(ModuleMisuseHints):
         frame = inspect.currentframe()
         norm_type = norm_type_of_caller(frame)
         if norm_type is not None and self.position.world.world_size > 1:
-            yield from self._parameters.with_remote_gradient_norms(self._gradient_norms(norm_type))
+            yield from self._parameters.with_remote_gradient_norms(self._exchange_gradient_norms(norm_type))
         else:
             check_elementwise_optimizer(optimizer_of_caller(frame), self.topology.world_size)
             yield from parameters
@@ -711,12 +711,12 @@ class Pipeline(ModuleMisuseHints):
         All ranks call it. The norm is bitwise that of the uncut model: parameters are taken in its order, and a tied parameter
         counts once. Raises MismatchError for a `max_norm` that is no number of 0 or more, or another one on each rank.
         """
-        norms = self._gradient_norms(norm_type, max_norm)
+        norms = self._exchange_gradient_norms(norm_type, max_norm)
         total = self._parameters.clip_grads(norms, max_norm, float(norm_type))
         self._engine.gradient_factor.remember()
         return total
 
-    def _gradient_norms(self, norm_type: float, max_norm: float = 0.0) -> list[Any]:
+    def _exchange_gradient_norms(self, norm_type: float, max_norm: float = 0.0) -> list[Any]:
         """Return the norms of each rank's gradients, by rank. All ranks call it. Raises as `clip_grad_norm_`."""
         with self.collective("clip_grad_norm_()", announces=self.position.num_stage_ranks > 1):  # a DTensor's norm waits
             if not isinstance(max_norm, int | float) or not max_norm >= 0:

@@ -53,7 +53,7 @@ from penstock.errors import PenstockError
 OLDEST_RELEASE, NEWEST_RELEASE = (2, 11), (2, 15)  # what pyproject.toml asks for, and `make matrix` tests
 
 
-def release_of(version: str) -> tuple[int, int]:
+def parse_release(version: str) -> tuple[int, int]:
     """The first two numbers of a version: `(2, 13)` of `2.13.0+cpu`."""
     major, minor, *_ = version.split(".")
     return int(major), int(minor)
@@ -65,7 +65,7 @@ class _TorchTooOldError(PenstockError, ImportError):
 
 def require_min_torch_release(version: str) -> None:
     """Raises PenstockError if torch lacks what this module stands on."""
-    if release_of(version) < OLDEST_RELEASE:
+    if parse_release(version) < OLDEST_RELEASE:
         newer = ".".join(map(str, OLDEST_RELEASE))
         raise _TorchTooOldError(f"Penstock needs torch {newer} or newer, this is {version}: pip install 'torch>={newer}'")
 
@@ -132,7 +132,7 @@ def make_weight_contiguous(module: nn.Module) -> None:
 
     From torch 2.12 on it sees to that itself; before, another weight has to take the place of one that is not contiguous.
     """
-    if release_of(torch.__version__) < (2, 12) and isinstance(module, _ConvNd) and not module.weight.is_contiguous():
+    if parse_release(torch.__version__) < (2, 12) and isinstance(module, _ConvNd) and not module.weight.is_contiguous():
         contiguous = torch.empty_like(module.weight, memory_format=torch.contiguous_format)
         module.weight = nn.Parameter(contiguous, module.weight.requires_grad)
 
@@ -406,7 +406,7 @@ def ignore_in_ddp(module: nn.Module, names: Sequence[str]) -> None:
 
 
 def ddp_ignored_names(module: nn.Module) -> Collection[str]:
-    """The names that were given to `leave_out_of_ddp`, by us or the user."""
+    """The names that were given to `ignore_in_ddp`, by us or the user."""
     return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
 
 

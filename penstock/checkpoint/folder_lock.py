@@ -35,7 +35,7 @@ def acquire(folder: Path, owner: Any) -> "FolderLock":
 
 
 class FolderLock:
-    """The right to write to a folder. Raises as `take`."""
+    """The right to write to a folder. Raises as `acquire`."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.write_mutex = (

@@ -187,7 +187,7 @@ def _write_checkpoint(
         ) as everyone:
             if lock:
                 manifest.write(temporary, merge_manifests([{**json.loads(text), "files": files} for files, text in everyone]))
-                manifest.move_into_place(temporary, final)
+                manifest.rename_checkpoint(temporary, final)
                 manifest.prune(folder, rank_manifest["step"], keep)
 
 

@@ -126,7 +126,7 @@ def _training_tensors(
 
 
 class DigestLog:
-    """Keeps digests of a run's steps in `folder/digests.jsonl`. All ranks make one, and call `note`, alike.
+    """Writes digests of a run's steps to `folder/digests.jsonl`. All ranks make one, and call `record_step`.
 
     `folder`: of the run; rank 0 makes it, and writes. What is there of the steps that `pipe` has done stays, the rest goes.
     `pipe`, `optimizer`: whose. Of an optimizer of this rank's `pipe.parameters()`.
@@ -234,7 +234,7 @@ StepDigests = dict[
 
 
 def read_run_digests(folder: Path) -> StepDigests:
-    """The steps that the run in `folder` has kept, by number. Raises NotComparable if that is nothing."""
+    """Return the digests of the run in `folder` by step. Raises RunsNotComparableError if it has none."""
     path = folder / DIGESTS_FILE
     if not path.is_file():
         raise RunsNotComparableError(
@@ -256,7 +256,7 @@ def read_run_digests(folder: Path) -> StepDigests:
 def compare_runs(a: Path, b: Path) -> tuple[bool, str]:
     """Whether the runs in two folders are the same to the bit, in all steps that both have kept; and in words, where not.
 
-    Raises NotComparable for runs of other settings or another model, without a common step, and for runs that differ though
+    Raises RunsNotComparableError for runs of other settings or models, without a common step, and for runs that differ though
     no bits were promised.
     """
     runs = {folder: read_run_digests(folder) for folder in (a, b)}
@@ -294,7 +294,7 @@ def compare_runs(a: Path, b: Path) -> tuple[bool, str]:
 
 
 def _check_same_settings_and_model(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> None:
-    """Raises NotComparable for runs of other settings, or of another model."""
+    """Raises RunsNotComparableError for runs of other settings, or of another model."""
     settings, other_settings = run_a["settings"], run_b["settings"]
     pairs = [(name, settings.get(name), other_settings.get(name)) for name in {**settings, **other_settings}]
     if unlike := [f"{name} {value_a} and {value_b}" for name, value_a, value_b in pairs if value_a != value_b]:

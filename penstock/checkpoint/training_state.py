@@ -176,7 +176,7 @@ def pack_random_states(rank: int, device: torch.device, tensors: dict[str, Tenso
 
 
 def check_random_states(path: Path, saved: Sequence[Any], rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """Raises Damaged if `restore_random` could not be done."""
+    """Raise DamagedFileError if `restore_random_states` could not be done."""
     with errors_as_damaged(path, "has random numbers' states that no generator takes"):
         states = _unpack_random_states(saved, rank, tensors)
         random.Random().setstate(states["python"])
@@ -189,7 +189,7 @@ def check_random_states(path: Path, saved: Sequence[Any], rank: int, tensors: Ma
 
 
 def restore_random_states(saved: Sequence[Any], rank: int, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
-    """Put the generators into the states that `pack_random` found on this rank, or on rank 0."""
+    """Put the generators into the states that `pack_random_states` found on this rank, or on rank 0."""
     states = _unpack_random_states(saved, rank, tensors)
     random.setstate(states["python"])
     if "numpy" in states:

@@ -30,7 +30,7 @@ from penstock.schedule import (
     verify,
 )
 from penstock.schedule.catalog import FAMILIES
-from penstock.schedule.table import garbage_collection_paused
+from penstock.schedule.table import pause_garbage_collection
 from penstock.view.differences import differences
 from penstock.view.files import write, writing
 from penstock.view.reading import load
@@ -198,7 +198,7 @@ class ShowCommand(SimulationOptions):
 
     def run(self) -> None:
         """Write the files, then print the picture: a reader like `head` may end the output early."""
-        with garbage_collection_paused():  # a large schedule has millions of actions
+        with pause_garbage_collection():  # a large schedule has millions of actions
             record, lines = self._recorded() if is_recorded(self.schedule) else self._simulated()
             if self.json is not None:
                 with writing(self.json):

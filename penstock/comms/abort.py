@@ -1,4 +1,4 @@
-"""Abort a process group, so that every rank that waits in it wakes up.
+"""Abort a process group, as a failed rank does after its report: every rank that waits in it wakes up, and fails too.
 
 torch's Gloo groups have no call for that. A receive that times out does it: it fails every operation of its group on this rank
 and closes the connections, so the operations of the peers fail too, within milliseconds. So a receive is made to time out on

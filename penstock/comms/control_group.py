@@ -1,4 +1,4 @@
-"""The control group: all ranks make the same calls, agree before data flows, and raise the same error if one of them fails.
+"""All ranks make the same calls. One that fails reports why, then closes its groups: others' waits end; all raise its error.
 
 All pipelines share one control group. Every row of numbers that ranks exchange there begins with the name of the call that it
 belongs to. So if a rank saves while others step, or steps another pipeline, the next row shows it.

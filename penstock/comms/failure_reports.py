@@ -1,4 +1,4 @@
-"""Reports that ranks write into the store when they cannot go on, and the one error that all of them raise then."""
+"""Reports of why ranks cannot go on, written before they close their groups, then read by all; the one error that all raise."""
 
 import json
 import time
@@ -11,8 +11,8 @@ from penstock.comms.heartbeat import (
     IS_SILENT,
     IS_SUSPENDED,
     describe_suspended_ranks,
-    detect_departures,
     find_living_ranks,
+    publish_and_read_departures,
     select_lost,
 )
 from penstock.comms.process_groups import FAILED_KEY, ProcessGroups
@@ -71,7 +71,9 @@ def collect_reports(groups: ProcessGroups, own_report: FailureReport) -> tuple[l
     with suppress(RuntimeError):
         for _ in poll(REPORT_GRACE_SECONDS):
             silent = set(groups.ranks) - reports.keys()
-            departures = detect_departures(store, silent)  # before the reports are read: a rank reports before it leaves
+            departures = publish_and_read_departures(
+                store, silent
+            )  # before the reports are read: a rank reports before it leaves
             for rank in silent:
                 if text := read_text(groups.store, _report_key(rank)):
                     reports[rank] = FailureReport(**json.loads(text))

@@ -1,4 +1,4 @@
-"""The heartbeat: one thread of each rank that writes a beat into the store twice a second, and monitors another rank.
+"""The heartbeat: a thread that beats twice a second, and finds ranks that died or are suspended: they report nothing.
 
 The ranks of a machine monitor each other in a ring; the first rank of each machine also monitors that of the next machine:
 
@@ -45,7 +45,7 @@ def read_process_of_rank(store: Any, rank: int) -> ProcessRecord:
     return ProcessRecord(*json.loads(text)) if text else UNKNOWN_PROCESS
 
 
-def detect_departures(store: Any, ranks: Collection[int]) -> dict[int, str]:
+def publish_and_read_departures(store: Any, ranks: Collection[int]) -> dict[int, str]:
     """Return rank -> reason for those of `ranks` that have left; first publish those whose process ended without a reason."""
     if store is None:
         return {}
@@ -79,7 +79,7 @@ class HeartbeatThread:
     """The heartbeat thread of this process. It beats once it has a monitor."""
 
     def __init__(self) -> None:
-        self._launcher_is_gone, self._stopping = _launcher_check(), threading.Event()
+        self._launcher_is_gone, self._stopping = _make_launcher_check(), threading.Event()
         self._monitor: PeerMonitor | None = None
         self._thread = threading.Thread(target=self._run, name="penstock-heartbeat", daemon=True)
         self._thread.start()
@@ -107,7 +107,7 @@ class HeartbeatThread:
                     pass
 
 
-def _launcher_check() -> Callable[[], bool]:
+def _make_launcher_check() -> Callable[[], bool]:
     """Return a function that returns whether the launcher of this rank is gone; always False for a program started by hand."""
     if (parent := multiprocessing.parent_process()) is not None:  # `launch`, spawn
         return lambda: not parent.is_alive()
@@ -180,7 +180,7 @@ class MonitoredRank:
         self._last_beat = beat
 
         if state == ENDED:
-            detect_departures(self.store, [self.rank])
+            publish_and_read_departures(self.store, [self.rank])
         elif self._missed_beats >= SUSPENDED_AFTER_MISSED_BEATS:
             lost_ranks = describe_suspended_ranks(self.store, range(self.ranks)) or self._describe_silence(state)
             for rank, reason in lost_ranks.items():
@@ -190,7 +190,7 @@ class MonitoredRank:
 
     def _describe_silence(self, state: str) -> dict[int, str]:
         """Return {rank: text} if it is on another machine, has missed many beats, and has not left; else {}."""
-        if state or self._missed_beats < SILENT_AFTER_MISSED_BEATS or detect_departures(self.store, [self.rank]):
+        if state or self._missed_beats < SILENT_AFTER_MISSED_BEATS or publish_and_read_departures(self.store, [self.rank]):
             return {}
         return {self.rank: f"{IS_SILENT} {self._missed_beats * HEARTBEAT_SECONDS:g} s"}
 

@@ -1,4 +1,4 @@
-"""The process groups that pipelines open for themselves, and how they are closed while ranks wait in them.
+"""The process groups that pipelines open; closing them, after a failure, ends the waits of other ranks.
 
 Two properties of NCCL are made up for here (docs/howto/gpu.md). The first use of a communicator, or of a pair of ranks, waits
 on the host for the other side: so each is used once where it is opened. And its waits only order streams; they know no lost
@@ -95,7 +95,7 @@ class ProcessGroups:
 
         Called by the heartbeat's thread, with its own connection to the store.
         """
-        self._report_long_wait()
+        self._warn_if_peer_is_late()
 
         activity = tuple(self.topology.context.activity.memory)
         if self.topology.backend != "nccl" or self.aborted or not self._open or not activity[STEP_WORD] & IN_STEP_MASK:
@@ -109,7 +109,7 @@ class ProcessGroups:
         if timed_out or self.rank_has_failed(store):
             self.abort_waits()
 
-    def _report_long_wait(self) -> None:
+    def _warn_if_peer_is_late(self) -> None:
         """Print a line, once a call, if a rank does not begin it for long: it may work, or wait somewhere else itself."""
         awaited = self.awaited
         self._beats_in_wait = self._beats_in_wait + 1 if awaited is self._last_awaited else 0

@@ -27,7 +27,7 @@ from penstock.comms.backends import (
     gpu_uuid,
     set_nccl_defaults,
 )
-from penstock.comms.heartbeat import HeartbeatThread, PeerMonitor, detect_departures, select_lost
+from penstock.comms.heartbeat import HeartbeatThread, PeerMonitor, publish_and_read_departures, select_lost
 from penstock.comms.process import Activity
 from penstock.comms.rendezvous import FINISHED, agree_on_run_id, departure_error, poll, publish_departure, wait_for_all
 from penstock.comms.system import batch_thread_policy, explain_error, keep_freed_memory, read_torchrun_integer
@@ -289,7 +289,7 @@ def convert_to_lost_rank_error(topology: Topology, purpose: str, ranks: Collecti
     except RuntimeError as error:
         wait = f"rank {topology.rank} waited {purpose}"
         for _ in poll(DEPARTURE_LAG_SECONDS):
-            departures = detect_departures(topology.store, range(topology.world_size))
+            departures = publish_and_read_departures(topology.store, range(topology.world_size))
             awaited = {rank: reason for rank, reason in departures.items() if rank in ranks}
             if relevant := awaited | select_lost(departures):
                 raise departure_error(relevant, wait) from None

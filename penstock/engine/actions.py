@@ -1,4 +1,4 @@
-"""What F, B, I and W do in one step, and what they leave. The last stage's B scales each microbatch's gradient."""
+"""What F, B, I and W do in one step. Only here is a microbatch's gradient scaled: B of the last stage begins with its share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -67,7 +67,7 @@ class StepActions:
         """Run a forward. Return a message for each taker; none on the last stage, whose output becomes the loss."""
         _, index, microbatch, _ = action
         stage, batch = self.stages[index], self.batch
-        number = action.slice_number(batch.num_slices)
+        number = action.index_among_slices(batch.num_slices)
         has_backward = batch.training and microbatch not in self.forward_only_microbatches
         is_split = action[1:] in self.program.split_backwards
 
@@ -98,7 +98,7 @@ class StepActions:
 
     def backward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run a full backward, or one to the inputs only. Return the gradients for each source of the stage's inputs."""
-        number = action.slice_number(self.batch.num_slices)
+        number = action.index_among_slices(self.batch.num_slices)
         stage, weight = self.stages[action.stage], self.loss_shares[number] * self.batch.grad_scale
 
         if action.stage == self.last_stage:  # the only place where gradients are scaled

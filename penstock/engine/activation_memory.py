@@ -115,12 +115,12 @@ class MemoryMeasurement:
         if self._measured_microbatch.setdefault(action.stage, action.microbatch) != action.microbatch and not self._of_all:
             return function(action, values)
 
-        storages = self._of_forward[action.stage, action.slice_number(self._slices)] = StorageSet(leaves(values))
+        storages = self._of_forward[action.stage, action.index_among_slices(self._slices)] = StorageSet(leaves(values))
         with _OutputRecorder(storages):
             return function(action, values)
 
     def _backward(self, function: ActionFunction, action: Action, values: Any) -> Any:
-        key = stage, number = action.stage, action.slice_number(self._slices)
+        key = stage, number = action.stage, action.index_among_slices(self._slices)
         if key not in self._of_forward:
             return function(action, values)
 

@@ -181,7 +181,7 @@ class LocalBatch(NamedTuple):
 
     def forward_inputs(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Return the inputs of a forward: the batch's on the first stage, else the `values` received from other stages."""
-        return values if action.stage else self.inputs[action.slice_number(self.num_slices)]
+        return values if action.stage else self.inputs[action.index_among_slices(self.num_slices)]
 
 
 def split_batch(

@@ -33,7 +33,7 @@ from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.parallelize import parallelize_stages
 from penstock.mesh.position import MeshPosition
-from penstock.partition.graph_stage import move_to
+from penstock.partition.graph_stage import move_stage_to_device
 from penstock.partition.materialise import Init, has_meta_tensors, materialise
 from penstock.partition.rows import resolve_rows_dim
 from penstock.schedule import Program, Schedule, build, from_rows, verify
@@ -304,7 +304,7 @@ def materialise_stages(
             unset_names |= materialise(uncut_model, None, device, seed, init, names)
         elif has_meta_tensors(module):
             unset_names |= materialise(module, comparison.names[stage], device, seed, init)
-    return {stage: move_to(module, device) for stage, module in model_partition.modules.items()}, unset_names
+    return {stage: move_stage_to_device(module, device) for stage, module in model_partition.modules.items()}, unset_names
 
 
 def build_engine(

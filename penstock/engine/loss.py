@@ -1,4 +1,4 @@
-"""The loss of a pipeline: a mean or a sum over rows, the share of each microbatch in it, and warnings if these seem wrong."""
+"""Checks of a pipeline's loss: whether it is a mean or a sum over rows, as declared. It is weighted in `actions.py`."""
 
 import math
 import warnings

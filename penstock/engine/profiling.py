@@ -36,7 +36,7 @@ class ProfiledReceiveChannel:
         """As `ReceiveChannel.receive`."""
         kind, stage, *_ = transfer.action
         receiver = transfer.skip_stage if transfer.skip_stage is not None else stage + 1 if kind is Kind.F else stage - 1
-        with record_function(f"{receiver}RECV_{_direction(kind)}{transfer.action.part_text}"):
+        with record_function(f"{receiver}RECV_{_direction(kind)}{transfer.action.microbatch_text}"):
             return self._incoming.receive(transfer, device)
 
 
@@ -49,7 +49,7 @@ class ProfiledSendChannel:
     def send(self, transfer: Transfer, value: Any) -> None:
         """As `SendChannel.send`."""
         kind, stage, *_ = transfer.action
-        with record_function(f"{stage}SEND_{_direction(kind)}{transfer.action.part_text}"):
+        with record_function(f"{stage}SEND_{_direction(kind)}{transfer.action.microbatch_text}"):
             self._outgoing.send(transfer, value)
 
 

@@ -26,7 +26,7 @@ from penstock.engine.optimizers import (
 )
 from penstock.errors import MismatchError
 from penstock.partition import CuttableModel
-from penstock.partition.graph_stage import move_to
+from penstock.partition.graph_stage import move_stage_to_device
 from penstock.partition.materialise import META, reallocate
 from penstock.schedule import Schedule
 from penstock.torch_private import has_gradient_hooks, has_hooks, tree_leaves, tree_map_only
@@ -262,7 +262,7 @@ class Redistribution:
             members = [(tensor, positions[name][number]) for name, tensor in tensors.items() if positions[name][number]]
             _set_group_members(optimizer, members)
         self._restore_module_states(stages, inventories)
-        return {stage: move_to(module, topology.device) for stage, module in stages.items()}
+        return {stage: move_stage_to_device(module, topology.device) for stage, module in stages.items()}
 
     def _tensor_state(self, tensor: Tensor) -> dict[str, Any]:
         """Return one of this rank's tensors with all that is sent with it."""

@@ -1,4 +1,4 @@
-"""Undo what a step has changed, after a failure, or because a value in it was not finite."""
+"""Undo what a step has changed on this rank: when it fails, before the error is reported to other ranks; or for a NaN."""
 
 from collections.abc import Collection
 

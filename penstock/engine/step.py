@@ -234,7 +234,7 @@ class Engine:
         if gains_nothing or action is None or action.stage or action.microbatch >= len(batch.inputs):
             return None
 
-        number = action.slice_number(batch.num_slices)
+        number = action.index_among_slices(batch.num_slices)
         index, sequence_slice = action.stage, batch.sequence_slice(action)
         stage, is_split = self.stages[index], action[1:] in program.split_backwards
 

@@ -35,7 +35,7 @@ def group_rows(lengths: Sequence[int], microbatches: int, cost: Cost | None = No
     _check_lengths_and_limit(lengths, microbatches, size_limit)
     order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
     ordered = [lengths[row] for row in order]
-    costs = _costs_of_runs(ordered, cost, size_limit)
+    costs = _group_cost_matrix(ordered, cost, size_limit)
     ends = _best_group_ends(costs, microbatches)
     if ends is None:
         raise MismatchError(
@@ -87,7 +87,7 @@ def _check_lengths_and_limit(lengths: Sequence[int], microbatches: int, limit: S
         )
 
 
-def _costs_of_runs(lengths: Sequence[int], cost: Cost | None, limit: SizeLimit) -> Tensor:
+def _group_cost_matrix(lengths: Sequence[int], cost: Cost | None, limit: SizeLimit) -> Tensor:
     """Entry [start, end]: the cost of a microbatch of the sorted rows start .. end - 1; infinite where there can be none."""
     costs = torch.full((len(lengths) + 1, len(lengths) + 1), inf, dtype=torch.float64, device="cpu")
     for end, longest in enumerate(lengths, 1):
@@ -107,7 +107,7 @@ def _best_group_ends(costs: Tensor, groups: int) -> list[int] | None:
         run_costs = [costs[run].item() for run in zip([0, *ends], ends, strict=False)]
         return sum(run_costs) + max(run_costs), max(run_costs)
 
-    best_ends = _cheapest_runs(costs, groups)
+    best_ends = _cheapest_group_ends(costs, groups)
     if best_ends is None:
         return None
     least, largest_cost = sum_and_largest(best_ends)
@@ -115,13 +115,13 @@ def _best_group_ends(costs: Tensor, groups: int) -> list[int] | None:
     last_row_alone = costs[-2, -1]
     candidates = candidates[candidates >= last_row_alone]
     for largest in candidates[:: max(1, -(-len(candidates) // LARGEST_COSTS_TRIED))].tolist():
-        ends = _cheapest_runs(costs.where(costs <= largest, inf), groups)
+        ends = _cheapest_group_ends(costs.where(costs <= largest, inf), groups)
         if ends is not None and sum_and_largest(ends)[0] < least:
             least, best_ends = sum_and_largest(ends)[0], ends
     return best_ends
 
 
-def _cheapest_runs(costs: Tensor, groups: int) -> list[int] | None:
+def _cheapest_group_ends(costs: Tensor, groups: int) -> list[int] | None:
     """The ends of the runs of the least sum."""
     total = torch.full_like(costs[0], inf)
     total[0] = 0

@@ -24,7 +24,7 @@ _MISSING = object()
 
 
 @contextmanager
-def attributes_restored(model: nn.Module) -> Iterator[set[Attribute]]:
+def restore_attributes_afterwards(model: nn.Module) -> Iterator[set[Attribute]]:
     """At the end, restore what forwards have changed in the attributes of the model's modules: counters, lists, caches.
 
     Lists, dicts, sets and deques get their elements back. Yields a set, which gets the changed attributes at the end.
@@ -75,7 +75,7 @@ def _replace_elements(container: Any, elements: list[Any]) -> None:
 
 
 @contextmanager
-def attribute_reads_recorded(model: nn.Module) -> Iterator[set[Attribute]]:
+def record_attribute_reads(model: nn.Module) -> Iterator[set[Attribute]]:
     """Yield a set that meanwhile gets the attributes of the model's modules that are read."""
     reads = set[Attribute]()
     module_ids = frozenset(map(id, model.modules()))

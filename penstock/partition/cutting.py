@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.partition import graph_stage
-from penstock.partition.attributes import AttributeSnapshot, attribute_reads_recorded, attributes_restored
+from penstock.partition.attributes import AttributeSnapshot, record_attribute_reads, restore_attributes_afterwards
 from penstock.partition.balance import PARAMETERS, Balance
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph, first_line
@@ -129,7 +129,7 @@ class CuttableModel:
         is_sequential = is_plain_sequential and children_by_name(model).keys() >= set(self.cuts or ())
         if is_sequential or not self._has_example:  # an export runs hooks of the model, and what replaces its forward
             _check_no_model_hooks(model)
-        with attributes_restored(model) as changed_attributes, attribute_reads_recorded(model) as reads:
+        with restore_attributes_afterwards(model) as changed_attributes, record_attribute_reads(model) as reads:
             self._graph = None if is_sequential else self._make_graph()
         self.unit_order = list(children_by_name(model)) if self._graph is None else self._graph.unit_order()
         self.read_attributes = AttributeSnapshot(model, self.unit_order, () if is_sequential else reads - changed_attributes)
@@ -187,7 +187,7 @@ class CuttableModel:
         if not 1 <= stages <= len(self.unit_order):
             count = len(self.unit_order)
             raise MismatchError(f"cannot cut {count} layers into {stages} stages: use 1 to {count} stages")
-        with attributes_restored(self.model):
+        with restore_attributes_afterwards(self.model):
             self.balance = self._best_balance(stages, device)
         return [self.unit_order[start] for start in self.balance.starts[1:]]
 

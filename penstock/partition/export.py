@@ -26,14 +26,14 @@ from penstock.partition.graph_inputs import (
     GraphInputs,
     InputParameter,
     InputTensorSpec,
+    bind_arguments,
     contiguous_if_integers,
-    given_arguments_by_name,
 )
 from penstock.partition.materialise import META
 from penstock.partition.model_graph import DEVICE_ATTRIBUTE, NO_GRAD, ModelGraph, first_line, train_then_eval
 from penstock.partition.opaque_units import UNIT_OPERATION, RecordedUnitCall, units_as_custom_ops
 from penstock.partition.rows import rows_dim_of, unwrap_tree
-from penstock.partition.unit_times import tensors_replaced
+from penstock.partition.unit_times import replace_tensors_temporarily
 from penstock.torch_private import (
     export_guards,
     is_set_grad_call,
@@ -56,7 +56,7 @@ def export_graph(
     """
     # The example: on one device, with two rows at least.
     signature = inspect.signature(model.forward)
-    example = given_arguments_by_name(signature, args, kwargs)
+    example = bind_arguments(signature, args, kwargs)
     rows_dims = tree_map(lambda leaf: rows_dim_of(leaf, rows_dim), example)
     device = _device_to_export_on(model)
     values = tree_map(contiguous_if_integers, _double_single_row(unwrap_tree(example), rows_dims))
@@ -97,7 +97,7 @@ def _model_on_device_without_memory(model: nn.Module, device: torch.device) -> I
     deterministic: Any = torch.utils.deterministic
     fills, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
     try:
-        with tensors_replaced(model, partial(_empty_like_on_device, device)):
+        with replace_tensors_temporarily(model, partial(_empty_like_on_device, device)):
             yield
     finally:
         deterministic.fill_uninitialized_memory = fills
@@ -139,7 +139,7 @@ def _export_program(
     model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any]
 ) -> tuple[ExportedProgram, list[RecordedUnitCall]]:
     """Return the model as a program in which units are operations, and the calls that these stand for."""
-    dynamic_shapes = tree_map(_open_sizes, values)
+    dynamic_shapes = tree_map(_dynamic_sizes, values)
     with torch.enable_grad(), units_as_custom_ops(units) as calls, _without_logs():
         try:
             return torch.export.export(_KeywordModel(model), (values,), dynamic_shapes=(dynamic_shapes,), strict=False), calls
@@ -165,7 +165,7 @@ def _without_logs() -> Iterator[None]:
         logging.disable(level)
 
 
-def _open_sizes(leaf: Any) -> dict[int, Any] | None:
+def _dynamic_sizes(leaf: Any) -> dict[int, Any] | None:
     """Return which sizes stay open: all except those of 1, which are taken to be always 1."""
     return {dim: Dim.AUTO for dim, size in enumerate(leaf.shape) if size != 1} if isinstance(leaf, Tensor) else None
 
@@ -264,7 +264,7 @@ class _Unflattener:
             return self._copy_body(inner, with_grad and enabled)
 
         # Anything else.
-        if any(inner_node.target is UNIT_OPERATION for inner_node in _inner_nodes(module, node)):
+        if any(inner_node.target is UNIT_OPERATION for inner_node in _subgraph_nodes(module, node)):
             raise MismatchError(f"the forward has layers inside {node.target}: give a list with one module for each stage")
         args, kwargs = tree_map(self._copied_argument, (node.args, dict(node.kwargs)))
         return self.graph.create_node(node.op, node.target, args, kwargs, node.name)
@@ -292,7 +292,7 @@ class _Unflattener:
         return self.graph.get_attr(name)
 
 
-def _inner_nodes(module: nn.Module, node: fx.Node) -> list[fx.Node]:
+def _subgraph_nodes(module: nn.Module, node: fx.Node) -> list[fx.Node]:
     """Return the nodes of the graphs that are arguments of `node`."""
     arguments = [
         getattr(module, str(all_input_node.target))

@@ -50,7 +50,7 @@ class GraphInputs(NamedTuple):
 
         `cast`: the dtype that floating-point tensors have been cast to, whatever the example's were.
         """
-        arguments = given_arguments_by_name(self.signature, args, kwargs)
+        arguments = bind_arguments(self.signature, args, kwargs)
         self._check_no_other_arguments(arguments)
 
         leaves: list[Any] = []
@@ -58,7 +58,7 @@ class GraphInputs(NamedTuple):
             if parameter.name not in arguments:
                 raise MismatchError(f"the model was cut for a forward with {parameter.name}=, which is missing")
             value = arguments[parameter.name]
-            leaves += [value] if parameter.structure is None else _matching_leaves(parameter, value, cast)
+            leaves += [value] if parameter.structure is None else _flatten_and_check(parameter, value, cast)
 
         for guard in self.guards:
             if not compile_guard(guard, "values")(arguments):
@@ -76,7 +76,7 @@ class GraphInputs(NamedTuple):
                 raise MismatchError(f"the model was cut without {name}=: where it is cut, give it in example_args or _kwargs")
 
 
-def _matching_leaves(parameter: InputParameter, value: Any, cast: torch.dtype | None) -> list[Any]:
+def _flatten_and_check(parameter: InputParameter, value: Any, cast: torch.dtype | None) -> list[Any]:
     """Return the leaves of `value`. Raises MismatchError unless they match the example's."""
     leaves, structure = tree_flatten(value)
     if structure != parameter.structure:
@@ -127,7 +127,7 @@ def varargs_error(name: str) -> MismatchError:
     return MismatchError(f"a forward that takes *{name} cannot be cut along its graph: give its parameters names")
 
 
-def given_arguments_by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call's arguments by the names of the forward's parameters. Raises MismatchError if they do not fit it."""
     try:
         bound = signature.bind(*args, **kwargs).arguments

@@ -185,8 +185,8 @@ class _CutGraph:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
 
         sent_nodes = [nodes for (source, _), nodes in self.routes.items() if source == stage]
-        messages = [_one_or_all([copies[node] for node in nodes]) for nodes in sent_nodes]
-        graph.output(_one_or_all(messages) if messages else map_arg(self.graph.output_node().args[0], copies.__getitem__))
+        messages = [_unwrap_if_single([copies[node] for node in nodes]) for nodes in sent_nodes]
+        graph.output(_unwrap_if_single(messages) if messages else map_arg(self.graph.output_node().args[0], copies.__getitem__))
 
         last_user = {input_node: node for node in graph.nodes for input_node in node.all_input_nodes}
         for input_node, node in last_user.items():
@@ -202,7 +202,7 @@ def _assign_stages(graph: fx.Graph, starts: Sequence[str]) -> Iterator[tuple[fx.
         yield node, stage
 
 
-def _one_or_all(values: list[Any]) -> Any:
+def _unwrap_if_single(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -261,7 +261,7 @@ def skip_routes(stages: Mapping[int, nn.Module]) -> frozenset[Route]:
     )
 
 
-def move_to(module: nn.Module, device: torch.device) -> nn.Module:
+def move_stage_to_device(module: nn.Module, device: torch.device) -> nn.Module:
     """Move a stage to `device`, and return it."""
     if isinstance(module, GraphStage):
         module.penstock.device = device

@@ -67,12 +67,12 @@ def materialise(
         # Memory, then values.
         for slot in to_materialise.values():
             reallocate(slot.tensor, device)
-        writes, model_inits = _WriteGuard(slots, to_materialise, device), _model_inits(module)
+        writes, model_inits = _WriteRedirection(slots, to_materialise, device), _model_inits(module)
         for name, submodule in _children_first(module):
             if not any(_is_inside(slot.name, name) for slot in to_materialise.values()):
                 continue
             model_name = _name_in_model(name, slots, names)
-            with _seeded_generators(device, seed, model_name), torch.no_grad(), writes.during(name):
+            with _seeded_generators(device, seed, model_name), torch.no_grad(), writes.redirect_writes_in_init_of(name):
                 inits = [_innermost_model_init(name, model_inits), init]
                 _initialise(submodule, writes.has_tensors_of(name, submodule), inits)
 
@@ -155,7 +155,7 @@ def _initialise(submodule: nn.Module, has_tensors: bool, inits: Sequence[Init | 
         init(submodule)
 
 
-class _WriteGuard(TorchDispatchMode):
+class _WriteRedirection(TorchDispatchMode):
     """Notes every write to a tensor. Writes to one that the current submodule must not initialise go to a copy, and are lost.
 
     So do random numbers for what stays on the meta device: they are drawn, so that those after them are the same. (Not by
@@ -181,13 +181,13 @@ class _WriteGuard(TorchDispatchMode):
         return key in self.to_materialise and _is_inside(self.to_materialise[key].name, name)
 
     @contextmanager
-    def during(self, name: str) -> Iterator[None]:
-        """Guard the initialisation of the submodule `name`. Tensors that it has replaced are copied into the original ones."""
-        self._current = name
+    def redirect_writes_in_init_of(self, submodule_name: str) -> Iterator[None]:
+        """During its initialisation, redirect writes to tensors that it must not set; keep the objects that it replaces."""
+        self._current = submodule_name
         with self:
             yield
             for slot in self.slots:
-                if _is_inside(slot.name, name):
+                if _is_inside(slot.name, submodule_name):
                     self._copy_into_original(slot)
 
     def _copy_into_original(self, slot: TensorSlot) -> None:

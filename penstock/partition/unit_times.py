@@ -64,7 +64,7 @@ def record_unit_inputs(
         for name, module in units.items():
             handle = module.register_forward_pre_hook(partial(record, name), prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
-        stack.enter_context(tensors_replaced(model, lambda tensor: tensor.to(META) if is_meta else tensor))
+        stack.enter_context(replace_tensors_temporarily(model, lambda tensor: tensor.to(META) if is_meta else tensor))
         stack.enter_context(META if is_meta else nullcontext())
         stack.enter_context(pretend_exporting() if is_meta else nullcontext())  # models then do not decide by values
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda _: _))  # a graph without activations
@@ -120,7 +120,7 @@ def _unit_seconds(unit: RecordedUnit, device: torch.device | None) -> float:
     device = device or module_device(unit.module, (unit.args, unit.kwargs))
     on_device = partial(materialise_meta_tensor, device=device)
     with (
-        tensors_replaced(unit.module, partial(on_device, spread=0.02)),
+        replace_tensors_temporarily(unit.module, partial(on_device, spread=0.02)),
         preserve_generator_state(CPU),
         preserve_generator_state(device),
         torch.enable_grad(),
@@ -148,7 +148,7 @@ def _run_seconds(module: nn.Module, inputs: tuple[Any, Any], device: torch.devic
 
 
 @contextmanager
-def tensors_replaced(module: nn.Module, replacement: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def replace_tensors_temporarily(module: nn.Module, replacement: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Temporarily replace every parameter by `replacement` of it, and every buffer by a copy of that; tied ones stay tied."""
     slots = tensor_slots(module)
     originals = {id(slot.tensor): slot.tensor for slot in slots}

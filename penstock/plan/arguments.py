@@ -26,7 +26,7 @@ def check_arguments(
     return int(ranks), int(batch), int(seed)
 
 
-def check_numbers(**numbers: float) -> dict[str, float]:
+def parse_numbers(**numbers: float) -> dict[str, float]:
     """Of messages, the engine and the optimizer, by name."""
     for name, number in numbers.items():
         divides = name in ("bandwidth", "cores")  # may be infinite, but not 0
@@ -98,14 +98,14 @@ def microbatch_counts(
     return [count for count in counts if count <= rows]
 
 
-def nothing_fits_message(cutting: PartitionSearch, best: EvaluatedPartition, alternatives: Iterable[str]) -> str:
+def nothing_fits_message(search: PartitionSearch, best: EvaluatedPartition, alternatives: Iterable[str]) -> str:
     """Which rank misses most with the candidate that misses least, and what would fit instead."""
     rank = max(range(len(best.choices)), key=lambda rank: best.choices[rank].excess_bytes)
-    choice, stages = best.choices[rank], cutting.stage_costs(best.starts)
-    always, buffers = cutting.static_bytes(rank, [stages[stage] for stage in cutting.timer.stages_of_rank[rank]])
+    choice, stages = best.choices[rank], search.stage_costs(best.starts)
+    always, buffers = search.static_bytes(rank, [stages[stage] for stage in search.timer.stages_of_rank[rank]])
     activation_bytes = choice.peak_bytes - always - buffers
     needed = max(choice.peak_bytes for choice in best.choices)
-    schedule, needs = cutting.timer.schedule, f"{format_bytes(choice.excess_bytes)} of {format_bytes(choice.peak_bytes)}"
+    schedule, needs = search.timer.schedule, f"{format_bytes(choice.excess_bytes)} of {format_bytes(choice.peak_bytes)}"
     problem = (
         f"nothing fits: at best ({schedule.name}, {schedule.microbatches} microbatches) rank {rank} misses {needs}: "
         f"{format_bytes(always)} for parameters, gradients and optimizer state, {format_bytes(buffers)} for messages, "

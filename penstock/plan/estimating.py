@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import PenstockError
 from penstock.partition import CuttableModel
-from penstock.partition.attributes import attributes_restored
+from penstock.partition.attributes import restore_attributes_afterwards
 from penstock.partition.balance import Balance
 from penstock.partition.model_graph import first_line
 from penstock.partition.rows import unwrap_tree
-from penstock.partition.unit_times import RecordedUnit, tensors_replaced
+from penstock.partition.unit_times import RecordedUnit, replace_tensors_temporarily
 from penstock.plan.measuring import TensorFunctionModule, costs_in_layer_order, record_layer_inputs
 from penstock.plan.model_profile import LayerCost, ModelProfile
 from penstock.schedule import Kind, Measurement
@@ -51,7 +51,7 @@ def estimate(
         raise PenstockError(f"speed={speed}: give the operations a second that a rank reaches, more than 0")
     cuttable = CuttableModel(model, None, example_args, example_kwargs)
     example = unwrap_tree((*cuttable.example, target))
-    with attributes_restored(model):
+    with restore_attributes_afterwards(model):
         units = record_layer_inputs(cuttable, example, loss_fn, rows=1)
         return ModelProfile.from_layers(
             costs_in_layer_order(cuttable, units, [_estimate_unit(unit, speed) for unit in units], example)
@@ -59,7 +59,7 @@ def estimate(
 
 
 def _estimate_unit(unit: RecordedUnit, speed: float) -> LayerCost:
-    with tensors_replaced(unit.module, _to_meta):
+    with replace_tensors_temporarily(unit.module, _to_meta):
         return _estimate_layer_cost(unit, speed)
 
 

@@ -16,7 +16,7 @@ from penstock.comms.topology import CPU
 from penstock.engine.activation_memory import MemoryMeasurement, StorageSet
 from penstock.errors import MismatchError, PenstockError
 from penstock.partition import CuttableModel, run
-from penstock.partition.attributes import attributes_restored
+from penstock.partition.attributes import restore_attributes_afterwards
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.materialise import has_meta_tensors
 from penstock.partition.model_graph import first_line
@@ -25,7 +25,7 @@ from penstock.partition.unit_times import (
     materialise_meta_tensor,
     module_device,
     record_unit_inputs,
-    tensors_replaced,
+    replace_tensors_temporarily,
 )
 from penstock.plan.model_profile import LayerCost, ModelProfile, ProfileSample
 from penstock.randomness import preserve_generator_state
@@ -74,7 +74,7 @@ def measure(
     example = *cuttable.example, target
     [rows] = microbatch.nonempty_split_sizes(example, "the example", 1)
     samples = []
-    with attributes_restored(model):
+    with restore_attributes_afterwards(model):
         for count in sorted({max(1, rows // SMALL_SAMPLE_DIVISOR), rows}):
             sizes = [count, rows - count] if count < rows else [rows]
             part = microbatch.split(example, sizes)[0]
@@ -132,13 +132,13 @@ def _measure_units(units: Sequence[RecordedUnit], device: torch.device | None, r
     until = perf_counter() + seconds
     while len(times[0]) < rounds or (perf_counter() < until and len(times[0]) < MAX_ROUNDS):
         for unit, duration in zip(units, times, strict=True):
-            duration.append(_run_as_stage(unit, device, _measure_seconds))
+            duration.append(_measure_as_stage(unit, device, _measure_seconds))
     layer_costs = []
     for unit, duration in zip(units, times, strict=True):
         forward, backward, *in_two = (median(column) for column in zip(*duration, strict=True))
         weights = min(in_two[-1], backward)
         longer = max(0.0, sum(in_two) - forward - backward)
-        size = _run_as_stage(unit, device, _measure_bytes)
+        size = _measure_as_stage(unit, device, _measure_bytes)
         layer_costs.append(LayerCost(unit.name, forward, backward - weights, weights, *size, split=longer))
     return layer_costs
 
@@ -176,7 +176,7 @@ def _border_bytes(cuttable: CuttableModel, example: tuple[Any, ...]) -> dict[int
     meta = has_meta_tensors(cuttable.model)
     args, kwargs, _ = trees.map_tensors(lambda tensor: tensor.to("meta") if meta else tensor, example)
     with (
-        tensors_replaced(nn.ModuleList(stages), lambda tensor: tensor.to("meta") if meta else tensor),
+        replace_tensors_temporarily(nn.ModuleList(stages), lambda tensor: tensor.to("meta") if meta else tensor),
         pretend_exporting() if meta else nullcontext(),
         preserve_generator_state(module_device(cuttable.model)),
         torch.no_grad(),
@@ -205,13 +205,13 @@ class TensorFunctionModule(nn.Module):
         return trees.tensors(self.unit(*args, **kwargs))
 
 
-def _run_as_stage(unit: RecordedUnit, device: torch.device | None, measurement: Callable[[Stage, list[Tensor]], T]) -> T:
+def _measure_as_stage(unit: RecordedUnit, device: torch.device | None, measurement: Callable[[Stage, list[Tensor]], T]) -> T:
     """What `measurement` finds of the unit as a stage, with stand-ins for its parameters and its inputs."""
     where = device or module_device(unit.module, (unit.args, unit.kwargs))
     make = partial(materialise_meta_tensor, device=where)
     hooks = [gradient_hooks(parameter) for parameter in unit.module.parameters()]  # run in W, and take their time
     with (
-        tensors_replaced(unit.module, partial(make, spread=0.02)),
+        replace_tensors_temporarily(unit.module, partial(make, spread=0.02)),
         preserve_generator_state(CPU),
         preserve_generator_state(where),
         torch.enable_grad(),

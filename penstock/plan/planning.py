@@ -133,7 +133,7 @@ def plan(
     """
     profile = as_profile(layers)
     ranks, batch, seed = arguments.check_arguments(profile, ranks, batch, seed, effort, TABLE_SEARCHES)
-    numbers = arguments.check_numbers(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
+    numbers = arguments.parse_numbers(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
 
     tasks = []
     for replicas in arguments.replica_counts(dp, ranks, batch):

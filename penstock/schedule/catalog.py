@@ -10,7 +10,7 @@ from typing import Any
 from penstock.errors import ScheduleError, is_whole_number
 from penstock.schedule.families import controllable_memory, one_f_one_b, two_chunks
 from penstock.schedule.schedule import Schedule, from_rows
-from penstock.schedule.table import PLACEMENTS, Cell, garbage_collection_paused
+from penstock.schedule.table import PLACEMENTS, Cell, pause_garbage_collection
 from penstock.schedule.verify import verify
 
 Rows = Iterable[Iterable[Cell]]
@@ -101,7 +101,7 @@ def _find_family(name: str) -> Family:
     return FAMILIES[name]
 
 
-@garbage_collection_paused()
+@pause_garbage_collection()
 def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:
     """The table of a schedule of the catalog.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.table import Action, Cell, Kind, Skip, Table, garbage_collection_paused, receiving_stages
+from penstock.schedule.table import Action, Cell, Kind, Skip, Table, pause_garbage_collection, receiving_stages
 
 RECEIVES_AHEAD = 2  # of one channel: the one being waited for, and one that travels while the rank computes
 
@@ -44,7 +44,7 @@ class Transfer(NamedTuple):
 
 
 class ProgramLine(NamedTuple):
-    """One action of a rank's program: post `receives`, wait for `needs`, run `action`, post `gives`."""
+    """One action of a rank's program: post `receives`, wait for `needs`, run `action`, post `outputs`."""
 
     action: Action
     receives: tuple[Transfer, ...]
@@ -146,7 +146,7 @@ class TransferTable:
         return tuple([way[microbatch] for way in self._needs[kind][stage] if microbatch in way])
 
 
-@garbage_collection_paused()
+@pause_garbage_collection()
 def lower(schedule: Table, ahead: int = RECEIVES_AHEAD, skips: Collection[Skip] = ()) -> Program:
     """The program of `schedule`, whose actions must be in range (`verify` checks that first).
 
@@ -178,11 +178,11 @@ class _ReceiveQueue:
         self.posted += len(fresh)
         return fresh
 
-    def receives_before(self, transfer: Transfer) -> list[Transfer]:
+    def take_receives_before(self, transfer: Transfer) -> list[Transfer]:
         """Before `transfer` can be waited for."""
         return self.take_receives_up_to(self.position[transfer] + 1)
 
-    def receives_after_use(self) -> list[Transfer]:
+    def take_receives_after_use(self) -> list[Transfer]:
         """When one more transfer has been used."""
         self.consumed += 1
         return self.take_receives_up_to(self.consumed + self.ahead)
@@ -197,6 +197,8 @@ def _lines_of_rank(
         awaited = needs + transfers.inputs_of(pair_partners[action]) if action in pair_partners else needs
         for transfer in awaited:
             if transfer.is_remote:
-                fresh += inboxes[transfer.source].receives_before(transfer)
+                fresh += inboxes[transfer.source].take_receives_before(transfer)
         yield ProgramLine(action, tuple(fresh), needs, transfers.outputs_of(action))
-        fresh = [late for transfer in needs if transfer.is_remote for late in inboxes[transfer.source].receives_after_use()]
+        fresh = [
+            late for transfer in needs if transfer.is_remote for late in inboxes[transfer.source].take_receives_after_use()
+        ]

@@ -103,5 +103,7 @@ def _weight_microbatches(row: Sequence[Action], merge_weight_gradients: bool, sl
     for _, run in groupby(row, key=lambda action: action[:2] if merge_weight_gradients else action):
         actions = list(run)
         if actions[0].kind is Kind.W:
-            weights |= dict.fromkeys(actions, ()) | {actions[-1]: tuple(action.slice_number(slices) for action in actions)}
+            weights |= dict.fromkeys(actions, ()) | {
+                actions[-1]: tuple(action.index_among_slices(slices) for action in actions)
+            }
     return weights

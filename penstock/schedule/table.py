@@ -42,14 +42,14 @@ class Action(NamedTuple):
     slice: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.part_text}"
+        return f"{self.stage}{self.kind.value}{self.microbatch_text}"
 
     @property
-    def part_text(self) -> str:
+    def microbatch_text(self) -> str:
         """The microbatch, or which slice of which: `3`, `3.1`."""
         return f"{self.microbatch}.{self.slice}" if self.slice else f"{self.microbatch}"
 
-    def slice_number(self, slices: int) -> int:
+    def index_among_slices(self, slices: int) -> int:
         """The number of its slice among those of all microbatches, each of K `slices`; of one, that of the microbatch."""
         return self.microbatch * slices + self.slice
 
@@ -187,10 +187,10 @@ class Table:
         """The actions of `rank` in order, those that may overlap as one pair."""
         row = iter(self.actions[rank])
         for action in row:
-            yield (action, next(row)) if action in self._begins_pair else action
+            yield (action, next(row)) if action in self._first_actions_of_pairs else action
 
     @cached_property
-    def _begins_pair(self) -> frozenset[Action]:
+    def _first_actions_of_pairs(self) -> frozenset[Action]:
         return frozenset(first for first, _ in self.overlaps)
 
     def csv_rows(self) -> list[list[str]]:
@@ -201,7 +201,7 @@ class Table:
         ]
 
     def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write `texts` to the file at `path`, a line for each rank. Raises OSError where that cannot be written."""
+        """Write `csv_rows` to the file at `path`, a line for each rank. Raises OSError where that cannot be written."""
         with open(path, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(self.csv_rows())
 
@@ -224,7 +224,7 @@ def check_is_table(schedule: object) -> None:
 
 
 @contextmanager
-def garbage_collection_paused() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """No garbage collection inside: tables are many small tuples without a circle; looking for one takes half of the time."""
     enabled = gc.isenabled()
     gc.disable()

@@ -55,7 +55,7 @@ def _as_input_backward(action: Action) -> Action:
 
 
 def with_overlapped_pairs(table: Schedule, makespan_of: Callable[[Schedule], float], tries: int) -> Schedule:
-    """`table` with neighbours made pairs, one after the other, where `time` does not get longer; at most `tries` are tried."""
+    """`table` with neighbours made pairs where the makespan does not get longer; at most `tries` are tried."""
     rows, best = [list(table.cells(rank)) for rank in range(table.ranks)], makespan_of(table)
     for row in rows:
         for at in reversed(range(len(row) - 1)):

@@ -34,7 +34,7 @@ from penstock.schedule.table import (
     cell_text,
     check_is_table,
     dependencies,
-    garbage_collection_paused,
+    pause_garbage_collection,
 )
 
 SEND_MODES = ("async", "blocking")
@@ -66,7 +66,7 @@ class Proof:
         )
 
 
-@garbage_collection_paused()
+@pause_garbage_collection()
 def verify(
     schedule: Table,
     max_in_flight: float | Sequence[float] | None = None,
@@ -116,7 +116,7 @@ def _check_memory(schedule: Table, peaks: Sequence[float], bound: float | Sequen
             raise ScheduleError(f"rank {rank} holds {peak:g} activations in flight, max_in_flight allows {allowance:g}")
 
 
-@garbage_collection_paused()
+@pause_garbage_collection()
 def prove(program: Program | Script, blocking: bool = False, shared: bool = False) -> None:
     """Run `program` on the abstract machine. Raises ScheduleError if it stops, with the circle.
 

@@ -1,4 +1,4 @@
-"""Microbatches: split a batch into them, weight their losses, join their outputs."""
+"""Microbatches: split a batch into them, compute each one's share of the loss for `engine/actions.py`, join their outputs."""
 
 import warnings
 from collections.abc import Callable, Sequence

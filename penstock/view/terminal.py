@@ -103,7 +103,7 @@ def _block(cell: tuple[Event, ...], width: int, several: bool, color: bool) -> s
 def _texts(cell: tuple[Event, ...], several: bool) -> Iterator[str]:
     """Yield the names of a cell, from the longest to a single character."""
     actions = [event.action for event in cell]
-    kinds, places = "".join(a.kind.value for a in actions), "".join(f"{a.kind.value}{a.part_text}" for a in actions)
+    kinds, places = "".join(a.kind.value for a in actions), "".join(f"{a.kind.value}{a.microbatch_text}" for a in actions)
     names = [" ".join(map(str, actions))] * several + [places, kinds]
     if len(cell) == 1:
         yield from names

@@ -26,7 +26,7 @@ from penstock.comms.transport import memory_transport, message_spec, shared_memo
 from penstock.comms.transport.channels import ReceiveChannel, SendChannel, open_receiver, open_sender
 from penstock.comms.transport.group_transport import GroupReceiver, GroupSender, PendingSends
 from penstock.comms.transport.memory_transport import MemoryReceiver, MemorySender
-from penstock.comms.transport.message_spec import describe_tensor
+from penstock.comms.transport.message_spec import tensor_spec_of
 from penstock.comms.transport.send_thread import SendFailure
 from penstock.comms.transport.shared_memory import FREE, SPARE_BYTES, BlockAllocator
 from penstock.schedule.program import Transfer
@@ -103,7 +103,7 @@ class Unfailing:
 @pytest.mark.parametrize("tensor", [torch.arange(6.0).view(2, 3).t(), torch.ones(300, 300), torch.ones(1).expand(200_000)])
 def test_a_message_arrives_in_its_layout_and_is_the_receivers_own(ends, tensor):
     sender, receiver = ends
-    spec = describe_tensor(tensor)
+    spec = tensor_spec_of(tensor)
     sender.send(tensor, spec)
     arrived = receiver.wait_receive(None, spec)
     assert torch.equal(arrived, tensor)
@@ -118,7 +118,7 @@ def test_a_message_arrives_in_its_layout_and_is_the_receivers_own(ends, tensor):
 def test_a_block_is_used_again_once_its_message_is_let_go(ends, size, held):
     sender, receiver = ends
     message = torch.arange(float(size))
-    spec = describe_tensor(message)
+    spec = tensor_spec_of(message)
     kept = []
     for _ in range(3):
         sender.send(message, spec)
@@ -133,7 +133,7 @@ def test_a_block_is_used_again_once_its_message_is_let_go(ends, size, held):
 
 def test_a_silent_sender_and_a_closed_one_end_the_wait(ends):
     sender, receiver = ends
-    spec = describe_tensor(torch.ones(3))
+    spec = tensor_spec_of(torch.ones(3))
     with pytest.raises(RuntimeError, match="timed out"):
         receiver.wait_receive(None, spec)
     sender.close()
@@ -152,7 +152,7 @@ def test_a_line_that_is_closed_while_its_thread_writes_leaves_the_pipes_number_t
 
     monkeypatch.setattr(memory_transport.os, "write", late)
     large = torch.ones(memory_transport.MIN_THREAD_BYTES)
-    spec = describe_tensor(large)
+    spec = tensor_spec_of(large)
     sender.send(large, spec)
     assert about_to.wait(60)
     sender.send(large, spec)  # comes to nothing
@@ -169,8 +169,8 @@ def test_messages_of_any_length_share_blocks_whose_sizes_are_powers_of_two(ends)
     sender, receiver = ends
     for length in range(1, 5000, 7):
         message = torch.arange(float(length))
-        sender.send(message, describe_tensor(message))
-        assert torch.equal(receiver.wait_receive(None, describe_tensor(message)), message)
+        sender.send(message, tensor_spec_of(message))
+        assert torch.equal(receiver.wait_receive(None, tensor_spec_of(message)), message)
     assert len(sender.allocator.blocks) == 4  # of 4, 8, 16 and 32 KB
 
 
@@ -181,8 +181,8 @@ def test_free_blocks_never_keep_more_than_twice_what_is_in_flight_and_a_little(e
     for megabytes in (1, 8, 64, 1, 2, 4, 8, 16, 64, 1):
         message = torch.full((megabytes * 2**18,), float(megabytes))
         for _ in range(3):
-            sender._send_now(message, describe_tensor(message))
-            in_flight.append(receiver.wait_receive(None, describe_tensor(message)))
+            sender._send_now(message, tensor_spec_of(message))
+            in_flight.append(receiver.wait_receive(None, tensor_spec_of(message)))
             assert all(torch.equal(count, count[0].expand_as(count)) for count in in_flight)  # nobody's memory was given back
         lying = sum(count.nbytes + 64 for count in in_flight)
         assert sender.allocator.written_bytes <= max(3 * 3 * (64 * 2**20 + 64), lying + 2**24)
@@ -190,8 +190,8 @@ def test_free_blocks_never_keep_more_than_twice_what_is_in_flight_and_a_little(e
     in_flight.clear()
     small = torch.ones(2**18)
     for _ in range(40):  # what was large once is given back when more small ones are needed than ever
-        sender._send_now(small, describe_tensor(small))
-        in_flight.append(receiver.wait_receive(None, describe_tensor(small)))
+        sender._send_now(small, tensor_spec_of(small))
+        in_flight.append(receiver.wait_receive(None, tensor_spec_of(small)))
     assert sender.allocator.written_bytes <= 3 * 40 * (2**20 + 64)
 
 
@@ -200,7 +200,7 @@ def test_messages_that_take_more_addresses_than_there_are_say_so(ends, monkeypat
     message = torch.ones(2**20)
     monkeypatch.setattr(sender.allocator, "_end", len(sender.allocator._memory) - 2**22)
     with pytest.raises(OSError, match=r"no room in this transport's [\d,]+ bytes of addresses"):
-        sender._send_now(message, describe_tensor(message))
+        sender._send_now(message, tensor_spec_of(message))
 
 
 def rank_of_random_shapes(shapes):
@@ -217,7 +217,7 @@ def rank_of_random_shapes(shapes):
     ball, found = torch.ones(2**17), []
     for turn, length in enumerate(lengths):
         message = ball[:length]
-        spec = describe_tensor(message)
+        spec = tensor_spec_of(message)
         outgoing.send(message, spec)
         arrived = incoming.wait_receive(incoming.post_receive(spec), spec)
         assert arrived[-1] == 1
@@ -272,13 +272,13 @@ def test_tensors_on_gpus_go_through_host_memory_in_their_layout():
         hidden = torch.ones(4, 6, 2, device="cuda:0").transpose(0, 2)
         rows = torch.zeros(3, 5, dtype=torch.int16, device="cuda:0")
         message = {"hidden": hidden, "rows": rows, "column": rows.select(1, 0)}
-        spec = message_spec.describe_message(*flatten(message))
+        spec = message_spec.message_spec_of(*flatten(message))
         outgoing.specs = incoming.specs = {transfer: spec}
         outgoing.send(transfer, message)
         assert [message.device for message in shelf.messages] == [CPU] * 3
         incoming.post_receive(transfer)
         arrived = incoming.receive(transfer, torch.device("cuda:1"))
-    assert message_spec.describe_message(*flatten(arrived)) == spec
+    assert message_spec.message_spec_of(*flatten(arrived)) == spec
     assert {str(message.device) for message in arrived.values()} == {"cuda:1"}
 
 
@@ -290,7 +290,7 @@ def test_memory_that_a_rank_lacks_for_a_message_to_come_is_its_own_refusal():
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     transfer, incoming = Transfer(Action(Kind.F, 0, 3), 0, 1), ReceiveChannel(Full(), 1, 0)
-    incoming.specs = {transfer: message_spec.describe_message(*flatten(torch.ones(3)))}
+    incoming.specs = {transfer: message_spec.message_spec_of(*flatten(torch.ones(3)))}
     with pytest.raises(ps.ResourceError, match=r"rank 1 could not receive the .*0F3.*: RuntimeError: .*allocate"):
         incoming.post_receive(transfer)
 

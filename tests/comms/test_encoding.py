@@ -121,7 +121,7 @@ def test_outputs_of_transformers_travel_between_stages(name):
     kind = getattr(outputs, name)
     values = dict.fromkeys([field.name for field in dataclasses.fields(kind)][:2], torch.ones(2, 3))
     leaves, tree = flatten(kind(**values))
-    spec = message_spec.describe_message(leaves, tree)
+    spec = message_spec.message_spec_of(leaves, tree)
     arrived = message_spec.rebuild_message(
         message_spec.unpack_spec(message_spec.pack_spec(spec)), [torch.ones(2, 3) for _ in spec.tensors]
     )
@@ -242,7 +242,7 @@ MESSAGE = {"hidden": torch.ones(2, 3), "rest": (Pair(torch.zeros(1), "x"), [None
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=4), st.integers(0, 4)), min_size=1, max_size=4))
 def test_a_mutated_message_is_read_or_refused(changes):
     for message in (MESSAGE, torch.ones(2, 3)):  # one tensor has a shorter description
-        data = bytearray(encoding.tensor_bytes(message_spec.pack_spec(message_spec.describe_message(*flatten(message)))))
+        data = bytearray(encoding.tensor_bytes(message_spec.pack_spec(message_spec.message_spec_of(*flatten(message)))))
         for place, new, gone in changes:
             place %= len(data) + 1
             data[place : place + gone] = new

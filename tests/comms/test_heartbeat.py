@@ -163,7 +163,7 @@ def beat(store, number):
 def watched(monkeypatch, store, *states):
     """Rank 1 of two, in these states, which has beaten once."""
     monkeypatch.setattr(heartbeat, "read_process_of_rank", lambda *_: InState(*states))
-    monkeypatch.setattr(heartbeat, "detect_departures", lambda *_: read_departures(store, [1]))
+    monkeypatch.setattr(heartbeat, "publish_and_read_departures", lambda *_: read_departures(store, [1]))
     beat(store, 1)
     found = MonitoredRank(store, 1, 2)
     found.check()

@@ -202,7 +202,7 @@ def test_a_ctrl_c_while_a_rank_starts_leaves_none_behind(monkeypatch):
         if any(process.is_there for process in begun):
             raise KeyboardInterrupt  # which has come meanwhile
 
-    monkeypatch.setattr(rank_processes, "hold_signals", held)
+    monkeypatch.setattr(rank_processes, "block_signals_in_children", held)
     context = types.SimpleNamespace(Pipe=multiprocessing.Pipe, Process=StartedRank)
     with (
         pytest.raises(KeyboardInterrupt),

@@ -26,7 +26,7 @@ def carried(data: Tensor) -> Tensor:
 def travel(value):
     """`value` sent to another rank, description and data."""
     leaves, tree = flatten(value)
-    spec = message_spec.describe_message(leaves, tree)
+    spec = message_spec.message_spec_of(leaves, tree)
     theirs = message_spec.unpack_spec(carried(message_spec.pack_spec(spec)))
     assert theirs == spec
     buffers = [message_spec.empty_tensor(tensor, torch.device("cpu")) for tensor in theirs.tensors]
@@ -86,7 +86,7 @@ def test_a_tensor_arrives_as_it_was(make):
 @pytest.mark.parametrize("name", ["contiguous", "transposed", "permuted", "channels last"])
 def test_a_dense_layout_is_kept_and_not_copied(name):
     tensor = TENSORS[name]()
-    spec = message_spec.describe_message(*flatten(tensor))
+    spec = message_spec.message_spec_of(*flatten(tensor))
     assert spec.leaves[0].stride == tensor.stride() == travel(tensor).stride()
     assert message_spec.flat_memory(tensor, spec.leaves[0]).data_ptr() == tensor.data_ptr()
 
@@ -94,7 +94,7 @@ def test_a_dense_layout_is_kept_and_not_copied(name):
 @pytest.mark.parametrize("name", ["a view inside", "expanded", "every other"])
 def test_memory_that_is_not_dense_is_sent_dense(name):
     tensor = TENSORS[name]()
-    spec = message_spec.describe_message(*flatten(tensor)).leaves[0]
+    spec = message_spec.message_spec_of(*flatten(tensor)).leaves[0]
     assert (
         message_spec.empty_tensor(spec, torch.device("cpu")).untyped_storage().nbytes()
         == tensor.numel() * tensor.element_size()
@@ -148,9 +148,9 @@ def test_one_tensor_in_a_container_stays_in_it(kind):
 
 
 def test_a_description_tells_shapes_and_dtypes():
-    spec = message_spec.describe_message(*flatten((torch.zeros(2, 3), None, torch.tensor(1))))
+    spec = message_spec.message_spec_of(*flatten((torch.zeros(2, 3), None, torch.tensor(1))))
     assert str(spec) == "(2, 3) float32, None, () int64"
-    assert str(message_spec.describe_message(*flatten(()))) == "nothing"
+    assert str(message_spec.message_spec_of(*flatten(()))) == "nothing"
 
 
 DIFFERENT = [
@@ -170,12 +170,12 @@ DIFFERENT = [
 
 
 def test_descriptions_are_equal_exactly_for_messages_that_look_alike():
-    specs = [message_spec.describe_message(*flatten(value)) for value in DIFFERENT]
-    again = [message_spec.describe_message(*flatten(value)) for value in DIFFERENT]
+    specs = [message_spec.message_spec_of(*flatten(value)) for value in DIFFERENT]
+    again = [message_spec.message_spec_of(*flatten(value)) for value in DIFFERENT]
     for index, spec in enumerate(specs):
         assert [spec == other for other in again] == [index == place for place in range(len(again))]
 
 
 def test_only_the_tensors_of_a_message_travel():
-    spec = message_spec.describe_message(*flatten((1, torch.zeros(2), None, torch.zeros(3))))
+    spec = message_spec.message_spec_of(*flatten((1, torch.zeros(2), None, torch.zeros(3))))
     assert [tensor.shape for tensor in spec.tensors] == [(2,), (3,)]

@@ -85,7 +85,7 @@ class DamagedFileError(MismatchError):
 
 @contextmanager
 def errors_as_damaged(path: Path, damage: str) -> Iterator[None]:
-    """While `path` is read: what goes wrong is raised as Damaged, which says that it cannot be read, or is `damage`."""
+    """While `path` is read: raise what goes wrong as DamagedFileError: it cannot be read, or is `damage`."""
     try:
         yield
     except OSError as error:

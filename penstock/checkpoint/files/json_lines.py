@@ -12,7 +12,7 @@ from penstock.checkpoint.files.manifest import atomic_replacement
 def read(path: Path) -> list[dict[str, Any]]:
     """The records of the file at `path`, of none if there is no file; a line that was not finished is left out.
 
-    Raises Damaged for a line that is no record of a step.
+    Raises DamagedFileError for a line that is no record of a step.
     """
     if not path.exists():
         return []

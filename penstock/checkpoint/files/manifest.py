@@ -88,7 +88,7 @@ def _encode(content: dict[str, Any], indent: int | None = 1) -> bytes:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`. Raises Damaged if it is not what was written, or not what a manifest says."""
+    """Return the manifest of `folder`. Raises DamagedFileError if it is not what was written, or is no manifest."""
     path = folder / MANIFEST_FILE
     if folder.is_symlink():
         raise DamagedFileError(
@@ -116,7 +116,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def verify_files(folder: Path, files: dict[str, Any], rank: int = 0, num_ranks: int = 1) -> None:
-    """Compare this rank's share of the files of `folder` with the manifest's `files`. Raises Damaged, naming the file."""
+    """Compare this rank's share of the files of `folder` with the manifest's `files`. Raises DamagedFileError."""
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in files:
             raise DamagedFileError(f"{path} does not belong to the checkpoint: its {MANIFEST_FILE} does not name it")
@@ -163,7 +163,7 @@ def delete_leftovers(folder: Path) -> None:
         delete_path(leftover)
 
 
-def move_into_place(part: Path, final: Path) -> None:
+def rename_checkpoint(part: Path, final: Path) -> None:
     """Call `part` `final`; a checkpoint of that name is set aside until that is done."""
     aside = final.with_name(f".{final.name}.old")
     if os.path.lexists(final):

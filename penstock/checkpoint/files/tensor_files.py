@@ -125,7 +125,7 @@ class TensorLocation(NamedTuple):
 class TensorFiles(Mapping[str, Tensor]):
     """The tensors in safetensors files, and in those of folders, by name; each is read when it is asked for.
 
-    Raises Damaged for a file that is none, or cannot be read.
+    Raises DamagedFileError for a file that is none, or cannot be read.
     """
 
     def __init__(self, *paths: Path) -> None:

@@ -19,9 +19,9 @@ from penstock.comms.process_groups import ProcessGroups
 from penstock.comms.system import count_cores
 from penstock.comms.transport.channels import open_receiver, open_sender
 from penstock.comms.transport.group_transport import PendingSends
-from penstock.comms.transport.message_spec import describe_tensor
+from penstock.comms.transport.message_spec import tensor_spec_of
 from penstock.comms.transport.send_thread import SendFailure
-from penstock.torch_private import NEWEST_RELEASE, release_of
+from penstock.torch_private import NEWEST_RELEASE, parse_release
 
 SIZES = (1, 16_384, 1_048_576)  # floats
 ROUNDS = 50
@@ -63,7 +63,7 @@ def _print_item(is_present: bool, present: str, absent: str) -> None:
 
 
 def _warn_if_untested(version: str) -> None:
-    if release_of(version) > NEWEST_RELEASE:
+    if parse_release(version) > NEWEST_RELEASE:
         print(
             f"- Penstock is tested with torch up to {'.'.join(map(str, NEWEST_RELEASE))}: "
             f"what {version} does differently is not known"
@@ -95,10 +95,10 @@ def ping_pong(device: str) -> dict[str, dict[int, float]]:
         incoming, outgoing = open_receiver(groups, "forth", peer), open_sender(groups, "back", peer, pending)
 
     def send(ball: Tensor) -> None:
-        outgoing.send(ball, describe_tensor(ball))
+        outgoing.send(ball, tensor_spec_of(ball))
 
     def receive(ball: Tensor) -> None:
-        spec = describe_tensor(ball)
+        spec = tensor_spec_of(ball)
         incoming.wait_receive(incoming.post_receive(spec), spec)
         torch.get_device_module(topology.device).synchronize()
         pending.finish_step()

@@ -44,7 +44,7 @@ class Attempt(NamedTuple):
     )
     died: bool = False  # a rank's process ended without a result
 
-    def describe_error(self) -> str:
+    def error_in_one_line(self) -> str:
         """Return the error in one line."""
         printable = "".join(letter if letter.isprintable() else " " for letter in str(self.error))
         text = shorten(printable, MAX_ERROR_CHARACTERS) or type(self.error).__name__

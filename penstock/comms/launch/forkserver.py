@@ -54,7 +54,7 @@ def forkserver_context() -> Any:
     context.set_forkserver_preload(PRELOAD)
     resource_tracker.ensure_running()  # the server would start it too, without the signals held
     try:
-        with hold_signals():
+        with block_signals_in_children():
             forkserver.ensure_running()
     except OSError as error:
         if error.errno in DESCRIPTOR_TABLE_FULL:
@@ -65,7 +65,7 @@ def forkserver_context() -> Any:
 
 
 @contextmanager
-def hold_signals() -> Iterator[None]:
+def block_signals_in_children() -> Iterator[None]:
     """Block signals in processes that are started inside: a rank unblocks them once it has its own handlers.
 
     Preemption signals only if this program catches them: the server also forks the program's own processes.

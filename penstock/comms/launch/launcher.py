@@ -1,4 +1,4 @@
-"""Run a function on ranks of this machine: a small torchrun inside the program, which takes a tenth of a second to start.
+"""Run a function on ranks of this machine: a small torchrun in the program. Raise the failed rank's error, or start again.
 
 Ranks are forked from the fork server (forkserver.py); where torch sees a GPU they are spawned instead. They get the
 environment variables that torchrun would set, and meet at a store that this process keeps. When a rank fails, all are ended.
@@ -76,7 +76,7 @@ def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0
 
         num_ranks = ranks if least is None else max(least, num_ranks - len(attempt.failed_ranks))
         begin = "1 rank begins" if num_ranks == 1 else f"{num_ranks} ranks begin"
-        print_notice(f"attempt {len(attempts)} of {restarts + 1} has ended: {attempt.describe_error()}; {begin} again")
+        print_notice(f"attempt {len(attempts)} of {restarts + 1} has ended: {attempt.error_in_one_line()}; {begin} again")
 
 
 def _check_arguments(function: Any, ranks: Any, restarts: Any, min_ranks: Any) -> None:

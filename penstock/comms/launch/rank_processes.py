@@ -1,4 +1,4 @@
-"""The processes of the ranks of one attempt: from their start until all have ended."""
+"""The processes of the ranks of one attempt: started, their results or errors collected, those that are left killed."""
 
 import os
 import pickle
@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from penstock.comms.launch.attempt import RankDiedError, exit_error
-from penstock.comms.launch.forkserver import FORKSERVER_ENDED_EXIT_CODE, ForkserverEndedError, hold_signals
+from penstock.comms.launch.forkserver import FORKSERVER_ENDED_EXIT_CODE, ForkserverEndedError, block_signals_in_children
 from penstock.comms.launch.pickling import hide_missing_main_file
 from penstock.comms.launch.rank_main import LaunchSpec, RankResult, rank_main
 from penstock.comms.preemption import forward_signals_to, stop_forwarding_to
@@ -49,7 +49,7 @@ def start_ranks(task: LaunchSpec, context: Any, store: Any) -> Iterator[tuple[li
             process = context.Process(target=rank_main, args=args, name=f"rank {rank}", daemon=False)
             processes.append(process)  # before a Ctrl-C, which is held until the process has started
             try:
-                with hold_signals(), hide_missing_main_file():
+                with block_signals_in_children(), hide_missing_main_file():
                     process.start()
             except (EOFError, ConnectionError, FileNotFoundError) as error:
                 raise ForkserverEndedError from error
@@ -58,7 +58,7 @@ def start_ranks(task: LaunchSpec, context: Any, store: Any) -> Iterator[tuple[li
             forward_signals_to(process.pid)
         yield processes, receivers
     finally:
-        with hold_signals():  # a second Ctrl-C must leave no rank behind
+        with block_signals_in_children():  # a second Ctrl-C must leave no rank behind
             _kill_ranks([process for process in processes if process.pid is not None])
             for receiver in receivers:
                 receiver.close()

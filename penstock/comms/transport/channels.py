@@ -150,12 +150,12 @@ class SendChannel:
     def _send_tree(self, transfer: Transfer, value: Any, known_spec: MessageSpec | None) -> None:
         """Send a message that is no bare tensor, or of which the description is not known."""
         leaves, tree = flatten(value)
-        spec = message_spec.describe_message(leaves, tree)
+        spec = message_spec.message_spec_of(leaves, tree)
         if known_spec is None:
             self.specs[transfer] = spec
             self.transport.send_description(message_spec.pack_spec(spec))
         elif spec != known_spec:
-            leaves, spec = _match_known_spec(transfer, leaves, spec, known_spec), known_spec
+            leaves, spec = _leaves_in_known_spec(transfer, leaves, spec, known_spec), known_spec
 
         for leaf, leaf_spec in zip(leaves, spec.leaves, strict=True):
             self._send_if_tensor(transfer, leaf, leaf_spec)
@@ -166,7 +166,7 @@ class SendChannel:
             self.transport.send(leaf if leaf.device == device else leaf.detach().to(device), spec, transfer)
 
 
-def _match_known_spec(transfer: Transfer, leaves: list[Any], spec: MessageSpec, known_spec: MessageSpec) -> list[Any]:
+def _leaves_in_known_spec(transfer: Transfer, leaves: list[Any], spec: MessageSpec, known_spec: MessageSpec) -> list[Any]:
     """Return `leaves` as `known_spec` describes them, if only the layout differs or a gradient is None; else MismatchError."""
     matched = []
     for leaf, leaf_spec, known_leaf_spec in zip(leaves, spec.leaves, known_spec.leaves, strict=False):
@@ -201,7 +201,7 @@ class ReceiveChannel:
         """Post the receives for the message of `transfer`, the next of this channel. Raises as `receive`."""
         try:
             waits = transfer not in self.specs or (self.posted and self.posted[-1][1] is None)
-            self.posted.append((transfer, None if waits else self._post_leaves(self.specs[transfer])))
+            self.posted.append((transfer, None if waits else self._post_tensor_receives(self.specs[transfer])))
         except (OSError, MemoryError, RuntimeError) as error:
             raise self._convert_error(transfer, error) from error
 
@@ -235,12 +235,12 @@ class ReceiveChannel:
         """
         if transfer not in self.specs:
             self.specs[transfer] = message_spec.unpack_spec(self.transport.receive_description())
-        posted = self._post_leaves(self.specs[transfer])
+        posted = self._post_tensor_receives(self.specs[transfer])
 
         for number, (message_key, _) in enumerate(self.posted):
             if message_key not in self.specs:
                 break
-            self.posted[number] = message_key, self._post_leaves(self.specs[message_key])
+            self.posted[number] = message_key, self._post_tensor_receives(self.specs[message_key])
         return posted
 
     def _convert_error(self, transfer: Transfer, error: Exception) -> PenstockError:
@@ -249,5 +249,5 @@ class ReceiveChannel:
             return ResourceError(f"rank {self.rank} could not receive the {transfer}: {explain_error(error)}")
         return WaitError(f"for the {transfer} from rank {self.source}", self.source, error)
 
-    def _post_leaves(self, spec: MessageSpec) -> PostedReceives:
+    def _post_tensor_receives(self, spec: MessageSpec) -> PostedReceives:
         return [(self.transport.post_receive(leaf_spec), leaf_spec) for leaf_spec in spec.tensors]

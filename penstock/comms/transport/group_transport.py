@@ -30,7 +30,7 @@ class GroupSender:
     def send_description(self, packed: Tensor) -> None:
         """Send the description of a message, as bytes: first its size, then itself."""
         for tensor in (torch.tensor([packed.numel()], device="cpu"), packed):
-            self.pending.send(self._description_group, tensor, message_spec.describe_tensor(tensor), "description")
+            self.pending.send(self._description_group, tensor, message_spec.tensor_spec_of(tensor), "description")
 
     def send(self, tensor: Tensor, spec: TensorSpec, message: object = "message") -> None:
         """Send `tensor` in the layout of `spec`, without waiting. `message`: its name, for errors."""
@@ -104,7 +104,9 @@ class PendingSends:
             self._pending.append((group.send([data], DESTINATION_RANK, 0), data))
         else:
             self._thread = self._thread or SendThread("penstock-sent")
-            self._thread.submit(_wait_for_send, group.send([data], DESTINATION_RANK, 0), data, group, message, self.failure)
+            self._thread.submit(
+                _wait_and_publish_failure, group.send([data], DESTINATION_RANK, 0), data, group, message, self.failure
+            )
 
     def finish_step(self) -> None:
         """Wait for the step's messages, which have all been received, and delete them."""
@@ -115,7 +117,7 @@ class PendingSends:
         self._copy_budget = MAX_COPIED_BYTES_PER_STEP
 
 
-def _wait_for_send(work: Any, data: Tensor, group: Any, message: object, failure: SendFailure) -> None:
+def _wait_and_publish_failure(work: Any, data: Tensor, group: Any, message: object, failure: SendFailure) -> None:
     """Wait until `data` is sent; report an error of this rank's own. A rank that waits for a lost receiver reports that one."""
     try:
         work.wait()

@@ -177,7 +177,7 @@ class MemorySender(_PipeEnd):
 
     def send_description(self, packed: Tensor) -> None:
         """Send the description of a message, as bytes."""
-        self.send(packed, message_spec.describe_tensor(packed), "description")
+        self.send(packed, message_spec.tensor_spec_of(packed), "description")
 
     def send(self, tensor: Tensor, spec: TensorSpec, message: object = "message") -> None:
         """Send `tensor` in the layout of `spec`, without waiting. `message`: its name, for errors."""

@@ -57,7 +57,7 @@ class MessageSpec(NamedTuple):
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
     def describes(self, tensor: Tensor) -> bool:
-        """Return whether the message `tensor` has this description: `describe_message([tensor], leaf) == self`, but quick."""
+        """Return whether the message `tensor` has this description: `message_spec_of([tensor], leaf) == self`, but quick."""
         spec = self.leaves[0] if len(self.leaves) == 1 else None
         return (
             isinstance(spec, TensorSpec)
@@ -69,13 +69,13 @@ class MessageSpec(NamedTuple):
         )
 
 
-def describe_message(leaves: list[Any], tree: TreeSpec) -> MessageSpec:
+def message_spec_of(leaves: list[Any], tree: TreeSpec) -> MessageSpec:
     """Return the description of a message with these leaves."""
-    specs = [describe_tensor(leaf) if isinstance(leaf, Tensor) else ConstantSpec(leaf, type(leaf)) for leaf in leaves]
+    specs = [tensor_spec_of(leaf) if isinstance(leaf, Tensor) else ConstantSpec(leaf, type(leaf)) for leaf in leaves]
     return MessageSpec(tree, tuple(specs))
 
 
-def describe_tensor(tensor: Tensor) -> TensorSpec:
+def tensor_spec_of(tensor: Tensor) -> TensorSpec:
     """Return the description of one tensor."""
     stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
     return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, tensor.nbytes)
@@ -132,20 +132,20 @@ def unpack_spec(data: Tensor) -> MessageSpec:
 @lru_cache(64)  # many messages of a step have the same description
 def _unpack_bytes(data: bytes) -> MessageSpec:
     if b"\0" not in data[:8]:  # no length of `encode`, which ends with zeros
-        leaf = _parse_tensor(data)
+        leaf = _parse_tensor_spec(data)
         if leaf is not None and _is_valid_leaf(leaf):
             return MessageSpec(flatten(0)[1], (leaf,))
-        raise _no_message_error()
+        raise _invalid_description_error()
     match decode(data):
         case (example, list(leaves)) if all(_is_valid_leaf(leaf) for leaf in leaves):
             numbers, tree = flatten(example)
             if numbers == list(range(len(leaves))):
                 specs = [leaf if isinstance(leaf, TensorSpec) else ConstantSpec(leaf[0], type(leaf[0])) for leaf in leaves]
                 return MessageSpec(tree, tuple(specs))
-    raise _no_message_error()
+    raise _invalid_description_error()
 
 
-def _parse_tensor(data: bytes) -> TensorSpec | None:
+def _parse_tensor_spec(data: bytes) -> TensorSpec | None:
     """Return the description of one tensor, which is yet to be checked; None if these bytes are none."""
     try:
         shape, stride, dtype_name, requires_grad = json.loads(data)
@@ -155,7 +155,7 @@ def _parse_tensor(data: bytes) -> TensorSpec | None:
         return None
 
 
-def _no_message_error() -> MismatchError:
+def _invalid_description_error() -> MismatchError:
     return MismatchError("the bytes from another rank describe no message: all ranks must run the same release of Penstock")
 
 

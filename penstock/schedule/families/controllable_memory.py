@@ -53,7 +53,7 @@ def _rows_from_pattern(first_slots: Sequence[tuple[int, int, int, int]], microba
     steady = range(
         first_slots[0][3], SLOTS_PER_MICROBATCH * (microbatches - 1)
     )  # from the first microbatch's return to the last one's entry
-    _tighten_ends(slots, steady, bound)
+    _move_to_earlier_slots(slots, steady, bound)
     tightened = from_rows("tightened", list(map(_actions_by_slot, slots)))
     problem = SearchProblem(Costs(), tightened.placement, microbatches, [bound] * len(first_slots))
     simulation = IncrementalSimulation(
@@ -80,7 +80,7 @@ def _actions_by_slot(slots: Slots) -> list[Action]:
     return [slots[at] for at in sorted(slots)]
 
 
-def _tighten_ends(slots: list[Slots], steady: range, bound: int) -> None:
+def _move_to_earlier_slots(slots: list[Slots], steady: range, bound: int) -> None:
     """Move the actions outside `steady` to the earliest free slot that raises no rank's memory above `bound`."""
     at = {action: slot for row in slots for slot, action in row.items()}
     home = {action: rank for rank, row in enumerate(slots) for action in row.values()}

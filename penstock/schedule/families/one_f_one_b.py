@@ -162,12 +162,12 @@ def _microbatch_order(
     down, up = (range(rank, ranks * stages_per_rank, ranks)[::step] for step in (1, -1))
     return _MicrobatchOrder(
         size,
-        _in_groups(order, down, size),
-        _in_groups([(m, slices - 1 - k) for m, k in order] if slices > 1 else order, up, size),
+        _order_in_groups(order, down, size),
+        _order_in_groups([(m, slices - 1 - k) for m, k in order] if slices > 1 else order, up, size),
     )
 
 
-def _in_groups(order: list[tuple[int, int]], stages: range, size: int) -> list[Place]:
+def _order_in_groups(order: list[tuple[int, int]], stages: range, size: int) -> list[Place]:
     """The slices of microbatches in `order`, a group of `size` through all `stages`, then the next one."""
     groups = [order[first : first + size] for first in range(0, len(order), size)]
     return [(stage, m, k) for group in groups for stage in stages for m, k in group]

@@ -19,7 +19,7 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
     Any P, any M. At F = I = W and M >= 2P-1 the span has no bubble, the makespan (P-1) F/2 (F of a whole rank). P
     microbatches in flight.
     """
-    row = _TwoChunks((rank, 2 * ranks - 1 - rank), microbatches)
+    row = _ChunkCounters((rank, 2 * ranks - 1 - rank), microbatches)
     num_forwards = max(microbatches, 2 * ranks - 1)
     yield from row.next_actions(*["F0"] * (2 * (ranks - rank) - 1))
     yield from row.next_actions(*["F1", "F0"] * rank)
@@ -47,7 +47,7 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
     Any P, any M. Bubble (P-1)(F&B + B - 3W) per chunk for M >= 2P and F = I >= W, F&B the time of an overlapped pair.
     (2P+1)/2 microbatches in flight.
     """
-    row, num_microbatches = _TwoChunks((rank, 2 * ranks - 1 - rank), microbatches), max(microbatches, 2 * ranks)
+    row, num_microbatches = _ChunkCounters((rank, 2 * ranks - 1 - rank), microbatches), max(microbatches, 2 * ranks)
     ranks_behind, half, odd = ranks - rank - 1, (rank + 1) // 2, (rank + 1) % 2
     yield from row.next_actions(*["F0"] * (2 * ranks_behind))
     yield from row.next_actions(*["F0", "F1"] * (rank + 1))
@@ -61,7 +61,7 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
     yield from row.next_actions(*["W"] * (rank + 1))
 
 
-class _TwoChunks:
+class _ChunkCounters:
     """What a rank has done so far. Microbatches from M = `microbatches` on are counted, and left out."""
 
     def __init__(self, stages: tuple[int, int], microbatches: int) -> None:

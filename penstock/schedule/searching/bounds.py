@@ -9,7 +9,7 @@ from penstock.schedule.table import Kind
 
 
 class LowerBound(NamedTuple):
-    """No step is shorter than `time`; `because` says what keeps it from that."""
+    """No step is shorter than `time`; `reason` says why."""
 
     time: float
     reason: str

@@ -184,7 +184,7 @@ class IncrementalSimulation:
         limits, plain, cost, change = problem.limits, problem.is_simple_chain, problem.cost, problem.change
         slots, latency, also_needs = problem.slot, problem.latency, problem.also_needs
         splits = problem.first_back if self.slack and not problem.full_backwards else len(cost)
-        begin, slot_times = self._rewind_to_changes(changes, traces)
+        begin, slot_times = self._resume_points(changes, traces)
         rows, deferred_weights, tails = self._rows_with_changes(changes)
         channels: dict[tuple[int, int], float] = {}
         slacks, ends = self.slack or [0.0] * problem.ranks, [0.0] * problem.ranks
@@ -248,7 +248,7 @@ class IncrementalSimulation:
         self.last_attempt = _TrialResult(rows, deferred_weights, slot_times, changes, begin, traces, ends)
         return max(ends)
 
-    def _rewind_to_changes(self, changes: Mapping[int, RowChange], traces: list[Trace]) -> tuple[list[int], SlotTimes]:
+    def _resume_points(self, changes: Mapping[int, RowChange], traces: list[Trace]) -> tuple[list[int], SlotTimes]:
         """Where each rank runs again, and what is there before; `traces` begin with that."""
         problem = self.problem
         since = (

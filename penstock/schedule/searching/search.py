@@ -93,7 +93,7 @@ def search(
     best = _BestSchedule(problems[0], start, EFFORTS[effort], progress)
     rng = random.Random(seed)
     with suppress(KeyboardInterrupt, _SearchFinished):
-        best.add_steps_or_finish()
+        best.add_work_or_finish()
         for problem in problems:
             _search_backward_form(best, problem, best.work / len(problems), rng)
         if effort == "optimal":
@@ -126,7 +126,7 @@ class _BestSchedule:
     """The best that was found so far, how much of the search's work is done, and the callback that hears of it."""
 
     def __init__(self, problem: SearchProblem, start: Schedule | None, work: int, progress: Progress | None) -> None:
-        self.problem, self.work, self.progress, self.steps_done = problem, work, progress, 0.0
+        self.problem, self.work, self.progress, self.work_done = problem, work, progress, 0.0
         self.bound = lower_bound(problem)
         self.published = list(initial_tables.published_schedules(problem.placement, problem.microbatches))
         self.tables = [*self.published, *([start] if start else ())]
@@ -143,18 +143,18 @@ class _BestSchedule:
         fits = all(peak <= limit for peak, limit in zip(timeline.peak_memory, self.problem.limits, strict=True))
         return timeline.makespan if fits else INFINITE
 
-    def record_if_better(self, steps: int, simulation: IncrementalSimulation) -> None:
-        """Count `steps` as done; take over the table of `simulation` if it is the best."""
+    def record_if_better(self, work: int, simulation: IncrementalSimulation) -> None:
+        """Count `work` as done; take over the table of `simulation` if it is the best."""
         if simulation.makespan < self.makespan:
             self.makespan, self.searched = simulation.makespan, (simulation.problem, simulation.rows_with_weights())
-        self.add_steps_or_finish(steps)
+        self.add_work_or_finish(work)
 
-    def add_steps_or_finish(self, steps: float = 0) -> None:
-        """Count `steps` as done. Raises _SearchFinished if the best is optimal, or `progress` returned True."""
-        self.steps_done += steps
+    def add_work_or_finish(self, work: float = 0) -> None:
+        """Count `work` as done. Raises _SearchFinished if the best is optimal, or `progress` returned True."""
+        self.work_done += work
         if self.makespan <= self.bound.time * (1 + TOLERANCE):
             raise _SearchFinished
-        if self.progress and self.progress(min(1.0, self.steps_done / self.work), self.makespan):
+        if self.progress and self.progress(min(1.0, self.work_done / self.work), self.makespan):
             raise _SearchFinished
 
     def prove_optimal(self, seed: int) -> None:
@@ -206,7 +206,7 @@ def _search_backward_form(best: _BestSchedule, problem: SearchProblem, work: flo
         periodic_starts += periodic.find_modulo_schedules(
             problem, rng, int(PERIODIC_WORK_SHARE / PERIODIC_RUNS * work / WORK_PER_CODE / len(problem.times))
         )
-        best.add_steps_or_finish(PERIODIC_WORK_SHARE / PERIODIC_RUNS * work)
+        best.add_work_or_finish(PERIODIC_WORK_SHARE / PERIODIC_RUNS * work)
 
     begins = [
         *initial_tables.initial_rows(problem),

@@ -85,12 +85,12 @@ class StepEvents:
 
     def cells(self, rank: int) -> Iterator[tuple[Event, ...]]:
         """The events of `rank` in order, one at a time or as the two of an overlapped pair."""
-        row, firsts = iter(self.rows[rank]), self._begins_pair
+        row, firsts = iter(self.rows[rank]), self._first_actions_of_pairs
         for event in row:
             yield (event, next(row)) if event.action in firsts else (event,)
 
     @cached_property
-    def _begins_pair(self) -> frozenset[Action]:
+    def _first_actions_of_pairs(self) -> frozenset[Action]:
         return frozenset(first for first, _ in self.overlaps)
 
     def needed_events(self, event: Event) -> Iterator[Event]:

@@ -65,14 +65,14 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
         activation_bytes=_peak_bytes(predicted),
         straggler=_worst_straggler(costs, step_costs),
         even_stages_timeline=even.predict(table),
-        doubled_microbatches=_with_doubled_microbatches(costs),
+        doubled_microbatches=_doubled_microbatches_alternative(costs),
         alternatives=alternatives,
         fastest=faster,
         fastest_in_same_memory=None if frugal is faster else frugal,
         num_steps=costs.num_steps,
         slow_messages=_find_slow_messages(timeline, costs),
         out_of_order=_find_rank_out_of_order(costs, predicted_step),
-        planned_order_timeline=_in_planned_order(costs),
+        planned_order_timeline=_planned_order_timeline(costs),
     )
 
 
@@ -113,13 +113,13 @@ def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:
 # ---- what holds the step up
 
 
-def _worst_straggler(costs: Measurement, step_costs: Measurement) -> Straggler | None:
-    """Return the rank that takes longest against its share, of those that are slow in all steps and in the one `step_costs`.
+def _worst_straggler(measurement: Measurement, step_measurement: Measurement) -> Straggler | None:
+    """Return the rank that takes longest against its share, of those slow in all steps and in `step_measurement`.
 
     Else a rank could be named that has no time to give in the step that the reader sees.
     """
-    slow_in_step = {straggler.rank for straggler in _stragglers(step_costs)}
-    slow = [straggler for straggler in _stragglers(costs) if straggler.rank in slow_in_step]
+    slow_in_step = {straggler.rank for straggler in _stragglers(step_measurement)}
+    slow = [straggler for straggler in _stragglers(measurement) if straggler.rank in slow_in_step]
     return max(slow, key=lambda straggler: straggler.extra_seconds_per_action, default=None)
 
 
@@ -131,9 +131,9 @@ def _stragglers(measurement: Measurement) -> list[Straggler]:
     return [straggler for straggler in stragglers if straggler and straggler.step_seconds_lost > NOTABLE_SHARE * predicted_step]
 
 
-def _compare_with_share(costs: Measurement, rank: int, predicted_step: float) -> Straggler | None:
+def _compare_with_share(measurement: Measurement, rank: int, predicted_step: float) -> Straggler | None:
     """How `rank` compares with the others, stage for stage by the layers they have; None if it is not slower."""
-    table, own_stages, layers = costs.schedule, costs.schedule.stages_of(rank), costs.layers
+    table, own_stages, layers = measurement.schedule, measurement.schedule.stages_of(rank), measurement.layers
     other_stages = [stage for stage in range(table.num_stages) if stage not in own_stages]
     if not other_stages or not own_stages:
         return None
@@ -142,14 +142,14 @@ def _compare_with_share(costs: Measurement, rank: int, predicted_step: float) ->
         usual = median(times[stage] / layers[stage] for stage in other_stages)
         return tuple(layers[stage] * usual if stage in own_stages else time for stage, time in enumerate(times))
 
-    fair = replace(costs, seconds={kind: shared(times) for kind, times in costs.seconds.items()})
+    fair = replace(measurement, seconds={kind: shared(times) for kind, times in measurement.seconds.items()})
     actions = table.actions[rank]
-    took, planned = (sum(measured.seconds[kind][stage] for kind, stage, *_ in actions) for measured in (costs, fair))
+    took, planned = (sum(measured.seconds[kind][stage] for kind, stage, *_ in actions) for measured in (measurement, fair))
     if took - planned <= STRAGGLER_SHARE * planned:
         return None
     times = {
         kind: (
-            fmean(costs.seconds[kind][stage] for stage in own_stages),
+            fmean(measurement.seconds[kind][stage] for stage in own_stages),
             fmean(fair.seconds[kind][stage] for stage in own_stages),
         )
         for kind in dict.fromkeys(action.kind for action in actions)
@@ -158,7 +158,7 @@ def _compare_with_share(costs: Measurement, rank: int, predicted_step: float) ->
     return Straggler(rank, (took - planned) / len(actions), times, predicted_step - shorter.makespan, shorter)
 
 
-def _find_slow_messages(timeline: Timeline, costs: Measurement) -> SlowMessages | None:
+def _find_slow_messages(timeline: Timeline, measurement: Measurement) -> SlowMessages | None:
     """Return the slowest link between two ranks whose usual speed would make the step notably shorter, else all links."""
     waits = [(gap, gap.needed) for gap in find_gaps(timeline) if gap.waited and gap.needed]
     seconds_by_link = defaultdict[tuple[int, int], list[float]](list)
@@ -172,7 +172,7 @@ def _find_slow_messages(timeline: Timeline, costs: Measurement) -> SlowMessages 
     is_one_slow = bool(other_links) and links[slowest] > SLOW_LINK_FACTOR * median(other_links)
     usual, slow = (median(other_links), {slowest}) if is_one_slow else (0.0, set(links))
 
-    if links[slowest] < SLOW_MESSAGE_SHARE * median(costs.seconds[Kind.F]):
+    if links[slowest] < SLOW_MESSAGE_SHARE * median(measurement.seconds[Kind.F]):
         return None
     saved = {gap.after.action: gap.message_seconds - usual for gap, needed in waits if (needed.rank, gap.after.rank) in slow}
     shorter = replay(timeline, {}, saved)
@@ -182,9 +182,9 @@ def _find_slow_messages(timeline: Timeline, costs: Measurement) -> SlowMessages 
     return SlowMessages(slowest if has_one_link else (), links[slowest], usual, timeline.message_bytes, shorter)
 
 
-def _find_rank_out_of_order(costs: Measurement, predicted_step: float) -> OutOfOrder | None:
+def _find_rank_out_of_order(measurement: Measurement, predicted_step: float) -> OutOfOrder | None:
     """Return the first rank whose microbatches, in ascending order on all ranks, would make the step notably shorter."""
-    table = costs.schedule
+    table = measurement.schedule
     rows = []
     for row in table.actions:
         ascending = {key: iter(sorted(action for action in row if action[:2] == key)) for key in {action[:2] for action in row}}
@@ -193,7 +193,7 @@ def _find_rank_out_of_order(costs: Measurement, predicted_step: float) -> OutOfO
     if not changed_ranks:
         return None
     try:
-        timeline = costs.predict(from_rows(table.name, rows))
+        timeline = measurement.predict(from_rows(table.name, rows))
     except ScheduleError:
         return None
     is_notable = predicted_step - timeline.makespan > NOTABLE_SHARE * predicted_step
@@ -203,7 +203,7 @@ def _find_rank_out_of_order(costs: Measurement, predicted_step: float) -> OutOfO
 # ---- what would make it shorter
 
 
-def _in_planned_order(measurement: Measurement) -> Timeline | None:
+def _planned_order_timeline(measurement: Measurement) -> Timeline | None:
     """Return the step with microbatches of unlike sizes in the order that would be planned for them; None if they are alike."""
     factors = measurement.microbatch_factors
     if not factors:
@@ -217,14 +217,14 @@ def _microbatches_in_flight(table: Schedule, timeline: Timeline) -> float:
     return max(timeline.peak_in_flight) * table.ranks / table.num_stages
 
 
-def _catalog_alternatives(costs: Measurement) -> Iterator[Alternative]:
+def _catalog_alternatives(measurement: Measurement) -> Iterator[Alternative]:
     """The other schedules of the catalog at this P and M, of V stages a rank or as many as they are made for."""
-    table = costs.schedule
+    table = measurement.schedule
     for name in names():
         for stages_per_rank in dict.fromkeys([FAMILIES[name].stages_per_rank, table.num_stages // table.ranks]):
             schedule = _build_or_none(name, table.ranks, table.microbatches, stages_per_rank)
             if schedule and schedule.actions != table.actions:
-                yield _predict_alternative(costs, schedule)
+                yield _predict_alternative(measurement, schedule)
 
 
 def _best_alternative(alternatives: Sequence[Alternative]) -> Alternative | None:
@@ -234,22 +234,22 @@ def _best_alternative(alternatives: Sequence[Alternative]) -> Alternative | None
     return min(near, key=lambda alternative: (alternative.microbatches_held, alternative.step_seconds), default=None)
 
 
-def _with_doubled_microbatches(costs: Measurement) -> Alternative | None:
+def _doubled_microbatches_alternative(measurement: Measurement) -> Alternative | None:
     """The same schedule with twice the microbatches; None for a table that is not the catalog's."""
-    table = costs.schedule
+    table = measurement.schedule
     stages_per_rank = table.num_stages // table.ranks
     counts = (table.microbatches, 2 * table.microbatches)
     rebuilt, doubled = (_build_or_none(table.name, table.ranks, count, stages_per_rank) for count in counts)
-    return _predict_alternative(costs, doubled) if rebuilt and doubled and rebuilt.actions == table.actions else None
+    return _predict_alternative(measurement, doubled) if rebuilt and doubled and rebuilt.actions == table.actions else None
 
 
-def _predict_alternative(costs: Measurement, schedule: Schedule) -> Alternative:
-    timeline, split = costs.predict(schedule), any(action.kind is Kind.W for row in schedule.actions for action in row)
+def _predict_alternative(measurement: Measurement, schedule: Schedule) -> Alternative:
+    timeline, split = measurement.predict(schedule), any(action.kind is Kind.W for row in schedule.actions for action in row)
     return Alternative(
         schedule,
         timeline,
         _microbatches_in_flight(schedule, timeline),
-        costs.assumes_equal_halves and split,
+        measurement.assumes_equal_halves and split,
         max(_peak_bytes(timeline), default=0.0),
     )
 

@@ -144,8 +144,8 @@ class Measurement:
         layers = self.layers if keeps_stages and not layers else _checked_layers(layers, stages)
         if keeps_stages and layers == self.layers:
             return self
-        seconds = {kind: _redistribute(times, self.layers, layers) for kind, times in self.seconds.items()}
-        parts = [_redistribute(amounts, self.layers, layers) for amounts in zip(*self.activation_sizes, strict=True)]
+        seconds = {kind: _spread_over_new_stages(times, self.layers, layers) for kind, times in self.seconds.items()}
+        parts = [_spread_over_new_stages(amounts, self.layers, layers) for amounts in zip(*self.activation_sizes, strict=True)]
         moved = replace(
             self, seconds=seconds, layers=layers, activation_sizes=tuple(map(ActivationSize, *parts)) if parts else ()
         )
@@ -177,7 +177,7 @@ def _checked_layers(layers: Sequence[float], stages: int) -> tuple[float, ...]:
     return layers
 
 
-def _redistribute(times: Sequence[float], old: Sequence[float], new: Sequence[float]) -> tuple[float, ...]:
+def _spread_over_new_stages(times: Sequence[float], old: Sequence[float], new: Sequence[float]) -> tuple[float, ...]:
     """What each of the `new` stages takes if each of the `old` takes `times`, spread evenly over its part of the model."""
     ends = [0.0, *(end / sum(old) for end in accumulate(old))]
     cuts = [0.0, *(end / sum(new) for end in accumulate(new))]

@@ -18,7 +18,7 @@ from penstock.schedule.table import (
     actions_of,
     check_is_table,
     dependencies,
-    garbage_collection_paused,
+    pause_garbage_collection,
 )
 from penstock.schedule.timing.events import Channel, Event, MessageCost
 from penstock.schedule.timing.timeline import Timeline
@@ -126,19 +126,19 @@ class Costs:
 
     def message_costs(self, stages: int) -> tuple[MessageCost, ...]:
         """What a message over each border between stages costs. Raises ScheduleError as `table` does."""
-        links = self._latency_and_bandwidth(stages)
+        links = self._border_latencies_and_bandwidths(stages)
         sizes = _checked_costs("size", self.size, len(links), "border", "a number of bytes")
         return tuple(MessageCost(size / bandwidth, send) for (send, bandwidth), size in zip(links, sizes, strict=True))
 
     def skip_connection_costs(self, stages: int) -> dict[Skip, MessageCost]:
         """Return what a message of each skip costs. Raises ScheduleError for a cost or a skip that the table cannot have."""
         check_skips(self.skips, stages)
-        links = self._latency_and_bandwidth(stages)
+        links = self._border_latencies_and_bandwidths(stages)
         sizes = _checked_costs("skips", list(self.skips.values()), len(self.skips), "skip", "a number of bytes")
         sends = [(size / links[start][1], links[start][0]) for (start, _), size in zip(self.skips, sizes, strict=True)]
         return dict(zip(self.skips, map(MessageCost._make, sends), strict=True))
 
-    def _latency_and_bandwidth(self, stages: int) -> list[tuple[float, float]]:
+    def _border_latencies_and_bandwidths(self, stages: int) -> list[tuple[float, float]]:
         """The latency and the bandwidth of every border."""
         count = max(0, stages - 1)
         sends = _checked_costs("send", self.send, count, "border")
@@ -223,7 +223,7 @@ def simulate_until_deadlock(schedule: Table, costs: Costs = Costs()) -> Timeline
     check_is_table(schedule)
     _check_placement(schedule)
     simulation = _Simulation(schedule, costs)
-    with garbage_collection_paused():
+    with pause_garbage_collection():
         simulation.run()
     rows, stages = tuple(map(tuple, simulation.rows)), schedule.num_stages
     if any(row and not row[-1].end < float("inf") for row in rows):

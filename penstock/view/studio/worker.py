@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from penstock.errors import PenstockError
-from penstock.schedule.table import garbage_collection_paused
+from penstock.schedule.table import pause_garbage_collection
 from penstock.view.data.timeline import Data
 from penstock.view.studio.answers import answer
 from penstock.view.studio.better import ReportProgress
@@ -117,7 +117,7 @@ def main() -> None:
 def answer_question(question: object, report: ReportProgress = lambda data: None) -> Data:
     """Return the answer; an error or a bug becomes a sentence."""
     try:
-        with garbage_collection_paused():
+        with pause_garbage_collection():
             return answer(question, report)
     except PenstockError as error:
         return {"error": str(error)}

@@ -498,7 +498,7 @@ class Pipeline(ModuleMisuseHints):
         gradient_factor = self._engine.gradient_factor
         if training:
             call_options |= {
-                "gradient_factor": gradient_factor.measure(),
+                "gradient_factor": gradient_factor.measure_factor(),
                 "weights_changed": gradient_factor.weights_changed(),
                 "rowwise_check": self._loss_checks and self._loss_checks.rowwise_check,
             }
@@ -523,7 +523,7 @@ class Pipeline(ModuleMisuseHints):
             self.step_count += training
 
         if training:
-            gradient_factor.remember()
+            gradient_factor.record_gradients()
             if self._original.cuttable is not None and self.topology.world_size > 1:
                 outdated_weights.refuse_outdated_use(self._original.cuttable.model)
         if self._loss_checks is not None:
@@ -713,7 +713,7 @@ class Pipeline(ModuleMisuseHints):
         """
         norms = self._exchange_gradient_norms(norm_type, max_norm)
         total = self._parameters.clip_grads(norms, max_norm, float(norm_type))
-        self._engine.gradient_factor.remember()
+        self._engine.gradient_factor.record_gradients()
         return total
 
     def _exchange_gradient_norms(self, norm_type: float, max_norm: float = 0.0) -> list[Any]:

@@ -149,7 +149,7 @@ class PeerMonitor:
             machines = [read_process_of_rank(self.store, rank).machine or str(rank) for rank in range(self.ranks)]
             self._peers = [MonitoredRank(self.store, rank, self.ranks) for rank in ranks_to_monitor(self.rank, machines)]
         for peer in self._peers:
-            peer.check()
+            peer.check_and_publish_loss()
 
         if not self._has_aborted and self.store.check([LOST_KEY]):
             self._abort_waits()
@@ -173,7 +173,7 @@ class MonitoredRank:
         self.process = read_process_of_rank(store, rank)
         self._last_beat, self._missed_beats = "", 0
 
-    def check(self) -> None:
+    def check_and_publish_loss(self) -> None:
         """Read its last beat and its state. If it has ended or is lost, publish that for all ranks."""
         state, beat = self.process.state(), read_text(self.store, _beat_key(self.rank))
         self._missed_beats = self._missed_beats + 1 if beat == self._last_beat else 0

@@ -11,7 +11,7 @@ from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.memory import format_bytes, parse_bytes
 
 
-def check_arguments(
+def parse_ranks_batch_and_seed(
     profile: ModelProfile, ranks: int, batch: int, seed: int, effort: str, efforts: Iterable[str]
 ) -> tuple[int, int, int]:
     """`ranks`, `batch` and `seed`. Raises PenstockError for what cannot be planned for."""

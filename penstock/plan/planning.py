@@ -132,7 +132,7 @@ def plan(
         print(plans[0])
     """
     profile = as_profile(layers)
-    ranks, batch, seed = arguments.check_arguments(profile, ranks, batch, seed, effort, TABLE_SEARCHES)
+    ranks, batch, seed = arguments.parse_ranks_batch_and_seed(profile, ranks, batch, seed, effort, TABLE_SEARCHES)
     numbers = arguments.parse_numbers(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
 
     tasks = []

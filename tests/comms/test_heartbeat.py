@@ -166,7 +166,7 @@ def watched(monkeypatch, store, *states):
     monkeypatch.setattr(heartbeat, "publish_and_read_departures", lambda *_: read_departures(store, [1]))
     beat(store, 1)
     found = MonitoredRank(store, 1, 2)
-    found.check()
+    found.check_and_publish_loss()
     return found
 
 
@@ -182,13 +182,13 @@ def test_a_rank_that_goes_on_at_the_moment_of_proof_is_not_lost_and_one_whose_pr
 
     monkeypatch.setattr(heartbeat, "describe_suspended_ranks", stopped)
     for _ in range(SUSPENDED_AFTER_MISSED_BEATS):
-        seen.check()
+        seen.check_and_publish_loss()
     assert not store.check([heartbeat.LOST_KEY])
     beat(store, 2)
-    seen.check()
+    seen.check_and_publish_loss()
     for number in range(SUSPENDED_AFTER_MISSED_BEATS + 1):
         with pytest.raises(RuntimeError) if number == SUSPENDED_AFTER_MISSED_BEATS - 1 else nullcontext():
-            seen.check()
+            seen.check_and_publish_loss()
     assert store.check([heartbeat.LOST_KEY])
     assert read_departures(store, [1]) == {1: "is stopped"}
 
@@ -197,7 +197,7 @@ def test_a_rank_that_beats_no_more_but_is_not_stopped_is_not_lost(monkeypatch):
     store = torch.distributed.HashStore()
     seen = watched(monkeypatch, store, ALIVE)
     for _ in range(10 * SILENT_AFTER_MISSED_BEATS):
-        seen.check()
+        seen.check_and_publish_loss()
     assert not store.check([heartbeat.LOST_KEY])
     assert read_departures(store, [1]) == {}
 
@@ -207,12 +207,12 @@ def test_a_rank_of_another_machine_is_lost_once_it_has_missed_many_looks_in_a_ro
     seen = watched(monkeypatch, store, "")
     for number in (2, 3):
         for _ in range(SILENT_AFTER_MISSED_BEATS - 1):
-            seen.check()
+            seen.check_and_publish_loss()
         assert not store.check([heartbeat.LOST_KEY])
         beat(store, number)
-        seen.check()
+        seen.check_and_publish_loss()
     for _ in range(SILENT_AFTER_MISSED_BEATS):
-        seen.check()
+        seen.check_and_publish_loss()
     assert store.check([heartbeat.LOST_KEY])
     assert read_departures(store, [1]) == {1: "has given no heartbeat for 120 s"}
 
@@ -222,7 +222,7 @@ def test_a_rank_of_another_machine_that_has_left_is_silent_by_right(monkeypatch)
     seen = watched(monkeypatch, store, "")
     publish_departure(store, 1, FINISHED)
     for _ in range(2 * SILENT_AFTER_MISSED_BEATS):
-        seen.check()
+        seen.check_and_publish_loss()
     assert not store.check([heartbeat.LOST_KEY])
 
 

@@ -100,9 +100,9 @@ def _run_attempt(call: bytes, ranks: int, number: int, may_restart: bool) -> tup
     context = multiprocessing.get_context("spawn") if _sees_gpu() else forkserver_context()
     environment = {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(number)}
     start_method = multiprocessing.get_start_method(allow_none=True)
-    task = LaunchSpec(call, ranks, environment, catches_preemption(), start_method)
+    spec = LaunchSpec(call, ranks, environment, catches_preemption(), start_method)
     try:
-        with start_ranks(task, context, HashStore()) as (processes, receivers):
+        with start_ranks(spec, context, HashStore()) as (processes, receivers):
             results = collect_results(processes, receivers, may_restart)
             join_finished_ranks([processes[rank] for rank in results])
     except ForkserverEndedError as error:

@@ -49,9 +49,9 @@ class LaunchSpec(NamedTuple):
     start_method: str | None = None  # that the launching process has set for its children; None: the platform's
 
 
-def rank_main(task: LaunchSpec, rank: int, result_pipe: Connection, store_pipe: Connection) -> None:
-    """Run the task as this rank, with torchrun's environment variables, and send its RankResult through `result_pipe`."""
-    _set_up_process(task, rank)
+def rank_main(spec: LaunchSpec, rank: int, result_pipe: Connection, store_pipe: Connection) -> None:
+    """Run the call of `spec` as this rank, with torchrun's environment variables; send its RankResult by `result_pipe`."""
+    _set_up_process(spec, rank)
     import torch
 
     from penstock import torch_private
@@ -66,7 +66,7 @@ def rank_main(task: LaunchSpec, rank: int, result_pipe: Connection, store_pipe: 
 
     by_value = False
     try:
-        function, args, by_value = unpickle_call(task.call)
+        function, args, by_value = unpickle_call(spec.call)
         value = function(*args)
         data, departure = _pickle_value(value, rank, by_value), FINISHED
     except BaseException as error:
@@ -82,11 +82,11 @@ def rank_main(task: LaunchSpec, rank: int, result_pipe: Connection, store_pipe: 
     shutdown()
 
 
-def _set_up_process(task: LaunchSpec, rank: int) -> None:
+def _set_up_process(spec: LaunchSpec, rank: int) -> None:
     """Set signal handlers and environment, and end this process with the launching one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process ends its ranks
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # instead of the fork server's handler
-    if task.catches_preemption:
+    if spec.catches_preemption:
         catch_preemption()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
 
@@ -96,11 +96,11 @@ def _set_up_process(task: LaunchSpec, rank: int) -> None:
 
     # A DataLoader's workers start as in a program without ranks, not as this process did: by the fork server each would import
     # torch again.
-    multiprocessing.set_start_method(task.start_method, force=True)
+    multiprocessing.set_start_method(spec.start_method, force=True)
 
     os.environ.clear()  # of the fork server
     os.environ.update(
-        task.environment, RANK=str(rank), WORLD_SIZE=str(task.ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(task.ranks),
+        spec.environment, RANK=str(rank), WORLD_SIZE=str(spec.ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.ranks),
         MASTER_ADDR="127.0.0.1",
     )  # fmt: skip
 

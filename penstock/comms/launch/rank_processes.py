@@ -29,7 +29,7 @@ from penstock.errors import PenstockError
 
 
 @contextmanager
-def start_ranks(task: LaunchSpec, context: Any, store: Any) -> Iterator[tuple[list[Any], list[Connection]]]:
+def start_ranks(spec: LaunchSpec, context: Any, store: Any) -> Iterator[tuple[list[Any], list[Connection]]]:
     """Start the processes of all ranks; kill those that are left afterwards, whatever happens.
 
     `context`: of multiprocessing. `store`: a HashStore of this process, where the ranks meet.
@@ -39,13 +39,13 @@ def start_ranks(task: LaunchSpec, context: Any, store: Any) -> Iterator[tuple[li
 
     processes, receivers = [], []
     try:
-        for rank in range(task.ranks):
+        for rank in range(spec.ranks):
             receiver, sender = context.Pipe(duplex=False)
             receivers.append(receiver)
             own_end, rank_end = context.Pipe()
             serve_store(store, own_end)
 
-            args = (task, rank, sender, rank_end)
+            args = (spec, rank, sender, rank_end)
             process = context.Process(target=rank_main, args=args, name=f"rank {rank}", daemon=False)
             processes.append(process)  # before a Ctrl-C, which is held until the process has started
             try:
@@ -101,7 +101,7 @@ def collect_results(processes: Sequence[Any], receivers: Sequence[Connection], m
                     data = receivers[rank].recv_bytes()
                 except (EOFError, OSError):  # OSError: in the middle of its result
                     processes[rank].join()
-                    error = killer.errors.get(rank) or _exit_error(rank, processes[rank].exitcode, server)
+                    error = killer.errors.get(rank) or _exit_or_forkserver_error(rank, processes[rank].exitcode, server)
                     results[rank] = RankResult(False, error)
                 else:
                     results[rank] = _unpickle_result(data, rank)
@@ -124,7 +124,7 @@ def _unpickle_result(data: bytes, rank: int) -> RankResult:
     return result
 
 
-def _exit_error(rank: int, exitcode: int | None, server: ProcessRecord) -> PenstockError:
+def _exit_or_forkserver_error(rank: int, exitcode: int | None, server: ProcessRecord) -> PenstockError:
     """Return the error for a rank that ended without a result; ForkserverEndedError if the server has ended."""
     server_has_ended = exitcode == FORKSERVER_ENDED_EXIT_CODE and server.state() != ALIVE
     return ForkserverEndedError() if server_has_ended else exit_error(rank, exitcode)

@@ -33,7 +33,7 @@ class TensorSnapshot(NamedTuple):
 
 
 class GradientFactorCheck:
-    """Measures by what the gradients of `parameters` were multiplied since `remember`, if there are several ranks.
+    """Measures by what the gradients of `parameters` were multiplied since `record_gradients`, if there are several ranks.
 
     Changed gradients are compared the 1st, 2nd, 4th, .. time only: comparing waits for a GPU.
     """
@@ -47,8 +47,8 @@ class GradientFactorCheck:
         self._num_steps = 0
         self._first_weight: TensorSnapshot | None = None  # that has a gradient
 
-    def remember(self) -> None:
-        """Remember gradients and weights. Called when a step has ended, or the pipeline has clipped the gradients."""
+    def record_gradients(self) -> None:
+        """Record gradients and weights. Called when a step has ended, or the pipeline has clipped the gradients."""
         first = next((weight for weight in self._parameters.parameters() if _has_gradient(weight)), None)
         self._first_weight = None if first is None else TensorSnapshot(first, tensor_version(first), sample_bytes(first))
         if self._num_ranks == 1:
@@ -64,7 +64,7 @@ class GradientFactorCheck:
         gradients = [local_shard(parameter.grad) for parameter in self._chosen if _is_small(parameter.grad)]
         self._gradients = [TensorSnapshot(gradient, tensor_version(gradient), gradient.clone()) for gradient in gradients]
 
-    def measure(self) -> float:
+    def measure_factor(self) -> float:
         """Return the factor; 1 if gradients are unchanged, UNKNOWN after another change, or if too few are remembered."""
         if len(self._gradients) < 2:
             return UNKNOWN

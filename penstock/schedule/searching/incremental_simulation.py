@@ -58,9 +58,9 @@ class IncrementalSimulation:
         self.problem, self.work = problem, 0  # actions run so far
         self.restore(Snapshot(INFINITE, rows, slack))
 
-    def restore(self, state: Snapshot) -> None:
-        """Stand where `state` is."""
-        self.rows, self.slack = state.rows[:], state.slack and state.slack[:]
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to the rows and slack of `snapshot`, and simulate them."""
+        self.rows, self.slack = snapshot.rows[:], snapshot.slack and snapshot.slack[:]
         self.deferred_weights: Rows = [self._deferred_weights(row) for row in self.rows]
         self.trace: list[Trace] = [[(0.0, 0.0, work, 0, 0)] for work in self.problem.work]
         self.slot_times, self.makespan, self.tails = self.problem.initial_slot_times, INFINITE, self.problem.tails

@@ -208,24 +208,24 @@ def _search_backward_form(best: _BestSchedule, problem: SearchProblem, work: flo
         )
         best.add_work_or_finish(PERIODIC_WORK_SHARE / PERIODIC_RUNS * work)
 
-    begins = [
+    initial_rows = [
         *initial_tables.initial_rows(problem),
         *(periodic.unroll_modulo_schedule(problem, offsets) for offsets in periodic_starts),
         *map(problem.rows_from_table, best.tables),
     ]
-    _anneal_in_rounds(problem, begins, work * (1 - PERIODIC_WORK_SHARE), rng, best.record_if_better)
+    _anneal_in_rounds(problem, initial_rows, work * (1 - PERIODIC_WORK_SHARE), rng, best.record_if_better)
 
 
 def _anneal_in_rounds(
-    problem: SearchProblem, begins: list[Rows], work: float, rng: random.Random, report: ReportProgress
+    problem: SearchProblem, initial_rows: list[Rows], work: float, rng: random.Random, report: ReportProgress
 ) -> None:
-    """From `begins` many are annealed for a short time, the best of these for longer, the best of those for the longest.
+    """From `initial_rows` many are annealed for a short time, the best of these for longer, the best of those for the longest.
 
     What becomes of a start takes its place: so those that go on differ, and one that is good early does not crowd out the rest.
     Nothing happens if no start keeps the limit.
     """
     starting = dict[str, Snapshot]()
-    for rows in begins:
+    for rows in initial_rows:
         simulation = IncrementalSimulation(problem, problem.without_weights(rows), [0.0] * problem.ranks)
         report(simulation.work, simulation)
         if simulation.makespan < INFINITE:

@@ -124,11 +124,13 @@ class StepEvents:
                 if ends[0] != ends[1]:
                     if channels[ends].free <= event.end:
                         queue_began[ends] = event
-                    when = channels[ends].transmit(event.end, self._border(min(stage, taker), max(stage, taker)), factor)
+                    when = channels[ends].transmit(
+                        event.end, self._message_cost_between(min(stage, taker), max(stage, taker)), factor
+                    )
                     arrivals[event.action, taker] = Arrival(when, queue_began[ends])
         return arrivals
 
-    def _border(self, low: int, high: int) -> MessageCost:
+    def _message_cost_between(self, low: int, high: int) -> MessageCost:
         """What a message between two stages costs; nothing where that is not known."""
         return self.skips[low, high] if high > low + 1 else self.message_costs[low] if self.message_costs else MessageCost()
 

@@ -28,7 +28,7 @@ from penstock import torch_private
 from penstock.comms.abort import abort_group
 from penstock.comms.encoding import all_gather_encoded, encode_to_tensor
 from penstock.comms.failure_reports import FailureReport, collect_reports, diagnose, own_error_report, publish_report
-from penstock.comms.process_groups import ProcessGroups, is_transport_error
+from penstock.comms.process_groups import ProcessGroups, call_unprofiled, is_transport_error
 from penstock.comms.system import convert_os_errors, explain_error
 from penstock.comms.topology import Topology, describe_wait_failure
 from penstock.errors import LostRankError, MismatchError, NonFiniteError, PenstockError, ResourceError
@@ -223,7 +223,7 @@ class ControlGroup:
         last_sent, self._pending_sends = self._pending_sends, []
         for number, peer in enumerate(self._peers):
             with convert_runtime_errors(f"for rank {peer} {purpose}", peer):
-                self._pending_sends.append((self._group.send([message], peer, ROW_TAG), message))
+                self._pending_sends.append((call_unprofiled(self._group.send, [message], peer, ROW_TAG), message))
                 if last_sent:
                     last_sent[number][0].wait()  # long received
 
@@ -267,7 +267,7 @@ class ControlGroup:
     def _post_receive(self, rows: torch.Tensor, peer: int) -> Any:
         """Return the work of a receive into the row of `peer`, or the RuntimeError that it raised."""
         try:
-            return self._group.recv([rows[peer]], peer, ROW_TAG)
+            return call_unprofiled(self._group.recv, [rows[peer]], peer, ROW_TAG)
         except RuntimeError as error:
             return error
 

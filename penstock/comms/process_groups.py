@@ -7,6 +7,7 @@ rank and no timeout: so the heartbeat's thread checks, and aborts them.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -178,6 +179,18 @@ def _poll_work(work: Any, seconds: float, rank_has_failed: Callable[[], bool] = 
         if rank_has_failed():
             break
     return False
+
+
+def call_unprofiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, called in a thread that torch.profiler does not record if it records this one.
+
+    A transfer of Gloo that is recorded writes its end into the profiler's memory. If the profiler ended before it, that
+    memory is freed and the process crashes. So transfers that may outlive a step begin here.
+    """
+    if not torch_private.profiler_is_active():
+        return function(*args)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args).result()
 
 
 def is_transport_error(error: BaseException) -> bool:

@@ -46,6 +46,11 @@ def test_every_action_is_a_range_with_its_cell_in_the_order_it_ran(folder: Path)
         assert [name for name in names if re.fullmatch(r"\d[FBIW]\d", name)] == row
 
 
+def test_no_transfer_that_may_outlive_the_profiler_is_recorded(folder: Path) -> None:
+    """Its end would be written into freed memory: torch crashes."""
+    assert [line for rank in range(RANKS) for line in (folder / f"{rank}").read_text().split("\n") if "gloo:" in line] == []
+
+
 def test_every_message_is_a_range_on_both_its_ranks(folder: Path) -> None:
     names = [(folder / f"{rank}").read_text().split("\n") for rank in range(RANKS)]
     for microbatch in range(MICROBATCHES):

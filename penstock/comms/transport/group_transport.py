@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.comms.abort import abort_backend
 from penstock.comms.encoding import check_value_size, view_as_bytes
-from penstock.comms.process_groups import DESTINATION_RANK, SOURCE_RANK, is_transport_error
+from penstock.comms.process_groups import DESTINATION_RANK, SOURCE_RANK, call_unprofiled, is_transport_error
 from penstock.comms.transport import message_spec
 from penstock.comms.transport.message_spec import TensorSpec
 from penstock.comms.transport.send_thread import SendFailure, SendThread
@@ -104,9 +104,8 @@ class PendingSends:
             self._pending.append((group.send([data], DESTINATION_RANK, 0), data))
         else:
             self._thread = self._thread or SendThread("penstock-sent")
-            self._thread.submit(
-                _wait_and_publish_failure, group.send([data], DESTINATION_RANK, 0), data, group, message, self.failure
-            )
+            work = call_unprofiled(group.send, [data], DESTINATION_RANK, 0)
+            self._thread.submit(_wait_and_publish_failure, work, data, group, message, self.failure)
 
     def finish_step(self) -> None:
         """Wait for the step's messages, which have all been received, and delete them."""

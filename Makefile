@@ -72,7 +72,7 @@ nccl: $(VENV)/ready nccl-lazy nccl-eager nccl-ahead
 # Not what a system refuses to lines in memory only, nor what `launch` itself refuses: ranks have another function there.
 NCCL_NOT := (system_refuses and not open) or calls_the_function
 nccl-%:
-	$(PYTEST) -n 2 --dist loadfile --over-nccl $* -m "ranks and not (fresh or slow)" -k "not ($(NCCL_NOT))" $(NCCL_TESTS_$*)
+	$(PYTEST) -n 2 --dist loadfile --over-nccl $* -m "ranks and not fresh" -k "not ($(NCCL_NOT))" $(NCCL_TESTS_$*)
 
 # Every supported release of torch and Python: docs/reference/releases.md. `make matrix MATRIX="--torch 2.15.0"` refreshes a part of it.
 matrix: $(VENV)/ready

@@ -90,8 +90,9 @@ class SchedulesCommand:
         """Print a line for each schedule, or several lines where the terminal is narrower."""
         print("\n".join(_schedules(terminal_width() if sys.stdout.isatty() else None)))
         print(
-            "\nP ranks, V stages on each, M microbatches (any number). F, I, W: the time of one microbatch's forward, backward"
-            "\nto the input and backward to the weights on one rank; B = I + W, T = F + B. `penstock show NAME` draws one."
+            "\nP ranks, V stages on each, M microbatches (any number). F, I, W: the time of"
+            "\none microbatch's forward, backward to the input and backward to the weights on"
+            "\none rank; B = I + W, T = F + B. `penstock show NAME` draws one."
         )
 
 

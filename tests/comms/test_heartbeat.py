@@ -237,14 +237,14 @@ def rank_holds_its_interpreter(folder):
             fcntl.flock(lock, fcntl.LOCK_EX)
         pipe.step(inputs, target=inputs)  # rank 0 has the lock
         if topology.rank == 0:
-            missed, check = threading.Semaphore(0), MonitoredRank.check
+            missed, check = threading.Semaphore(0), MonitoredRank.check_and_publish_loss
 
             def counted(monitored):
                 check(monitored)
                 if monitored._missed_beats:
                     missed.release()
 
-            MonitoredRank.check = counted
+            MonitoredRank.check_and_publish_loss = counted
             for _ in range(2 * SUSPENDED_AFTER_MISSED_BEATS):
                 missed.acquire()
         else:

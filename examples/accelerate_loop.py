@@ -1,13 +1,14 @@
 """Accelerate around a pipeline over two ranks: its launcher, trackers and printing; model and data are the pipeline's.
 
 python examples/accelerate_loop.py
-accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
+accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py
+
+By `--multi_gpu` the launcher starts several processes, on a machine without GPUs too; by `--cpu` it starts one.
 
 `accelerator.prepare(model)` would wrap each rank's model in DistributedDataParallel, and `prepare(loader)` would give each rank
 other rows: both are right for replicas and wrong for the ranks of one pipeline. So neither is called.
 """
 
-import os
 import sys
 
 import torch
@@ -30,6 +31,7 @@ def train(folder: str = "") -> list[float]:
     inputs = torch.randn(64, 16)
     dataset = TensorDataset(inputs, inputs.argmax(1) % 3)
     losses = []
+    accelerator.print(f"processes {accelerator.num_processes}")
     for epoch in range(3):
         for batch, target in DataLoader(dataset, batch_size=16, sampler=pipe.sampler(dataset)):
             loss = pipe.step(batch, target=target)
@@ -44,8 +46,4 @@ def train(folder: str = "") -> list[float]:
 
 
 if __name__ == "__main__":
-    where = sys.argv[1] if len(sys.argv) > 1 else ""
-    if "RANK" in os.environ:
-        train(where)
-    else:
-        ps.launch(train, 2, where)
+    train(*sys.argv[1:])

@@ -90,9 +90,12 @@ def test_lightning_runs_the_loop_around_a_pipeline():
 
 @needs("accelerate")
 def test_accelerate_starts_prints_and_tracks(tmp_path):
-    printed = example("accelerate_loop.py", str(tmp_path))
-    assert printed == example("accelerate_loop.py", start=("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"))
-    assert [line.split()[:2] for line in printed.splitlines()] == [["epoch", str(number)] for number in range(3)]
+    launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2")
+    alone, *losses = example("accelerate_loop.py").splitlines()
+    several, *printed = example("accelerate_loop.py", str(tmp_path), start=launch).splitlines()
+    assert (alone, several) == ("processes 1", "processes 2")
+    assert printed == losses
+    assert [line.split()[:2] for line in printed] == [["epoch", str(number)] for number in range(3)]
     assert list(tmp_path.glob("losses/events.out.tfevents.*"))
 
 

@@ -43,7 +43,7 @@ def test_gradients_have_the_norm_of_the_uncut_model_to_the_bit(make, cut):
         stages = partition.split(model, 2, cuts=[cut])
         names = partition.model_names_of_stages([partition.uncompiled_names(stage) for stage in stages], is_cut=True)
         aliases, order = (
-            ModelPartition({}, {}, dict(enumerate(stages)), uncut_model=model).aliases(names),
+            ModelPartition({}, {}, dict(enumerate(stages)), uncut_model=model).first_name_by_alias(names),
             list(model.state_dict()),
         )
         ranks = [RankParameters({index: stage}, names, aliases, order) for index, stage in enumerate(stages)]

@@ -45,7 +45,7 @@ class LabCommand:
 class PuzzleCommand:
     """Complete a small file; its target is checked in numbers.
 
-    The command `penstock puzzle` lists the twenty puzzles. `penstock puzzle 1` hands out the first. Complete the file, then
+    The command `penstock puzzle` lists the twenty-one puzzles. `penstock puzzle 1` hands out the first. Complete the file, then
     the same command checks it.
     """
 

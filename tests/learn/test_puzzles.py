@@ -101,6 +101,10 @@ WRONG = {
         ('("1f1b", "zb-h1", "zb-h2")]', '("1f1b",)]', "0.0% faster than 1f1b on average, the target is 5 %"),
         ('("1f1b", "zb-h1", "zb-h2")]', '("gpipe",)]', "microbatches in flight, the target is|1f1b takes"),
     ],
+    21: [
+        ("reversed(range(slices))", "range(slices)", "rank 0 has 0B0 before 0B0.1, which it needs"),
+        ("ranks - 1 - rank + slices - 1", "ranks * slices", "microbatches in flight, the target is 1.75"),
+    ],
 }  # fmt: skip
 
 
@@ -160,7 +164,7 @@ def test_hints_come_one_by_one_and_the_solution_after_the_puzzle(tmp_path):
     assert exercise.explanation in folder.solution(exercise)
     assert folder.next() == 1
     assert folder.next(after=9) == 10
-    assert folder.next(after=20) == 1
+    assert folder.next(after=21) == 1
     assert folder.next(fast=True) == FAST_TRACK[0]
 
 
@@ -200,5 +204,5 @@ def test_the_command_hands_out_judges_and_needs_no_torch_for_tables(tmp_path):
     assert "rank 3 |" in passed.stdout
     assert passed.stdout.endswith("False\n")
     assert "x  9  1F1B as a table" in penstock().stdout
-    assert "there is no puzzle 21: choose from 1 to 20" in penstock("21").stderr
-    assert "puzzle takes a number from 1 to 20, watch" in penstock("hnt").stderr
+    assert "there is no puzzle 22: choose from 1 to 21" in penstock("22").stderr
+    assert "puzzle takes a number from 1 to 21, watch" in penstock("hnt").stderr

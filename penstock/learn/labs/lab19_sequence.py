@@ -3,7 +3,7 @@
 A long text does not fit, however thin the layers: activations grow with its tokens. So cut the tokens over the ranks. Norms,
 products and losses work token by token and notice nothing. Attention does: a token looks at all those before it. In a ring,
 keys and values travel from rank to rank, and each rank adds up what its own tokens see of them (ring attention). Forward and
-backward by hand, beside one process. Then: what would it change in a pipeline?
+backward by hand, beside one process. Then in a pipeline, by Penstock: tokens over ranks, and tokens in slices.
 
     penstock lab 19
     python -m penstock.learn.labs.lab19_sequence
@@ -18,17 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import penstock as ps
 from penstock.learn.story import check, on_ranks, percent, ranks_here, say
+from penstock.schedule import build, simulate
 
 RANKS, TOKENS, DIM = 4, 8, 16  # tokens of each rank
+MICROBATCHES, SLICES = 4, 4
 EXACT = 1e-12  # of float64 sums in another order
 
 
 def main() -> None:
-    """Ring attention against that of one process, who works how much, and what a pipeline would have to change."""
+    """Ring attention against that of one process, who works how much, and both ways to cut tokens in a pipeline."""
     ranks = ranks_here(RANKS)
     tokens = ranks * TOKENS
     say(f"Lab 19: {tokens} tokens over {ranks} ranks, {TOKENS} each\n")
@@ -53,18 +55,29 @@ def main() -> None:
         f"the ranks should share {tokens * (tokens + 1) // 2} pairs evenly, they have {zigzag}",
     )
     say(CHANGES)
-    worst = max(off.values())
-    say(f"\nMeasured: output and gradients of {tokens} tokens over {ranks} ranks are those of one process within {worst:.0e}.")
+    say(f"\nThe same GPT of {tokens} tokens in Penstock, loss and gradients beside one process:")
+    trained = {name: max(result) for name, result in together(on_ranks(train, ranks)).items()}
+    for name, error in trained.items():
+        check(
+            error < EXACT, f"{name}: {error:.0e} off one process", f"with {name} they are {error:.0e} off those of one process"
+        )
+    say(f"\nSlices need no collective and no more ranks. {ranks} ranks run 1F1B with {MICROBATCHES} microbatches:")
+    for slices in (1, SLICES):
+        timeline = simulate(build("1f1b", ranks, MICROBATCHES, slices=slices))
+        held = f"rank 0 holds {timeline.peak_in_flight[0]:g} microbatches"
+        say(f"  in {slices} slice{'s' * (slices > 1)}: idle for {percent(timeline.bubble)} of the step, {held}")
+    worst = max(*off.values(), *trained.values())
+    say(f"\nMeasured: attention and GPT of {tokens} tokens on {ranks} ranks are those of one process within {worst:.0e}.")
 
 
 CHANGES = """
-What a pipeline would change (Penstock has no such axis):
+What that changes in a pipeline (`init_mesh(pp=2, cp=2)`, with an all-to-all in place of the ring):
   the table     nothing: a stage is several ranks now, which all run the same action at the same time, as along tp
   messages      each rank sends its tokens' activations to the rank beside it in the next stage: a part of them each
   activations   of a microbatch a part on each rank, so that longer texts fit, where more stages or microbatches do not help
   the loss      a mean over tokens: each rank weighs its own by how many count, as `loss_weight` does for microbatches
   gradients     summed over the axis once a step, as over replicas
-  positions     each rank must tell its layers which tokens it has"""
+  positions     each rank must tell its layers which tokens it has: `ps.cache.first_position()`"""
 
 
 class ToNext(torch.autograd.Function):
@@ -143,6 +156,34 @@ def compare() -> dict[str, float]:
     pairs = [(output, uncut_output), *((part.grad, value.grad) for part, value in zip(parts, uncut, strict=True))]
     names = ("the output", *(f"the gradient of the {tensor_name}" for tensor_name in ("queries", "keys", "values")))
     return {name: (part - pair[own_rows]).abs().max().item() for name, (part, pair) in zip(names, pairs, strict=True)}
+
+
+def train() -> dict[str, float]:
+    """How far loss and gradients of a GPT are from those of one process, its tokens cut over ranks or into slices."""
+    ranks = ps.comms.init_distributed(backend="gloo").world_size
+    tokens, target = torch.randint(DIM, (2, MICROBATCHES, ranks * TOKENS), generator=torch.Generator().manual_seed(0))
+
+    def gpt() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return ps.model.GPT(ps.model.GPTConfig(DIM, ranks * TOKENS, width=DIM, layers=ranks, heads=4)).double()
+
+    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    uncut = gpt()
+    uncut_loss = loss_fn(uncut(tokens), target)
+    uncut_loss.backward()
+    gradients = {name: parameter.grad for name, parameter in uncut.named_parameters()}
+    errors = {}
+    for name, arguments in (
+        (f"tokens over {ranks} ranks", {"mesh": ps.comms.init_mesh(pp=1, cp=ranks)}),
+        (f"{ranks} stages, tokens in {SLICES} slices", {"slices": SLICES}),
+    ):
+        pipe = ps.Pipeline(gpt(), loss_fn, "1f1b", MICROBATCHES, **arguments)  # type: ignore[arg-type]
+        differences = [pipe.step(tokens, target=target) - uncut_loss]
+        differences += [parameter.grad - gradients[key] for key, parameter in pipe.named_parameters()]
+        errors[name] = max(difference.abs().max().item() for difference in differences)
+    return errors
 
 
 def together(ranks: list[dict[str, float]]) -> dict[str, list[float]]:

@@ -65,12 +65,15 @@ def written(answer: Any, name: str) -> Any:
 # ---- tables
 
 
-def table(name: str, rule: Callable[..., Iterable[str]], ranks: int, microbatches: int, placement: Any = None) -> Schedule:
-    """Build and prove the table of `rule(rank, ranks, microbatches)`. Raises Missed with its error."""
+def table(
+    name: str, rule: Callable[..., Iterable[str]], ranks: int, microbatches: int, placement: Any = None, *more: int
+) -> Schedule:
+    """Build and prove the table of `rule(rank, ranks, microbatches, *more)`. Raises Missed with its error."""
     rows = []
     for rank in range(ranks):
-        call = f"{name}({rank}, {ranks}, {microbatches})"
-        rows.append(list(islice(written(rule(rank, ranks, microbatches), call), MOST + 1)))
+        numbers = rank, ranks, microbatches, *more
+        call = f"{name}({', '.join(map(str, numbers))})"
+        rows.append(list(islice(written(rule(*numbers), call), MOST + 1)))
         if len(rows[-1]) > MOST:
             raise Missed(f"{call} yields more than {MOST} actions: does it ever end?")
     where = f"{ranks} ranks, {microbatches} microbatches"

@@ -120,6 +120,8 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
     family = _find_family(name)
     if unknown := sorted(set(options) - set(family.options)):
         option_text = f"it has {', '.join(family.options)}" if family.options else "it has none"
+        if with_option := [other for other in names() if set(unknown) <= set(family_options(other))]:
+            option_text += f"; {', '.join(with_option)} {'have' if len(with_option) > 1 else 'has'} it"
         raise ScheduleError(f"{name} has no option {', '.join(unknown)}: {option_text}")
     optional = {option: value for option, value in {"stages_per_rank": stages_per_rank, **options}.items() if value is not None}
     for count_name, value in {"ranks": ranks, "microbatches": microbatches, **optional}.items():

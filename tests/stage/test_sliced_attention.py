@@ -215,7 +215,7 @@ def test_wrong_uses_are_one_sentence_and_a_loss_that_shifts_inside_is_a_warning(
         "lengths": "slices=[3, 4] have 7 tokens, but the sequences have 13",
         "target": "inputs and target have 12 and 13 tokens a row: give as many",
         "no number": "slices is a number of slices, 1 or more, or a list of their lengths in tokens, not [3, 0]",
-        "family": "naive has no option slices",
+        "family": "naive has no option slices: it has none; gpipe, 1f1b, interleaved-1f1b, zb-h1 have it",
         "cp": "slices and an axis cp cut the same tokens: use slices=1, or a mesh without cp",
         "list": "step_microbatches() does not cut tokens into slices",
         "own": "before 1, a UncutAttention, whose forward calls scaled_dot_product_attention: call ps.attention there instead",

@@ -170,18 +170,20 @@ def train() -> dict[str, float]:
     def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(logits.flatten(0, 1), target.flatten())
 
+    def gradients(module: torch.nn.Module | ps.Pipeline) -> dict[str, Tensor]:
+        return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
     uncut = gpt()
     uncut_loss = loss_fn(uncut(tokens), target)
     uncut_loss.backward()
-    gradients = {name: parameter.grad for name, parameter in uncut.named_parameters()}
-    errors = {}
+    errors, uncut_gradients = {}, gradients(uncut)
     for name, arguments in (
         (f"tokens over {ranks} ranks", {"mesh": ps.comms.init_mesh(pp=1, cp=ranks)}),
         (f"{ranks} stages, tokens in {SLICES} slices", {"slices": SLICES}),
     ):
         pipe = ps.Pipeline(gpt(), loss_fn, "1f1b", MICROBATCHES, **arguments)  # type: ignore[arg-type]
         differences = [pipe.step(tokens, target=target) - uncut_loss]
-        differences += [parameter.grad - gradients[key] for key, parameter in pipe.named_parameters()]
+        differences += [gradient - uncut_gradients[key] for key, gradient in gradients(pipe).items()]
         errors[name] = max(difference.abs().max().item() for difference in differences)
     return errors
 

@@ -4,10 +4,14 @@ Tokens meet in attention only. A pipeline that gives a forward a part of the tok
 finds the keys and values of the other parts. Everywhere else `ps.attention` is torch's `scaled_dot_product_attention`.
 """
 
+import ast
 import inspect
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from textwrap import dedent
+from types import CellType, FunctionType, ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +20,11 @@ from torch.nn import functional
 from penstock.errors import MismatchError
 
 # Layers that mix tokens, or images' places, in a way that no context sees.
+LOOKS_AHEAD = "looks at later tokens too (causal=False), which a slice does not have"
+CHECKPOINTS = (
+    "is run again in the backward by a checkpoint inside of the model, which cannot be done slice by slice: give "
+    "Pipeline(.., recompute='block') instead"
+)
 _MIXING_LAYERS = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -82,10 +91,7 @@ def attend(
 
 
 class AttentionContext:
-    """What `attention` does while it is set by `attention_context`: here, what it does without one.
-
-    It is also set while a model is cut whose tokens will be cut.
-    """
+    """What `attention` does while it is set by `attention_context`: here, what it does without one."""
 
     first_position = 0  # how many tokens of the sequence precede those of this forward
     num_calls = 0  # of `attention`, so far
@@ -102,6 +108,32 @@ class AttentionContext:
     ) -> Tensor:
         """Return the attention of this forward's tokens, which the arguments are of."""
         return attend(query, key, value, causal, mask, scale, dropout)
+
+
+class ExampleAttention(AttentionContext):
+    """The attention of an example while a model is traced whose tokens will be cut: into slices, or over ranks."""
+
+    def __init__(self, in_slices: bool) -> None:
+        self._in_slices = in_slices
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float
+    ) -> Tensor:
+        """Return the attention. Raise MismatchError for one that cannot be cut so."""
+        if self._in_slices and not causal:
+            raise MismatchError(f"tokens cannot be cut into slices: a layer of the model {LOOKS_AHEAD}")
+        if not self._in_slices:
+            check_mask_can_be_cut(mask)
+        return attend(query, key, value, causal, mask, scale, dropout)
+
+
+def check_mask_can_be_cut(mask: Tensor | None) -> None:
+    """Raise MismatchError for a mask that ranks which share the tokens cannot have a part of."""
+    if mask is not None and mask.dim() != 2:
+        raise MismatchError(
+            f"a mask over queries and keys, here of shape {tuple(mask.shape)}, cannot be cut along cp: give ps.attention "
+            "one of (batch, time), besides causal="
+        )
 
 
 _current: AttentionContext | None = None  # for all threads: on a GPU, a backward that runs a forward again has its own
@@ -133,18 +165,83 @@ def no_attention_error() -> MismatchError:
 
 def check_tokens_mix_in_attention(module: nn.Module) -> None:
     """Raise MismatchError, with the layer's name, if a layer of `module` mixes tokens otherwise than by `attention`."""
+    functions = _functions_in_forward(module)
     for name, layer in module.named_modules():
         if isinstance(layer, _MIXING_LAYERS) and max(getattr(layer, "kernel_size", (2,))) > 1:
             raise MismatchError(
                 f"the tokens of a sequence cannot be cut before {name or 'the model'}, a {type(layer).__name__}, which mixes "
                 "them: only layers that call ps.attention may"
             )
-        called, _ = _names_in_forward(layer)
+        called = {called for function in functions[type(layer)] for called in function.__code__.co_names}
         if "scaled_dot_product_attention" in called and "attention" not in called:
             raise MismatchError(
                 f"the tokens of a sequence cannot be cut before {name or 'the model'}, a {type(layer).__name__}, whose forward "
                 "calls scaled_dot_product_attention: call ps.attention there instead"
             )
+        implementation = getattr(getattr(layer, "config", None), "_attn_implementation", "penstock")
+        if implementation not in ("penstock", None):
+            raise MismatchError(
+                f"the tokens of a sequence cannot be cut before {name or 'the model'}, a {type(layer).__name__}, whose config "
+                f'has attn_implementation="{implementation}": make the model with attn_implementation="penstock"'
+            )
+
+
+def check_layers_can_run_in_slices(module: nn.Module) -> None:
+    """Raise MismatchError, with the layer's name, if a layer of `module` is known to look at later tokens, or to checkpoint."""
+    functions = _functions_in_forward(module)
+    for name, layer in module.named_modules():
+        looks_ahead = getattr(layer, "is_causal", True) is False or any(map(_is_never_causal, functions[type(layer)]))
+        checkpoints = getattr(layer, "gradient_checkpointing", False) is True
+        if looks_ahead or checkpoints:
+            problem = LOOKS_AHEAD if looks_ahead else CHECKPOINTS
+            raise MismatchError(f"tokens cannot be cut into slices: {name or 'the model'}, a {type(layer).__name__}, {problem}")
+
+
+def _functions_in_forward(module: nn.Module) -> dict[type[nn.Module], list[FunctionType]]:
+    """Return, for each class of layers, its forward, its methods and the functions that it names, and those which they name.
+
+    Without those of torch and transformers, but for their layers' forwards.
+    """
+    return {kind: list(_list_functions(kind)) for kind in {type(layer): None for layer in module.modules()}}
+
+
+def _list_functions(kind: type[nn.Module]) -> Iterator[FunctionType]:
+    queue: list[Any] = [kind.forward]
+    visited: set[Any] = {attention}
+    while queue:
+        value = queue.pop(0)
+        if not isinstance(value, FunctionType) or (function := inspect.unwrap(value)) in visited:
+            continue
+        visited.add(function)
+        is_library = function.__module__.partition(".")[0] in ("torch", "transformers")
+        if not isinstance(function, FunctionType) or (is_library and len(visited) > 2):
+            continue
+        yield function
+        names = function.__code__.co_names
+        values = [function.__globals__.get(name) for name in names]
+        values += [getattr(value, name, None) for value in values if isinstance(value, ModuleType) for name in names]
+        queue += [*values, *(vars(base).get(name) for base in kind.__mro__ for name in names)]
+        queue += [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+
+
+def _is_never_causal(function: FunctionType) -> bool:
+    """Return whether all calls of `attention` in the text of a function have causal=False; False if there is no text."""
+    if "attention" not in function.__code__.co_names or "'causal'" not in str(function.__code__.co_consts):
+        return False
+    try:
+        nodes = list(ast.walk(ast.parse(dedent(inspect.getsource(function)))))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _named_value(node.func, function) is attention]
+    values = [[word.value for word in call.keywords if word.arg == "causal"] for call in calls]
+    return bool(calls) and all(value and getattr(value[0], "value", None) is False for value in values)
+
+
+def _named_value(node: ast.expr, function: FunctionType) -> Any:
+    """Return what `name` or `module.name` is in a function."""
+    if isinstance(node, ast.Attribute):
+        return getattr(_named_value(node.value, function), node.attr, None)
+    return function.__globals__.get(node.id) if isinstance(node, ast.Name) else None
 
 
 def _names_in_forward(layer: nn.Module) -> tuple[Collection[str], Collection[str]]:

@@ -196,7 +196,8 @@ class Pipeline(ModuleMisuseHints):
             given_stages = {} if config.cuttable else partition.given_stages
             self._original = OriginalModel(model, config.cuttable, given_stages)
             if config.cut_context is not None:
-                check_attention(partition.modules.values(), config.cuttable, config.cut_context, redistribution)
+                in_slices = self.schedule.slices > 1
+                check_attention(partition.modules.values(), config.cuttable, config.cut_context, in_slices, redistribution)
 
             # 3. Compare what all ranks are about to build.
             comparison = compare_ranks(self._control, self.position, self.schedule, partition, config.equal_options)

@@ -16,7 +16,9 @@ from torch.nn.parameter import is_lazy
 from penstock import partition, torch_private
 from penstock.attention_hook import (
     AttentionContext,
+    ExampleAttention,
     attention_context,
+    check_layers_can_run_in_slices,
     check_positions,
     check_tokens_mix_in_attention,
     no_attention_error,
@@ -121,7 +123,7 @@ def parse_arguments(
         raise MismatchError(f"slices={config.slices} are {num_slices}, but the table {schedule.name} has {schedule.slices}")
     if cp_size > 1 and schedule.slices > 1:
         raise MismatchError("slices and an axis cp cut the same tokens: use slices=1, or a mesh without cp")
-    cut_context = AttentionContext() if cp_size > 1 or schedule.slices > 1 else None
+    cut_context = ExampleAttention(schedule.slices > 1) if cp_size > 1 or schedule.slices > 1 else None
 
     if not is_whole_number(config.sequence_dim, 0):
         raise MismatchError(f"sequence_dim is the dimension that has the tokens, 0 or more, not {config.sequence_dim!r}")
@@ -268,6 +270,7 @@ def check_attention(
     modules: Iterable[nn.Module],
     cuttable: partition.CuttableModel | None,
     context: AttentionContext,
+    in_slices: bool,
     redistribution: Redistribution | None,
 ) -> None:
     """Raise MismatchError if tokens would mix in a layer that does not call `ps.attention`, as far as it is known here.
@@ -276,6 +279,8 @@ def check_attention(
     """
     for module in modules:
         check_tokens_mix_in_attention(module)
+        if in_slices:
+            check_layers_can_run_in_slices(module)
         if cuttable is None:
             check_positions(module)
     if cuttable is not None:

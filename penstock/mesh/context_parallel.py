@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.attention_hook import AttentionContext, attend
+from penstock.attention_hook import AttentionContext, attend, check_mask_can_be_cut
 from penstock.errors import MismatchError
 
 
@@ -41,11 +41,7 @@ class ContextParallelAttention(AttentionContext):
                 f"attention of {query.shape[2]} tokens to {key.shape[2]}, but this rank has {length} of its sequence: along cp "
                 "tokens attend to those of the same sequence"
             )
-        if mask is not None and mask.dim() != 2:
-            raise MismatchError(
-                f"a mask over queries and keys, here of shape {tuple(mask.shape)}, cannot be cut along cp: give ps.attention "
-                "one of (batch, time), besides causal="
-            )
+        check_mask_can_be_cut(mask)
         if mask is not None:
             [mask] = self._gather_tokens([mask[:, None].to(torch.uint8)])
             mask = mask[:, 0].bool()

@@ -19,11 +19,12 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from penstock.attention_hook import AttentionContext, attend
+from penstock.attention_hook import CHECKPOINTS, LOOKS_AHEAD, AttentionContext, attend
 from penstock.errors import MismatchError
 from penstock.stage.backward.autograd_edges import gradient_edge
 from penstock.torch_private import saved_tensor_hooks, tensor_version
 
+RUNNER = "penstock.stage.module_runner"  # the module that calls layers
 TIME = 2  # the dimension of queries, keys and values that has the tokens
 
 
@@ -71,11 +72,12 @@ class SlicedAttention(AttentionContext):
         self._module, self._lengths, self._masks = module, lengths, masks
         self._calls: list[list[_SavedKeyValue]] = []  # call of a forward -> its slices
         self._slice = 0  # of the forward or backward that runs
-        self._in_backward = False
+        self._in_backward = self._with_backward = False
 
-    def begin_forward(self, slice_: int) -> None:
+    def begin_forward(self, slice_: int, with_backward: bool) -> None:
         """Before the forward of a slice."""
         self._slice, self.first_position, self._in_backward = slice_, sum(self._lengths[:slice_]), False
+        self._with_backward = with_backward
         self.num_calls = 0
 
     def begin_backward(self, slice_: int) -> list[tuple[GradientEdge, Tensor]]:
@@ -101,13 +103,15 @@ class SlicedAttention(AttentionContext):
         """Return the attention of this slice's tokens to those of earlier slices and to each other."""
         earlier = self._earlier_slices(self.num_calls - 1)
         if not causal:
-            raise self._error("looks at later tokens too (causal=False), which a slice does not have")
+            raise self._error(LOOKS_AHEAD)
         if query.shape[TIME] != key.shape[TIME]:
             raise self._error(f"has {query.shape[TIME]} queries for {key.shape[TIME]} keys, which are not of the same tokens")
         is_padding = mask is not None and mask.dim() == 2
 
         # 1. Keep what later slices attend to.
         if not self._in_backward:
+            if self._with_backward and _is_in_checkpoint():
+                raise self._error(CHECKPOINTS)
             padding = mask if is_padding else None
             self._calls[self.num_calls - 1].append(_SavedKeyValue(_save_tensor(key), _save_tensor(value), padding))
         if not earlier:
@@ -148,10 +152,7 @@ class SlicedAttention(AttentionContext):
         """Return what earlier slices have left in this call. Raise MismatchError if it is unclear which call this is."""
         if self._in_backward:
             if call < 0:
-                raise self._error(
-                    "is run again in the backward by a checkpoint inside of the model, which cannot be done slice by slice: "
-                    "give Pipeline(.., recompute='block') instead"
-                )
+                raise self._error(CHECKPOINTS)
             return self._calls[call][: self._slice]
         if call == len(self._calls):
             self._calls.append([])
@@ -187,6 +188,16 @@ class SlicedAttention(AttentionContext):
         layer = None if frame is None else frame.f_locals["self"]
         names = [f"{name}, a {type(layer).__name__}," for name, module in self._module.named_modules() if module is layer]
         return MismatchError(f"tokens cannot be cut into slices: {(names or ['a layer of the model'])[0]} {finding}")
+
+
+def _is_in_checkpoint() -> bool:
+    """Return whether a checkpoint inside of the model has called the layer: not one of `recompute=`, which calls the runner."""
+    if torch.is_grad_enabled() and saved_tensor_hooks() is None:
+        return False
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") not in ("torch.utils.checkpoint", RUNNER):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals["__name__"] != RUNNER
 
 
 def _save_tensor(tensor: Tensor) -> _SavedTensor:

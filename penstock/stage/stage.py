@@ -147,7 +147,7 @@ class Stage:
             self._clear_autocast_cache()
         shared_parameters = record_versions(self._messages.shared_parameters)
         aliased_inputs: Versions = ()
-        attention = None if sequence_slice is None else self._begin_slice(sequence_slice)
+        attention = None if sequence_slice is None else self._begin_slice(sequence_slice, with_backward)
         slice_context = _NOTHING if attention is None else attention_context(attention)
 
         with _grad_mode(with_backward), AuxiliaryLossCollector() as auxiliary_losses, slice_context:
@@ -194,13 +194,13 @@ class Stage:
             self.in_flight[microbatch] = InFlightMicrobatch(received, edges, graph_ends, auxiliary, deferred, attention, slice_)
         return output
 
-    def _begin_slice(self, sequence_slice: SequenceSlice) -> SlicedAttention:
+    def _begin_slice(self, sequence_slice: SequenceSlice, with_backward: bool) -> SlicedAttention:
         """Return the attention of a slice's microbatch, ready for the slice's forward."""
         microbatch, slice_, lengths = sequence_slice
         if slice_ == 0:
             self._sliced_attention[microbatch] = SlicedAttention(self.module, lengths, self._causal_masks)
         attention = self._sliced_attention[microbatch]
-        attention.begin_forward(slice_)
+        attention.begin_forward(slice_, with_backward)
         return attention
 
     def _clone_output_buffers(self, output: Any) -> Any:

@@ -88,9 +88,32 @@ def refusals() -> dict[str, str]:
         def forward(self, hidden: Tensor) -> Tensor:
             return nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
 
+    def uncut(hidden: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
+
+    class CallsHelper(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return uncut(hidden)
+
     class LooksAhead(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
             return ps.attention(hidden[:, None], hidden[:, None], hidden[:, None], causal=False)[:, 0]
+
+    class MayLookAhead(nn.Module):
+        causal = False
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return ps.attention(hidden[:, None], hidden[:, None], hidden[:, None], causal=self.causal)[:, 0]
+
+    class HasCheckpoint(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            query = hidden[:, None]
+            return hidden + checkpoint(lambda: ps.attention(query, query, query)[:, 0], use_reentrant=False)
+
+    class OwnMask(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            mask = torch.ones(hidden.shape[1], hidden.shape[1], dtype=torch.bool)[None, None].tril()
+            return ps.attention(hidden[:, None], hidden[:, None], hidden[:, None], mask=mask)[:, 0]
 
     def around(layer: nn.Module) -> nn.Module:
         return nn.Sequential(nn.Embedding(VOCABULARY, 8), layer, nn.Linear(8, VOCABULARY)).double()
@@ -111,7 +134,11 @@ def refusals() -> dict[str, str]:
         "cp": lambda: pipeline(mesh=ps.comms.init_mesh(pp=1, cp=2)),
         "list": lambda: pipeline().step_microbatches([tokens], [target]),
         "own": lambda: pipeline(around(UncutAttention())),
-        "ahead": lambda: pipeline(around(LooksAhead())).step(tokens, target=target),
+        "helper": lambda: pipeline(around(CallsHelper())),
+        "ahead": lambda: pipeline(around(LooksAhead())),
+        "may be ahead": lambda: pipeline(around(MayLookAhead())).step(tokens, target=target),
+        "mask": lambda: pipeline(around(OwnMask())).step(tokens, target=target),
+        "checkpoint in a layer": lambda: pipeline(around(HasCheckpoint())).step(tokens, target=target),
         "convolution": lambda: pipeline(around(nn.Conv1d(4, 4, 3))),
         "checkpoint": lambda: pipeline(checkpointed()).step(tokens, target=target),
     }
@@ -190,6 +217,13 @@ def test_a_model_of_transformers_is_given_positions_and_its_padding_mask_is_cut(
     pipe = pipeline(llama(), "zb-h1", [2, 6, 5], topology=ps.Topology(), example_kwargs=example, recompute="block")
     model = llama()
     assert_near(trained(pipe, "llama"), model, model(**inputs("llama")))
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ps.MismatchError, match="layers.0, a LlamaDecoderLayer, is run again in the backward by a checkpoint"):
+        pipeline(model, topology=ps.Topology(), example_kwargs=example)
+    with pytest.raises(ps.MismatchError, match='whose config has attn_implementation="eager": make the model with'):
+        eager = llama()
+        eager.set_attn_implementation("eager")
+        pipeline(eager, topology=ps.Topology(), example_kwargs=example)
     with pytest.raises(ps.MismatchError, match="labels= are shifted by a token inside the model"):
         pipe.eval(**inputs("llama"), labels=batch()[0])
 
@@ -219,6 +253,10 @@ def test_wrong_uses_are_one_sentence_and_a_loss_that_shifts_inside_is_a_warning(
         "cp": "slices and an axis cp cut the same tokens: use slices=1, or a mesh without cp",
         "list": "step_microbatches() does not cut tokens into slices",
         "own": "before 1, a UncutAttention, whose forward calls scaled_dot_product_attention: call ps.attention there instead",
+        "helper": "before 1, a CallsHelper, whose forward calls scaled_dot_product_attention: call ps.attention there instead",
+        "may be ahead": "1, a MayLookAhead, looks at later tokens too (causal=False)",
+        "mask": "1, a OwnMask, has a mask of (1, 1, 4, 4) over queries and keys, which are 9 with those of earlier slices",
+        "checkpoint in a layer": "action 0F0, microbatch 0: tokens cannot be cut into slices: 1, a HasCheckpoint, is run again",
         "ahead": "1, a LooksAhead, looks at later tokens too (causal=False)",
         "convolution": "cannot be cut before 1, a Conv1d, which mixes them",
         "checkpoint": "block1, a GPTBlock, is run again in the backward by a checkpoint inside of the model",

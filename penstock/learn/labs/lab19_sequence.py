@@ -181,7 +181,7 @@ def train() -> dict[str, float]:
         (f"tokens over {ranks} ranks", {"mesh": ps.comms.init_mesh(pp=1, cp=ranks)}),
         (f"{ranks} stages, tokens in {SLICES} slices", {"slices": SLICES}),
     ):
-        pipe = ps.Pipeline(gpt(), loss_fn, "1f1b", MICROBATCHES, **arguments)  # type: ignore[arg-type]
+        pipe = ps.Pipeline(gpt(), loss_fn, "1f1b", MICROBATCHES, **arguments)
         differences = [pipe.step(tokens, target=target) - uncut_loss]
         differences += [gradient - uncut_gradients[key] for key, gradient in gradients(pipe).items()]
         errors[name] = max(difference.abs().max().item() for difference in differences)

@@ -217,12 +217,13 @@ def test_a_model_of_transformers_is_given_positions_and_its_padding_mask_is_cut(
     pipe = pipeline(llama(), "zb-h1", [2, 6, 5], topology=ps.Topology(), example_kwargs=example, recompute="block")
     model = llama()
     assert_near(trained(pipe, "llama"), model, model(**inputs("llama")))
-    model.gradient_checkpointing_enable()
-    with pytest.raises(ps.MismatchError, match="layers.0, a LlamaDecoderLayer, is run again in the backward by a checkpoint"):
+    checkpointed: Any = model
+    checkpointed.gradient_checkpointing_enable()
+    with pytest.raises(ps.MismatchError, match=r"layers\.0, a LlamaDecoderLayer, is run again in the backward by a checkpoint"):
         pipeline(model, topology=ps.Topology(), example_kwargs=example)
+    eager: Any = llama()
+    eager.set_attn_implementation("eager")
     with pytest.raises(ps.MismatchError, match='whose config has attn_implementation="eager": make the model with'):
-        eager = llama()
-        eager.set_attn_implementation("eager")
         pipeline(eager, topology=ps.Topology(), example_kwargs=example)
     with pytest.raises(ps.MismatchError, match="labels= are shifted by a token inside the model"):
         pipe.eval(**inputs("llama"), labels=batch()[0])

@@ -19,12 +19,12 @@ from torch.nn import functional
 
 from penstock.errors import MismatchError
 
-# Layers that mix tokens, or images' places, in a way that no context sees.
 LOOKS_AHEAD = "looks at later tokens too (causal=False), which a slice does not have"
 CHECKPOINTS = (
     "is run again in the backward by a checkpoint inside of the model, which cannot be done slice by slice: give "
     "Pipeline(.., recompute='block') instead"
 )
+# Layers that mix tokens, or images' places, in a way that no context sees.
 _MIXING_LAYERS = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 

@@ -11,6 +11,7 @@ from trainer_cases import ROWS, arguments, assert_same, collate, model, outcome,
 pytestmark = [pytest.mark.ranks, pytest.mark.neighbours]
 
 SHORT = {"max_steps": 2}
+EVALUATED = {**SHORT, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}  # all rows, on each replica
 BEST = {
     "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True,
     "metric_for_best_model": "loss", "greater_is_better": True,  # the worst, which is not the last
@@ -24,7 +25,7 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {  # model, arguments of the pipe
     "encoder and decoder, which share their embedding with the head": ("t5", SHORT),
 }
 CLOSE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # .., and of plain Trainer's
-    "replicas": ("llama", {**SHORT, "replicas": 2}, {**SHORT, "gradient_accumulation_steps": 6}),
+    "replicas": ("llama", {**EVALUATED, "replicas": 2}, {**EVALUATED, "gradient_accumulation_steps": 6}),
 }
 
 

@@ -227,29 +227,31 @@ class PipelineTrainerMixin(Mixin):
         return everywhere(pipe, result)
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
-        """The loop of `evaluate` and `predict`."""
-        with raise_on_all_ranks("evaluation_loop()"):
+        """The loop of `evaluate` and `predict`, the same on each replica: a loss counts the items of its own rows."""
+        with raise_on_all_ranks("evaluation_loop()"), self._without_replicas():
             return super().evaluation_loop(*arguments, **options)
 
     def get_eval_dataloader(self, *arguments: Any, **options: Any) -> Any:
         """All rows, on each replica."""
-        with self._all_rows():
+        with self._without_replicas():
             return super().get_eval_dataloader(*arguments, **options)
 
     def get_test_dataloader(self, *arguments: Any, **options: Any) -> Any:
         """All rows, on each replica."""
-        with self._all_rows():
+        with self._without_replicas():
             return super().get_test_dataloader(*arguments, **options)
 
     @contextmanager
-    def _all_rows(self) -> Iterator[None]:
-        """Make loaders that do not share the rows out to replicas."""
-        state = self.args.distributed_state
-        state.num_processes = 1
+    def _without_replicas(self) -> Iterator[None]:
+        """Have accelerate neither share rows out to replicas nor multiply losses by their number."""
+        states = self.args.distributed_state, self.accelerator.state  # accelerate copies one to the other now and then
+        for state in states:
+            state.num_processes = 1
         try:
             yield
         finally:
-            state.num_processes = self.args.replicas
+            for state in states:
+                state.num_processes = self.args.replicas
 
     # -- files -------------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,7 @@ def write(folder, width):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
 
 
+@pytest.mark.slow
 def test_four_processes_import_train_and_export_a_model_of_three_times_what_each_takes(tmp_path):
     small, large = tmp_path / "small", tmp_path / "large"
     write(small, 4)

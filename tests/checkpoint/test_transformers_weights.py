@@ -163,6 +163,7 @@ def rank_follows_the_page(code, source, out):
     names["fine_tune"](source, out)
 
 
+@pytest.mark.slow
 def test_the_page_on_weights_does_what_it_says(tmp_path):
     llama().save_pretrained(tmp_path / "source")
     page = (Path(__file__).parents[2] / "docs" / "howto" / "weights.md").read_text()

@@ -117,7 +117,7 @@ def test_a_wrong_option_fails_before_torch_is_imported_with_the_nearest_that_wor
         ("show exits.py", "exits.py, line 1: SystemExit: 0"),
         ("plan exits.py:build", "exits.py, line 1: SystemExit: 0"),
         (f"show {'a' * 300}", f"{'a' * 300}: File name too long"),
-        ("puzzle 0", "there is no puzzle 0: choose from 1 to 20"),
+        ("puzzle 0", "there is no puzzle 0: choose from 1 to 21"),
         ("puzzle 1 --folder short.txt", "short.txt: File exists"),
         ("puzzle --folder run", "run/progress.json cannot be read ('int' object is not iterable): delete it to begin anew"),
         ("export rum", "rum does not exist (did you mean run?)"),

@@ -26,7 +26,7 @@ WAYS = {  # how it ends: the exit status, and how many ranks tell of an error of
 
 
 def by_speed(*ways: str) -> list[Any]:
-    return [pytest.param(way, marks=[pytest.mark.slow] * (way in ("exit", "raise", "one raises"))) for way in ways]
+    return [pytest.param(way, marks=[pytest.mark.slow] * (way not in ("end", "alone"))) for way in ways]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,7 @@ def test_a_script_under_torchrun_ends_without_noise_of_ours(ended: Any, how: str
 NOISE = ("Exception ignored", "leaked", "destroy_process_group", "terminate called", "FATAL", "exitcode  : -6", "Warning")
 
 
+@pytest.mark.slow
 def test_a_save_that_the_others_do_not_come_to_since_they_have_ended_is_an_error(ended: Any) -> None:
     why = "rank 0 waited for rank 1 to call checkpoint.save(), but rank 1 has finished: every rank must make the same calls"
     assert f"penstock.errors.LostRankError: {why}" in ended("one saves").stderr

@@ -70,8 +70,13 @@ def _train(schedule: str, options: dict[str, Any], lists: Any = LISTS, microbatc
     return losses, {name: parameter.grad for name, parameter in pipe.named_parameters()}
 
 
+QUICK = ("1f1b", "interleaved-1f1b", "zb-v")
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("schedule", ps.schedule.names())
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in ps.schedule.names()]
+)
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_every_family_has_the_bits_of_one_process(schedule: str, ranks: int) -> None:
     expected_losses, expected = _one_process(LISTS, 7)

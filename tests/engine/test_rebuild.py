@@ -170,6 +170,7 @@ def test_any_model_cut_by_names_is_cut_anew_with_its_skips_ties_buffers_and_froz
     assert_goes_on(*(runs[case, how[case], "names"] for how in (settings, straight)))
 
 
+@pytest.mark.slow
 def test_a_cut_inside_a_layer_has_the_random_numbers_of_one_that_was_so_from_the_start():
     inside = (("cuts", ("layers.0", "layers.1.linear1", "layers.3")),)
     settings = (
@@ -530,6 +531,7 @@ def rank_often() -> list[tuple[int, int]]:
     return counts
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_was_rebuilt_leaves_no_file_and_no_thread_open():
     for first, last in ps.launch(rank_often, 2):
         assert first == last

@@ -335,6 +335,7 @@ def rank_wraps():
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_wrapper_of_a_model_is_told_to_be_left_out():
     result = ps.launch(rank_wraps, 2)[0]

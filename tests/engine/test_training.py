@@ -193,7 +193,8 @@ def rank_compiled(how):
     return losses, gradients(pipe.named_parameters())
 
 
-@pytest.mark.parametrize("how", [pytest.param("function", marks=pytest.mark.slow), "method"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["function", "method"])
 def test_compiled_stages_train_under_the_names_of_the_uncut_model(how):
     model, loss_fn = make("gpt")
     expected = [accumulate(model, loss_fn, data("gpt", 6), M) for _ in range(2)]

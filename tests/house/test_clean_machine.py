@@ -151,6 +151,7 @@ def test_a_program_trains_on_a_mesh_saves_and_goes_on(machine: Machine) -> None:
     assert machine.run("python", "program.py") == "[1, 1] [2, 2]\n"
 
 
+@pytest.mark.slow
 def test_a_schedule_is_drawn_and_a_lab_checks_itself(machine: Machine) -> None:
     assert machine.run("penstock", "--version") == f"penstock {penstock.__version__}\n"
     assert "bubble 27.3%" in machine.run("penstock", "show", "1f1b", "--html", "page.html", "--perfetto", "trace.json")

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 DOOR = "penstock.torch_private"
 PUBLIC = {
     *("_exit", "_asdict", "_fields", "_make", "_replace"),  # os and NamedTuple: documented, in spite of their names
+    "_attn_implementation",  # how layers of transformers read which attention their config names
     "_can_record_outputs",  # where models of transformers declare what their layers record
     *("_reset_parameters", "_init_weights"),  # what some modules and models call their initialisation, torch's among them
 }

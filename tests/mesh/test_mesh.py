@@ -159,6 +159,7 @@ REPLICAS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_where_sums_have_the_same_order_the_bits_are_the_same(way: str) -> None:
     """Two replicas with a microbatch each add what one process adds with two microbatches."""
@@ -840,7 +841,8 @@ def again(way: str, shape: Shape, folder: Path) -> tuple[list[float], list[str]]
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("pp2 tp2", "ddp"), pytest.param("dp2 tp2", "ddp", marks=pytest.mark.slow), ("pp2 dp2", "fsdp")]
+    ("name", "way"),
+    [*(pytest.param(name, "ddp", marks=pytest.mark.slow) for name in ("pp2 tp2", "dp2 tp2")), ("pp2 dp2", "fsdp")],
 )
 def test_after_an_error_a_pipeline_on_a_new_mesh_of_the_same_shape_trains(name: str, way: str, tmp_path: Path) -> None:
     for losses, saved in ps.launch(again, 4, way, MESHES[name], tmp_path):

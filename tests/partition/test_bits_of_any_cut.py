@@ -136,6 +136,7 @@ def test_skips_of_a_u_net_go_straight_to_where_they_are_used():
     check(4, [CutRun("u-net", cuts), CutRun("u-net", cuts, rows=3), CutRun("u-net", ("down2.3", "up1", "head"), "zb-h2")])
 
 
+@pytest.mark.slow
 def test_memory_and_masks_of_an_encoder_decoder_reach_every_stage_that_uses_them():
     cuts = ("encoder.1", "decoder", "decoder.2")
     check(2, [CutRun("encoder-decoder", cuts, schedule) for schedule in ("interleaved-1f1b", "zb-v", "dualpipe-v")])
@@ -165,6 +166,7 @@ def test_a_module_called_in_several_stages_has_the_gradient_of_the_uncut_model()
     )
 
 
+@pytest.mark.slow
 def test_dicts_batchnorms_frozen_parts_and_parameters_used_in_several_stages():
     check(2, [CutRun("wide", ("body",)), CutRun("wide", ("body.0", "body.2", "head"), "zb-v")])
     check(3, [CutRun("wide", ("body.1", "head"), "zb-h1", rows=12), CutRun("wide", ("inputs.words", "body.3"), rows=12)])
@@ -203,7 +205,7 @@ def rank_trainings(runs: Sequence[CutRun]) -> list[Any]:
     return trained
 
 
-@pytest.mark.parametrize("ranks", TRAININGS)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_five_clipped_optimizer_steps_over_two_batches_each_end_in_the_weights_of_the_uncut_model(ranks):
     everyone = ps.launch(rank_trainings, ranks, TRAININGS[ranks])
     for number, run in enumerate(TRAININGS[ranks]):

@@ -92,6 +92,7 @@ class Translator(nn.Module):
         return target
 
 
+@pytest.mark.slow
 def test_a_border_carries_what_flies_past_it_as_well():
     example = torch.randn(4, 16), torch.randn(4, 4)
     source, target = 4 * 16 * 4, 4 * 4 * 4  # bytes
@@ -226,6 +227,7 @@ def ranks_planned(jobs):
     return [rank_planned(*job) for job in jobs]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_planned_pipelines_have_the_bits_of_one_process_and_the_memory_of_the_plan():
     jobs = []

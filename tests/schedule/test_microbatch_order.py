@@ -96,6 +96,7 @@ def test_a_stage_may_have_costs_for_each_microbatch(name: str) -> None:
         simulate(build(name, ranks=2, microbatches=4), Costs(kinds[0]))
 
 
+@pytest.mark.slow
 def test_a_table_is_searched_for_microbatches_of_unequal_costs() -> None:
     factors = [1.0, 5.0, 2.0, 1.0]
     costs = Costs(act=2, microbatch_factors=factors)

@@ -164,6 +164,7 @@ def test_a_question_is_answered_from_a_fresh_page_in_two_actions_at_most(visit, 
     assert result in shown or re.search(result, shown), shown
 
 
+@pytest.mark.slow
 def test_each_sentence_of_the_verdict_lights_up_what_it_is_about_and_draws_the_step_without_it(visit, run):
     browser, verdict = visit("run.html"), run.explanation.verdict
     sentences = browser.find_elements(By.CSS_SELECTOR, ".finding")

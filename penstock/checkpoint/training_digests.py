@@ -72,7 +72,7 @@ def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizer: Any =
     if only_names is not None and not only_names:  # on no rank
         return
     own_digests: dict[str, dict[str, str]] = {}
-    for kind, name, parameter, value in _training_tensors(pipe, optimizer, only_names):
+    for kind, name, parameter, value in _tensors_to_digest(pipe, optimizer, only_names):
         if kind != "gradients":
             shard = "".join(f", shard {shard_coordinate}" for shard_coordinate in shard_coordinates(parameter))
             own_digests.setdefault(kind, {})[name + shard] = value_digest(tree_map_only(Tensor, local_shard, value))
@@ -87,7 +87,7 @@ def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizer: Any =
 def _gather_digests(control: ControlGroup, pipe: Pipeline, optimizer: Any, purpose: str) -> Digests:
     """All ranks' digests as one, in the order of names."""
     own_digests: dict[str, dict[str, str]] = {}
-    for kind, name, _, value in _training_tensors(pipe, optimizer):
+    for kind, name, _, value in _tensors_to_digest(pipe, optimizer):
         own_digests.setdefault(kind, {})[name] = value_digest(value)
     return _merge_digests(control.all_gather_value(own_digests, purpose), pipe._engine.parameters.order)
 
@@ -106,7 +106,7 @@ def _merge_digests(digests_of_ranks: Sequence[Mapping[str, Mapping[str, str]]], 
     return merged
 
 
-def _training_tensors(
+def _tensors_to_digest(
     pipe: Pipeline, optimizer: Any, only_names: Collection[str] | None = None
 ) -> Iterator[tuple[str, str, Any, Any]]:
     """Kind, name, tensor of the model, and the value that this rank has, of each or of those `only_names` the names."""

@@ -25,7 +25,7 @@ from penstock.attention_hook import (
 )
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.checks.nonfinite import NonFiniteMonitor, check_on_nonfinite
-from penstock.engine.checks.unregistered_uses import RemoteParameterUseCheck, check_loss_attributes
+from penstock.engine.checks.unregistered_uses import RemoteParameterUseCheck, check_loss_reads_no_remote_attribute
 from penstock.engine.loss import check_reduction
 from penstock.engine.model_partition import ModelPartition, check_can_be_cut
 from penstock.engine.rank_comparison import RankComparison
@@ -365,7 +365,7 @@ def build_engine(
         remote_parameters += tied.parameters_of_other_owners()
     last_stage = table.stages - 1
     if arguments.loss_fn is not None and model_partition.uncut_model is not None and last_stage in modules:
-        check_loss_attributes(arguments.loss_fn, model_partition.uncut_model, set(modules[last_stage].modules()))
+        check_loss_reads_no_remote_attribute(arguments.loss_fn, model_partition.uncut_model, set(modules[last_stage].modules()))
 
     return Engine(
         control,

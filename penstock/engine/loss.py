@@ -284,15 +284,15 @@ class RowwiseLossCheck:
             half = 2 if num_rows > 3 else 1
             device = next(iter(tensors(output))).device
             with preserve_generator_state(device):
-                first, second = self._copy_rows((output, target), num_rows, (half, half))
-                (both,) = self._copy_rows((output, target), num_rows, (2 * half,))
+                first, second = self._copy_first_rows((output, target), num_rows, (half, half))
+                (both,) = self._copy_first_rows((output, target), num_rows, (2 * half,))
                 repeated = map_tensors(Tensor.clone, first)
                 losses = [self._loss_fn(*part) for part in (first, second, both, repeated)]
             dtypes = [tensor.dtype for tensor in tensors([losses, both[0]])]
             has_16_bits = any(dtype in (torch.float16, torch.bfloat16) for dtype in dtypes)
             self._half_rows, self._measured = half, (losses, [first[1], second[1]], has_16_bits)
 
-    def _copy_rows(self, tree: Any, num_rows: int, sizes: Sequence[int]) -> list[Any]:
+    def _copy_first_rows(self, tree: Any, num_rows: int, sizes: Sequence[int]) -> list[Any]:
         """Return copies of the first rows, in parts of these sizes."""
         remainder = num_rows - sum(sizes)
         parts = split(tree, [*sizes, *[remainder] * bool(remainder)], rows_dim=self._rows_dim)

@@ -275,8 +275,8 @@ class Redistribution:
             "optimizer_states": [dict(optimizer.state.get(tensor, {})) for optimizer in self._optimizers],
         }
 
-    def _inventory(self, stages: Mapping[int, nn.Module], rank: int) -> RankInventory:
-        """Return what this rank has, and needs for `stages`. Raise MismatchError for what cannot be sent."""
+    def _inventory(self, next_stages: Mapping[int, nn.Module], rank: int) -> RankInventory:
+        """Return what this rank has, and needs for `next_stages`. Raise MismatchError for what cannot be sent."""
         names = {id(tensor): name for name, tensor in self._tensors.items()}
         for optimizer in self._optimizers:
             check_has_no_remote_parameters(optimizer, names, rank)
@@ -291,8 +291,8 @@ class Redistribution:
                 "and give it to the new pipeline's"
             )
 
-        needed_tensors = self._original.stage_tensors(stages).items()
-        needed_modules = self._original.stage_submodules(stages).items()
+        needed_tensors = self._original.stage_tensors(next_stages).items()
+        needed_modules = self._original.stage_submodules(next_stages).items()
         return RankInventory(
             layouts,
             {

@@ -202,13 +202,13 @@ class _WriteRedirection(TorchDispatchMode):
         """Run `func`, with copies in the places of the tensors that it must not write."""
         arguments: Any
         args, kwargs = list(args), dict(kwargs or {})
-        write_target = partial(self._write_target, is_random=torch.Tag.nondeterministic_seeded in func.tags)
+        write_target = partial(self._tensor_or_discarded_copy, is_random=torch.Tag.nondeterministic_seeded in func.tags)
         for position, name in mutated_arguments(func):
             arguments, key = (kwargs, name) if name in kwargs else (args, position)
             arguments[key] = map_tensors(write_target, arguments[key])
         return func(*args, **kwargs)
 
-    def _write_target(self, tensor: Tensor, is_random: bool) -> Tensor:
+    def _tensor_or_discarded_copy(self, tensor: Tensor, is_random: bool) -> Tensor:
         """Return what is written instead of `tensor`: itself, or a copy."""
         if tensor.is_meta:
             return torch.empty_like(tensor, device=self.device) if is_random else tensor

@@ -76,8 +76,10 @@ def _estimate_layer_cost(unit: RecordedUnit, speed: float) -> LayerCost:
 
     with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor), FlopCounterMode(display=False) as forward:
         output = module(arguments)
-    inputs = _backward_operations(output, [tensor for tensor in arguments if tensor.requires_grad])
-    backward_operations = _backward_operations(output, [tensor for tensor in [*arguments, *parameters] if tensor.requires_grad])
+    inputs = _count_backward_operations(output, [tensor for tensor in arguments if tensor.requires_grad])
+    backward_operations = _count_backward_operations(
+        output, [tensor for tensor in [*arguments, *parameters] if tensor.requires_grad]
+    )
     times = [get_total_flop / speed for get_total_flop in (forward.get_total_flops(), inputs, backward_operations - inputs)]
     size = sum(saved_bytes.values())
     ends = sum(parameter.nbytes for parameter in parameters), sum(tensor.nbytes for tensor in output)
@@ -88,7 +90,7 @@ def _to_meta(tensor: Tensor) -> Tensor:
     return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
 
 
-def _backward_operations(output: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
+def _count_backward_operations(output: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
     """Of a backward that gives these gradients."""
     ends = [tensor for tensor in output if tensor.requires_grad]
     if not ends or not inputs:

@@ -62,7 +62,7 @@ def _version(grad: Tensor | None) -> int:
 # -- attributes that a loss reads -----------------------------------------------------------------------------------------
 
 
-def check_loss_attributes(loss_fn: Any, model: nn.Module, local_modules: Collection[nn.Module]) -> None:
+def check_loss_reads_no_remote_attribute(loss_fn: Any, model: nn.Module, local_modules: Collection[nn.Module]) -> None:
     """Raise MismatchError if `loss_fn` reads an attribute that the forward of a module sets which runs elsewhere."""
     module_names = {module: name for name, module in model.named_modules()}
     names, roots = _names_and_modules_used(loss_fn)

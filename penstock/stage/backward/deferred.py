@@ -114,9 +114,9 @@ class DeferredGradients:
         if not torch.is_autocast_enabled(device) or not value.is_floating_point() or value.dtype is torch.float64:
             return value, *map(_detach_current_data, weights)
         dtype = torch.get_autocast_dtype(device)
-        return value.to(dtype), *[None if weight is None else self._cast(weight, dtype) for weight in weights]
+        return value.to(dtype), *[None if weight is None else self._cast_detached(weight, dtype) for weight in weights]
 
-    def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def _cast_detached(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Cast as autocast does: once for all microbatches, unless the weight is changed in between.
 
         Only casts of a parameter's memory are cached: the memory of a temporary tensor may be given to another one.

@@ -13,7 +13,7 @@ setup: $(VENV)/ready
 train: $(VENV)/ready
 	$(RUN)/penstock train --ranks 4 --plan auto --compare
 
-# What starts no process, and one pipeline on two ranks: under a minute.
+# What starts no process, and one pipeline on two ranks: under two minutes.
 quick: $(VENV)/ready
 	$(PYTEST) -n 2 --dist loadfile -m "smoke or not (ranks or fresh or slow or nccl)"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from prompt import torchrun
+from slow_cases import slow_except
 
 import penstock as ps
 
@@ -23,10 +24,7 @@ WAYS = {  # how it ends: the exit status, and how many ranks tell of an error of
     "one raises": (1, 2),
     "one saves": (1, 1),
 }
-
-
-def by_speed(*ways: str) -> list[Any]:
-    return [pytest.param(way, marks=[pytest.mark.slow] * (way not in ("end", "alone"))) for way in ways]
+QUICK = ("end", "alone")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +47,7 @@ def ended(folder: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
     return run
 
 
-@pytest.mark.parametrize("how", by_speed(*WAYS))
+@pytest.mark.parametrize("how", slow_except(QUICK, WAYS))
 def test_a_script_under_torchrun_ends_without_noise_of_ours(ended: Any, how: str) -> None:
     done, (status, tracebacks) = ended(how), WAYS[how]
     results = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
@@ -76,7 +74,7 @@ def test_a_script_without_ranks_ends_without_a_word(ended: Any) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("how", by_speed("end", "exit", "raise", "alone"))
+@pytest.mark.parametrize("how", slow_except(QUICK, ["end", "exit", "raise", "alone"]))
 def test_a_save_that_nobody_waited_for_is_whole(ended: Any, folder: Path, how: str) -> None:
     ended(how)
     assert [path.name for path in (folder / how).glob("step-*")] == ["step-00000002"]

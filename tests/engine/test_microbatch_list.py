@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow_except
 from torch import Tensor, nn
 
 import penstock as ps
@@ -74,10 +75,8 @@ QUICK = ("1f1b", "interleaved-1f1b", "zb-v")
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in ps.schedule.names()]
-)
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("schedule", slow_except(QUICK, ps.schedule.names()))
+@pytest.mark.parametrize("ranks", slow_except([4], [2, 4]))
 def test_every_family_has_the_bits_of_one_process(schedule: str, ranks: int) -> None:
     expected_losses, expected = _one_process(LISTS, 7)
     results = ps.launch(_train, ranks, schedule, {"seed": 7})

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from reference import data, same
+from slow_cases import slow_except
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
@@ -181,13 +182,7 @@ def retried(schedule):
 
 
 UNDONE = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")  # whole and split backwards, loop and V, pairs
-
-
 QUICK = ("1f1b", "zb-v", "dualpipe-v")
-
-
-def by_speed(schedules):
-    return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in schedules]
 
 
 def rank_run(schedule):
@@ -200,7 +195,7 @@ def results_of(schedule):
     return ps.launch(rank_run, 2, schedule)
 
 
-@pytest.mark.parametrize("schedule", by_speed(ps.schedule.names()))
+@pytest.mark.parametrize("schedule", slow_except(QUICK, ps.schedule.names()))
 def test_each_kind_of_fault_is_named_on_all_ranks_and_the_step_leaves_nothing(schedule):
     (result, *first), (others, *second) = (faults for faults, *_ in results_of(schedule))
     (stage,), placement = {first[0], second[0]} - {-1}, first[1]
@@ -213,13 +208,13 @@ def test_each_kind_of_fault_is_named_on_all_ranks_and_the_step_leaves_nothing(sc
         assert (text, True) == (text, clean) == others[kind]
 
 
-@pytest.mark.parametrize("schedule", by_speed(UNDONE))
+@pytest.mark.parametrize("schedule", slow_except(QUICK, UNDONE))
 def test_a_skipped_step_is_as_if_its_batch_had_not_been(schedule):
     for _, skips, _ in results_of(schedule):
         assert skips == ([True] * 2, [True, False])
 
 
-@pytest.mark.parametrize("schedule", by_speed(UNDONE))
+@pytest.mark.parametrize("schedule", slow_except(QUICK, UNDONE))
 def test_a_step_that_is_run_again_has_the_bits_of_one_that_was_not(schedule):
     for rank, (_, _, (alike, result)) in enumerate(results_of(schedule)):
         assert alike == [True] * 2

@@ -15,6 +15,7 @@ from models import CASES, OPTIMIZERS, Oddities
 from prompt import torchrun
 from reference import assert_same, data, make, merged
 from safetensors.torch import load_file
+from slow_cases import slow_except
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import Replicate
@@ -112,7 +113,7 @@ def chain(ranks: int) -> tuple[Setting, ...]:
     return tuple(Setting(name, 1) for name in [*names, names[0]])
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", slow_except([2], [2, 4]))
 def test_from_every_family_of_schedules_to_another_a_training_keeps_its_bits(ranks):
     ours, last = chain(ranks), chain(ranks)[-1]
     runs = together(rank_gpt, ranks, (((ours),), ((last._replace(steps=len(ours)),),)))

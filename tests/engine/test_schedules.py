@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from reference import accumulate, assert_same, data, gradients, make, merged
+from slow_cases import slow_except
 from torch import Tensor, nn
 
 import penstock as ps
@@ -59,9 +60,7 @@ def rank_every_schedule(ranks: int, kind: str):
     return results
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks"), [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in MICROBATCHES]
-)
+@pytest.mark.parametrize(("kind", "ranks"), slow_except(QUICK, MICROBATCHES))
 def test_every_schedule_has_the_loss_and_the_gradients_of_one_process(kind: str, ranks: int) -> None:
     everyone = ps.launch(rank_every_schedule, ranks, ranks, kind)
     model, loss_fn = make(kind, depth=depth(ranks))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from prompt import torchrun
 from reference import accumulate, assert_same, data, gradients, make, merged
+from slow_cases import slow_except
 
 import penstock as ps
 from penstock.learn import mini
@@ -30,7 +31,7 @@ def rank_mini(ranks, kind):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "gpt"])
-@pytest.mark.parametrize("ranks", [1, 2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
+@pytest.mark.parametrize("ranks", slow_except([1, 2], [1, 2, 3, 4]))
 def test_the_pipeline_in_one_file_has_the_bits_of_one_process_for_every_schedule(ranks, kind):
     model, loss_fn = make(kind, depth=2 * ranks)
     expected = [accumulate(model, loss_fn, data(kind, ROWS, seed), MICROBATCHES) for seed in (3, 4)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from prompt import torchrun
+from slow_cases import slow_except
 from torch import Tensor, nn
 
 import penstock as ps
@@ -22,7 +23,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.fresh
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", slow_except([2], models.MESHES))
 def test_on_every_mesh_it_has_the_numbers_of_one_process(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     paths = os.pathsep.join([str(HERE), str(Path(ps.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

@@ -12,6 +12,7 @@ import torch
 from batched_launch import together
 from error_text import error_text
 from reference import accumulate, assert_same
+from slow_cases import slow_except
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -126,7 +127,7 @@ def trained_alone(steps: int) -> Record:
     return record
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name.endswith("dp2 tp2"))) for name in MESHES])
+@pytest.mark.parametrize("name", slow_except(("pp2 dp2", "pp2 tp2"), MESHES))
 def test_it_has_the_gradients_of_one_process(name: str) -> None:
     shape, runs = MESHES[name], RUNS[name]
     everyone = ps.launch(trained, shape[0] * shape[1] * shape[2], shape, runs)

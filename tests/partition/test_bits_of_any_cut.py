@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import CASES, Batch, ModelCase, accumulate, by_hand, differing, evaluate
 from reference import assert_same, gradients, merged, same
+from slow_cases import slow_except
 from torch import nn
 
 import penstock as ps
@@ -110,7 +111,7 @@ UNITS = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", slow_except([2], [2, 4]))
 def test_the_tutorials_transformer_is_the_same_wherever_it_is_cut(ranks):
     check(ranks, [CutRun("transformer", cuts) for cuts in combinations(UNITS[1:], ranks - 1)])
     if ranks == 2:
@@ -205,7 +206,7 @@ def rank_trainings(runs: Sequence[CutRun]) -> list[Any]:
     return trained
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", slow_except([2], TRAININGS))
 def test_five_clipped_optimizer_steps_over_two_batches_each_end_in_the_weights_of_the_uncut_model(ranks):
     everyone = ps.launch(rank_trainings, ranks, TRAININGS[ranks])
     for number, run in enumerate(TRAININGS[ranks]):

@@ -8,7 +8,7 @@ When rank 2 cannot go on:
     rank 2             writes its report into the store, and closes its groups
     rank 1, 3          their waits for rank 2 end: they report that, and close their groups
     rank 0             its wait for rank 1 ends: the same
-    all                read all reports (failure_reports.py), and raise the same error
+    rank 0, 1, 3       read reports until one has a rank's own error (failure_reports.py): all raise that error
 
 A rank that others wait for, and that leaves no report, is lost.
 """

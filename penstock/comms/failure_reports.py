@@ -71,9 +71,8 @@ def collect_reports(groups: ProcessGroups, own_report: FailureReport) -> tuple[l
     with suppress(RuntimeError):
         for _ in poll(REPORT_GRACE_SECONDS):
             silent = set(groups.ranks) - reports.keys()
-            departures = publish_and_read_departures(
-                store, silent
-            )  # before the reports are read: a rank reports before it leaves
+            # Before the reports are read: a rank reports before it leaves.
+            departures = publish_and_read_departures(store, silent)
             for rank in silent:
                 if text := read_text(groups.store, _report_key(rank)):
                     reports[rank] = FailureReport(**json.loads(text))

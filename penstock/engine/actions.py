@@ -1,4 +1,4 @@
-"""What F, B, I and W do in one step. Only here is a microbatch's gradient scaled: B of the last stage begins with its share."""
+"""What F, B, I and W do in one step. A microbatch's gradient is scaled here: B of the last stage begins with its share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -116,8 +116,8 @@ def _best_group_ends(costs: Tensor, groups: int) -> list[int] | None:
     candidates = candidates[candidates >= last_row_alone]
     for largest in candidates[:: max(1, -(-len(candidates) // LARGEST_COSTS_TRIED))].tolist():
         ends = _cheapest_group_ends(costs.where(costs <= largest, inf), groups)
-        if ends is not None and sum_and_largest(ends)[0] < least:
-            least, best_ends = sum_and_largest(ends)[0], ends
+        if ends is not None and (total := sum_and_largest(ends)[0]) < least:
+            least, best_ends = total, ends
     return best_ends
 
 

@@ -98,6 +98,7 @@ class Costs:
         factors = self.factors_by_microbatch(microbatches)
 
         def by_microbatch(kind: Kind, stage: int, cost: float | list[float]) -> list[float]:
+            """Return what the action costs for each microbatch."""
             if not isinstance(cost, list):
                 return [cost * factor for factor in factors]
             if len(cost) != microbatches:

@@ -31,7 +31,7 @@ NOISE, DRAWS = 0.1, 200  # relative change of action times, and how often they a
 
 @command(
     model="[FILE.py:FUNCTION | transformers:CONFIG.json]",
-    ranks="P", dp="N[,N]", memory="BYTES", batch="ROWS", microbatches="M[,M]", schedules="NAME[,NAME]",
+    ranks="P", dp="N[,N]", memory="BYTES", batch="ROWS", microbatches="M[,M]", slices="K[,K]", schedules="NAME[,NAME]",
     send="MS", bandwidth="GB/S", speed="TFLOPS", costs="FILE | RUN | TRACES", save_costs="FILE", out="FILE",
 )  # fmt: skip
 class PlanCommand:
@@ -57,6 +57,8 @@ class PlanCommand:
     """Rows of a step, those of all replicas together."""
     microbatches: str | None = None
     """Numbers of microbatches to choose from, such as 8,16; by default all that divide the batch."""
+    slices: str = "1"
+    """Slices of its tokens that a microbatch is cut into, or numbers to choose from, such as 1,2,4."""
     schedules: str | None = None
     """Families to choose from, such as 1f1b,zb-h1; by default all, and tables searched for the model."""
     effort: Literal["quick", "normal", "long"] = "normal"
@@ -151,6 +153,7 @@ class PlanCommand:
             batch=self.batch,
             dp=whole_numbers("--dp", self.dp),
             microbatches=counts or None,
+            slices=whole_numbers("--slices", self.slices),
             schedules=self.schedules.split(",") if self.schedules else None,
             effort=effort,
             seed=self.seed,
@@ -252,7 +255,7 @@ def table(plans: Sequence[Plan], limit: float) -> str:
                 f"{candidate.timeline.bubble:.1%}",
                 f"{format_bytes(max(candidate.peak_memory))} ({max(candidate.peak_memory) / limit:.0%})",
                 f"{recomputed_stages} of {candidate.schedule.stages}",
-                str(candidate.microbatches),
+                f"{candidate.microbatches}{f' x {slices} slices' if (slices := candidate.schedule.slices) > 1 else ''}",
                 candidate.schedule.name,
                 f"{candidate.ranks}{f' x {candidate.dp}' if candidate.dp > 1 else ''}",
                 ", ".join(candidate.cuts)

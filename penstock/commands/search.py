@@ -14,7 +14,7 @@ from penstock.view.files import writing
 from penstock.view.terminal import summary
 
 
-@command(costs="FILE", ranks="P", microbatches="M", memory="BYTES", send="MS", csv="FILE")
+@command(costs="FILE", ranks="P", microbatches="M", slices="K", memory="BYTES", send="MS", csv="FILE")
 class SearchCommand:
     """Search for the shortest table that fits the memory.
 
@@ -29,6 +29,8 @@ class SearchCommand:
     """Rank of each stage: loop puts stage s on rank s mod P, V goes down the ranks and back up."""
     microbatches: int = 8
     """Microbatches."""
+    slices: int = 1
+    """Slices of its tokens that each microbatch is cut into."""
     memory: str = "1TB"
     """Memory of each rank for activations, such as 500MB."""
     effort: Literal["quick", "normal", "long", "optimal"] = "normal"
@@ -53,8 +55,9 @@ class SearchCommand:
         placement = PLACEMENTS[self.placement](len(stages), self.ranks)
         with SearchBar() as bar:
             progress = partial(bar, self.effort)
+            limit = parse_memory_size(self.memory)
             result = search(
-                costs, placement, self.microbatches, parse_memory_size(self.memory), self.effort, self.seed, progress=progress
+                costs, placement, self.microbatches, limit, self.effort, self.seed, progress=progress, slices=self.slices
             )
         if self.csv is not None:  # before printing: a reader like `head` may end the output early
             with writing(self.csv):

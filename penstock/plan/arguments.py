@@ -80,6 +80,17 @@ def family_names(schedules: str | Sequence[str] | None) -> list[str]:
     return family_list
 
 
+def slice_counts(slices: int | Sequence[int], names: Sequence[str]) -> list[int]:
+    """Numbers of slices that are tried with the families `names`."""
+    counts = parse_integers("slices", slices)
+    if wrong := [count for count in counts if count < 1]:
+        raise PenstockError(f"slices={wrong[0]}: a microbatch is cut into 1 slice or more")
+    if min(counts) > 1 and not any("slices" in FAMILIES[name].options for name in names):
+        sliced = ", ".join(name for name, family in FAMILIES.items() if "slices" in family.options)
+        raise PenstockError(f"{', '.join(names)}: without slices, so slices={slices} cannot be planned; {sliced} have them")
+    return counts
+
+
 def microbatch_counts(
     microbatches: int | Sequence[int] | None, batch: int, rows: int, ranks: int, max_rows: float
 ) -> list[int]:

@@ -9,16 +9,21 @@ from penstock.schedule import Timeline
 
 
 def min_step_seconds(
-    layers: Sequence[LayerCost], ranks: int, microbatches: int, cores: float = math.inf, speeds: Sequence[float] = ()
+    layers: Sequence[LayerCost],
+    ranks: int,
+    microbatches: int,
+    cores: float = math.inf,
+    speeds: Sequence[float] = (),
+    slices: int = 1,
 ) -> float:
     """Return a lower bound for the seconds of a step of `microbatches` on `ranks`.
 
     There must be time for all work, shared by the ranks' speeds, though the k-th rank to begin waits for k layers before it;
     and for the dearest layer, though a microbatch must come to it first and, unless W are still to do, go all the way back
-    after it.
+    after it. Where microbatches are cut into `slices`, the first and the last slice do so, each an equal share of one.
     """
-    forwards = [0.0, *accumulate(layer.forward for layer in layers)]
-    inputs = [0.0, *accumulate(layer.backward_input for layer in layers)]
+    forwards = [0.0, *accumulate(layer.forward / slices for layer in layers)]
+    inputs = [0.0, *accumulate(layer.backward_input / slices for layer in layers)]
     work = microbatches * sum(layer.seconds for layer in layers)
     used_speeds = sorted(speeds or [1.0] * ranks, reverse=True)[: len(layers)]  # the fastest ranks begin first
     fill = sum(speed * seconds / used_speeds[0] for speed, seconds in zip(used_speeds, forwards, strict=False))

@@ -191,7 +191,7 @@ class PartitionSearch:
 
     def _action_times(self, stages: Sequence[StageCost], choices: Sequence[RankChoice]) -> tuple[list[float], ...]:
         """Return the seconds of F, B, I and W, each a list by stage."""
-        overhead, times = self.limits.action, []
+        overhead, times = self.limits.action * self.timer.slices, []
         speeds = self.limits.speeds or (1.0,) * len(choices)
         for stage, policy, rank in zip(stages, self.stage_policies(choices), self.timer.placement, strict=True):
             backward_input = stage.backward_input + policy.recompute_seconds
@@ -204,6 +204,7 @@ class PartitionSearch:
         """Return the seconds of a message over each border between stages; and a 0, for no border."""
         send, bandwidth = self.limits.send, self.limits.bandwidth
         between_ranks = [rank != next_rank for rank, next_rank in pairwise(self.timer.placement)]
+        bandwidth *= self.timer.slices
         delays = [(send + stage.output / bandwidth) * crosses for stage, crosses in zip(stages, between_ranks, strict=False)]
         return [*delays, 0.0]
 

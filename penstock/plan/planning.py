@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from itertools import product
 from random import Random
 from typing import Any, Literal, NamedTuple
 
@@ -69,6 +70,7 @@ class ReplicaTask(NamedTuple):
     profile: ModelProfile
     rows: int  # of a step
     microbatch_counts: Sequence[int]  # allowed numbers of microbatches
+    slice_counts: Sequence[int]  # allowed numbers of slices of a microbatch
     limits: Limits
 
     @property
@@ -96,6 +98,7 @@ def plan(
     batch: int,
     dp: int | Sequence[int] = 1,
     microbatches: int | Sequence[int] | None = None,
+    slices: int | Sequence[int] = 1,
     schedules: str | Sequence[str] | None = None,
     effort: Effort = "normal",
     seed: int = 0,
@@ -116,6 +119,8 @@ def plan(
     or one number for each rank of a pipeline.
     `batch`: rows of a step. `dp`: how many replicas of the pipeline share ranks and rows; or several numbers to choose from.
     `microbatches`: into how many the rows of a replica may be split, by default any number that divides them.
+    `slices`: into how many slices of its tokens a microbatch may be cut; or several numbers to choose from. Each slice is
+    taken to cost an equal share.
     `schedules`: names of families, by default all, and tables that are made for the model.
     `effort`: `quick` tries families only, `normal` and `long` search for tables too. The same `seed` gives the same plans.
     `optimizer`: bytes of its state for each byte of parameters; by default Adam's.
@@ -135,6 +140,8 @@ def plan(
     ranks, batch, seed = arguments.parse_ranks_batch_and_seed(profile, ranks, batch, seed, effort, TABLE_SEARCHES)
     numbers = arguments.parse_numbers(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
 
+    names = arguments.family_names(schedules)
+    slice_counts = arguments.slice_counts(slices, names)
     tasks = []
     for replicas in arguments.replica_counts(dp, ranks, batch):
         replica_ranks, rows = ranks // replicas, batch // replicas
@@ -143,11 +150,11 @@ def plan(
         numbers_of_replica = {**numbers, "cores": numbers["cores"] / replicas}
         limits = Limits(memory_bytes, speeds=rank_speeds, dp=replicas, **numbers_of_replica)
         if counts := arguments.microbatch_counts(microbatches, batch, rows, replica_ranks, profile.max_rows):
-            tasks.append(ReplicaTask(profile, rows, counts, limits))
+            tasks.append(ReplicaTask(profile, rows, counts, slice_counts, limits))
     if not tasks:
         raise PenstockError(f"dp={dp} replicas have less rows each than the {microbatches} microbatches that are asked for")
 
-    names, random = arguments.family_names(schedules), Random(seed)
+    random = Random(seed)
     candidates = [candidate for task in tasks for candidate in _best_family_candidates(task, names, random, fewer)]
     candidates.sort(key=lambda candidate: candidate.sort_key)
 
@@ -174,20 +181,27 @@ def plan(
 
 
 @lru_cache(maxsize=256)
-def _family_timer(name: str, num_ranks: int, microbatches: int, stages_per_rank: int | None) -> ScheduleTimer:
-    return ScheduleTimer(build(name, num_ranks, microbatches, stages_per_rank))
+def _family_timer(name: str, num_ranks: int, microbatches: int, stages_per_rank: int | None, slices: int) -> ScheduleTimer:
+    return ScheduleTimer(build(name, num_ranks, microbatches, stages_per_rank, **({"slices": slices} if slices > 1 else {})))
 
 
-def family_timers(names: Sequence[str], num_ranks: int, microbatches: int, max_stages: int) -> Iterator[ScheduleTimer]:
-    """Yield the tables of these families that have at most `max_stages` stages and are not too large to search."""
+def family_timers(
+    names: Sequence[str], num_ranks: int, microbatches: int, max_stages: int, slices: int = 1
+) -> Iterator[ScheduleTimer]:
+    """Yield the tables of these families that have at most `max_stages` stages and are not too large to search.
+
+    Of several `slices`, those of the families that take any number.
+    """
     for name in names:
         family = FAMILIES[name]
+        if slices > 1 and "slices" not in family.options:
+            continue
         is_open = "stages_per_rank" in family.options
         for stages_per_rank in INTERLEAVED_STAGES_PER_RANK if is_open else (family.stages_per_rank,):
             num_stages = stages_per_rank * num_ranks
-            is_small = stages_per_rank == 1 or 3 * num_stages * microbatches <= MAX_INTERLEAVED_ACTIONS
+            is_small = stages_per_rank == 1 or 3 * num_stages * microbatches * slices <= MAX_INTERLEAVED_ACTIONS
             if num_stages <= max_stages and is_small:
-                yield _family_timer(name, num_ranks, microbatches, stages_per_rank)
+                yield _family_timer(name, num_ranks, microbatches, stages_per_rank, slices)
 
 
 def _best_family_candidates(
@@ -211,14 +225,14 @@ def _best_family_candidates(
         if num_ranks < most_ranks and candidates and not candidates[0].best.excess_bytes:
             counts = [candidates[0].search.timer.microbatches]  # the best so far
 
-        for count in counts:
+        for count, slices in product(counts, task.slice_counts):
             chain = chains[count]
-            bound = min_step_seconds(chain.layers, num_ranks, count, limits.cores, limits.speeds)
+            bound = min_step_seconds(chain.layers, num_ranks, count, limits.cores, limits.speeds, slices)
             if not candidates or candidates[0].best.excess_bytes or bound < candidates[0].best.seconds:
                 cut = lru_cache(partial(_balanced_starts, chain, num_ranks, limits))
                 candidates += [
                     _balanced_candidate(PartitionSearch(chain, timer, limits), cut)
-                    for timer in family_timers(names, num_ranks, count, len(chain.layers))
+                    for timer in family_timers(names, num_ranks, count, len(chain.layers), slices)
                 ]
         candidates = sorted(candidates, key=lambda candidate: candidate.penalized_seconds)[: IMPROVEMENT_ROUNDS[0][0]]
 
@@ -313,6 +327,7 @@ def _with_searched_tables(
             seed,
             timer.schedule,
             report,
+            timer.slices,
         )
         new_search = PartitionSearch(partition_search.chain, ScheduleTimer(result.schedule), limits)
         new = Candidate(new_search, new_search.evaluate(partition.starts, partition.skipped_choices))
@@ -331,7 +346,9 @@ def _plan_from_candidate(candidate: Candidate, batch: int, layer_names: Sequence
     seconds = timeline.makespan + reduce_seconds if limits.cores >= table.ranks else best.seconds
 
     min_reduce_seconds = limits.gradient_reduce_seconds(sum(layer.parameters for layer in layers) / table.ranks)
-    bound = min_step_seconds(layers, table.ranks, table.microbatches, limits.cores, limits.speeds) + min_reduce_seconds
+    bound = min_step_seconds(layers, table.ranks, table.microbatches, limits.cores, limits.speeds, table.slices)
+
+    bound += min_reduce_seconds
 
     unsimulated = partition_search.unsimulated_bytes(best)
     peaks = [simulated + size for simulated, size in zip(timeline.peak_memory, unsimulated, strict=True)]

@@ -72,7 +72,7 @@ class Plan:
         recomputed = [f"stage {stage} ({way})" for stage, way in enumerate(self.recompute) if way]
         return (
             f"{self.schedule.name} on {self.ranks} ranks{f', {self.dp} replicas' if self.dp > 1 else ''}, "
-            f"{self.microbatches} microbatches: "
+            f"{self.microbatches} microbatches{f' in {self.schedule.slices} slices' if self.schedule.slices > 1 else ''}: "
             f"{1e3 * self.seconds:.4g} ms a step, {self.share_above_bound:.1%} above what none can be below\n"
             f"cut before {', '.join(self.cuts) or 'nothing'}; recomputes {', '.join(recomputed) or 'nothing'}\n"
             f"at the fullest {', '.join(map(format_bytes, self.peak_memory))}\n"
@@ -93,7 +93,11 @@ def robustness(plan: Plan, share: float = 0.1, draws: int = 200, seed: int = 0) 
     table, random, stages = ScheduleTimer(plan.schedule), Random(seed), plan.schedule.stages
     costs = [cost for kind in KINDS for cost in plan.costs.action_costs(stages)[kind]]
     crosses_ranks = [rank_a != rank_b for rank_a, rank_b in pairwise(plan.schedule.placement)]
-    lags = [sum(border) * crosses for border, crosses in zip(plan.costs.message_costs(stages), crosses_ranks, strict=True)]
+    messages = plan.costs.message_costs(stages)
+    lags = [
+        (seconds / plan.schedule.slices + send) * crosses
+        for (seconds, send), crosses in zip(messages, crosses_ranks, strict=True)
+    ]
     makespans = [table.makespan_with_jitter(costs, [*lags, 0.0], share, random) for _ in range(draws)]
     averaging = plan.seconds - plan.timeline.makespan if plan.dp > 1 else 0.0  # comes after the actions of the table
     return median(makespans) + averaging, max(makespans) + averaging

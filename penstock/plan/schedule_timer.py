@@ -19,8 +19,9 @@ KINDS = tuple(Kind)  # F, B, I, W: the order of costs
 
 
 class ScheduleTimer:
-    """A proved table. `seconds` is its makespan; `counts` has of every rank what it holds at once, at its fullest.
+    """A proved table: its makespan, and what every rank holds at once, at its fullest (`peak_counts`).
 
+    All costs are of whole microbatches; each slice takes its equal share of them, but for the delay of its messages.
     A rank's counts are rows of numbers, two for each of its stages: microbatches from their F to their I or B, and from
     their I to their W. Rows that another one is nowhere below are left out.
     """
@@ -28,11 +29,12 @@ class ScheduleTimer:
     def __init__(self, schedule: Schedule) -> None:
         table = with_full_backwards(schedule)  # as the engine runs it, and the two of a pair one after the other
         self.schedule = schedule = replace(table, overlaps=frozenset())
-        self.placement, self.microbatches = schedule.placement, schedule.microbatches
+        self.placement, self.microbatches, self.slices = schedule.placement, schedule.microbatches, schedule.slices
         self.stages_of_rank = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
         self.operations = _operations_in_order(self.schedule)
         self.peak_counts = [
-            _peak_activation_counts(row, stages) for row, stages in zip(schedule.actions, self.stages_of_rank, strict=True)
+            _peak_activation_counts(row, stages, self.slices)
+            for row, stages in zip(schedule.actions, self.stages_of_rank, strict=True)
         ]
         self._work = [(sorted(Counter(map(self._cost_index, row)).items()), row[-1]) for row in schedule.actions]
 
@@ -41,7 +43,7 @@ class ScheduleTimer:
 
     def makespan_lower_bound(self, costs: Sequence[float]) -> float:
         """What `seconds` are not below: the work of a rank, what comes before its first action, and what after its last one."""
-        stages = len(self.placement)
+        stages, costs = len(self.placement), self._costs_of_slice(costs)
         forwards, inputs = ([0.0, *accumulate(costs[first : first + stages])] for first in (0, 2 * stages))
         return max(
             forwards[home[0]]
@@ -54,7 +56,7 @@ class ScheduleTimer:
         self, costs: Sequence[float], message_delays: Sequence[float], jitter: float, random: Random
     ) -> float:
         """The makespan where every action takes up to `jitter` more or less."""
-        ends = [0.0]
+        ends, costs = [0.0], self._costs_of_slice(costs)
         for code, previous, needed, border in self.operations:
             start = max(ends[previous], ends[needed] + message_delays[border])
             ends.append(start + costs[code] * random.uniform(1 - jitter, 1 + jitter))
@@ -65,12 +67,15 @@ class ScheduleTimer:
 
         Where more ranks work at once than there are `cores`, all of them are as much slower meanwhile.
         """
-        ends = [0.0]
+        ends, costs = [0.0], self._costs_of_slice(costs)
         add = ends.append
         for code, previous, needed, border in self.operations:
             free, arrival = ends[previous], ends[needed] + message_delays[border]
             add((free if free > arrival else arrival) + costs[code])
         return max(ends) if cores >= len(self.stages_of_rank) else self._makespan_on_shared_cores(ends[1:], costs, cores)
+
+    def _costs_of_slice(self, costs: Sequence[float]) -> Sequence[float]:
+        return costs if self.slices == 1 else [cost / self.slices for cost in costs]
 
     def _makespan_on_shared_cores(self, ends: Sequence[float], costs: Sequence[float], cores: float) -> float:
         changes = [(end, -1) for end in ends]
@@ -96,20 +101,20 @@ def _operations_in_order(schedule: Schedule) -> list[tuple[int, int, int, int]]:
     last_operation = [0] * schedule.ranks
     lines = []
     for event in order:
-        kind, stage, microbatch, _ = event.action
+        kind, stage, microbatch, slice_ = event.action
         needed, border = 0, nowhere
         if kind is Kind.F and stage:
-            needed, border = number[Action(Kind.F, stage - 1, microbatch)], stage - 1
+            needed, border = number[Action(Kind.F, stage - 1, microbatch, slice_)], stage - 1
         elif kind in (Kind.B, Kind.I) and stage < stages - 1:
-            needed, border = number[Action(Kind.B, stage + 1, microbatch)], stage
+            needed, border = number[Action(Kind.B, stage + 1, microbatch, slice_)], stage
         lines.append((KINDS.index(kind) * stages + stage, last_operation[event.rank], needed, border))
         number[event.action] = last_operation[event.rank] = len(lines)
         if kind is Kind.I:
-            number[Action(Kind.B, stage, microbatch)] = len(lines)  # an action that waits for B waits for I as well
+            number[Action(Kind.B, stage, microbatch, slice_)] = len(lines)  # an action that waits for B waits for I as well
     return lines
 
 
-def _peak_activation_counts(row: Sequence[Action], stages: Sequence[int]) -> list[tuple[int, ...]]:
+def _peak_activation_counts(row: Sequence[Action], stages: Sequence[int], slices: int) -> list[tuple[float, ...]]:
     place = {stage: 2 * index for index, stage in enumerate(stages)}
     in_flight = [0] * (2 * len(stages))
     count_tuples = set()
@@ -119,8 +124,8 @@ def _peak_activation_counts(row: Sequence[Action], stages: Sequence[int]) -> lis
         in_flight[at + 1] += 1 if kind is Kind.I else -1 if kind is Kind.W else 0
         if kind is Kind.I or (kind is Kind.F and (following is None or following.kind is not Kind.F)):
             count_tuples.add(tuple(in_flight))  # after B or W less is held than before
-    fullest: list[tuple[int, ...]] = []
+    fullest: list[tuple[float, ...]] = []
     for counts in sorted(count_tuples, reverse=True):  # none is above one that comes before it
         if not any(all(map(ge, fuller, counts)) for fuller in fullest):
             fullest.append(counts)
-    return fullest
+    return fullest if slices == 1 else [tuple(count / slices for count in counts) for counts in fullest]

@@ -279,9 +279,12 @@ def test_no_plan_is_below_the_bound():
             assert found.seconds >= bound * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "dualpipe-v"])
-def test_a_timed_table_takes_what_the_simulator_says(name):
-    schedule = build(name, 3, 5)
+SLICED = [("1f1b", {"slices": 3}), ("zb-h1", {"slices": 4}), ("interleaved-1f1b", {"slices": 2})]
+
+
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in FAMILIES if name != "dualpipe-v"), *SLICED])
+def test_a_timed_table_takes_what_the_simulator_says(name, options):
+    schedule = build(name, 3, 5, **options)
     stages = schedule.stages
     forward, inputs, weights = ([1 + (stage * step) % 5 for stage in range(stages)] for step in (2, 3, 4))
     table, full = ScheduleTimer(schedule), [i + w for i, w in zip(inputs, weights, strict=True)]
@@ -293,21 +296,44 @@ def test_a_timed_table_takes_what_the_simulator_says(name):
     assert planned.makespan <= shared * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_timed_table_takes_no_less_than_its_least(name):
-    table = ScheduleTimer(build(name, 4, 8))
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in FAMILIES), *SLICED])
+def test_a_timed_table_takes_no_less_than_its_least(name, options):
+    table = ScheduleTimer(build(name, 4, 8, **options))
     stages = len(table.placement)
     costs = [cost for cost in (1.0, 2.0, 1.0, 1.0) for _ in range(stages)]
     assert table.makespan_lower_bound(costs) <= table.makespan(costs, [0.0] * stages) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "v-min"])
-def test_the_fullest_that_a_table_makes_its_ranks_is_what_the_simulator_says(name):
-    schedule, act, keep = build(name, 4, 9), 3.0, 5.0
-    peaks = simulate(schedule, Costs(act=act, keep=keep)).peak_memory
-    sizes = [act, keep] * (schedule.stages // 4)
-    counts = ScheduleTimer(schedule).peak_counts
-    assert [max(sum(map(float.__mul__, sizes, map(float, row))) for row in rows) for rows in counts] == list(peaks)
+@pytest.mark.parametrize(("name", "options"), [("1f1b", {}), ("zb-v", {}), ("v-min", {}), *SLICED])
+def test_the_fullest_that_a_table_makes_its_ranks_is_what_the_simulator_says(name, options):
+    timer, act, keep = ScheduleTimer(build(name, 4, 9, **options)), 3.0, 5.0
+    peaks = simulate(timer.schedule, Costs(act=act, keep=keep)).peak_memory
+    sizes = [act, keep] * (timer.schedule.num_stages // 4)
+    fullest = [max(sum(map(float.__mul__, sizes, map(float, row))) for row in rows) for rows in timer.peak_counts]
+    assert fullest == pytest.approx(peaks)
+
+
+def test_slices_are_planned_where_they_make_the_step_shorter(tmp_path):
+    whole, sliced = (quick(slices=slices, microbatches=4, fewer=False, bandwidth=1e9, send=1e-5)[0] for slices in (1, [1, 4]))
+    assert sliced.schedule.slices == 4
+    assert sliced.bound <= sliced.seconds < whole.seconds
+    assert sliced.seconds == pytest.approx(simulate(sliced.schedule, sliced.costs).makespan)
+    assert max(sliced.peak_memory) <= max(whole.peak_memory)
+    assert robustness(sliced, share=0.0, draws=1) == pytest.approx((sliced.seconds, sliced.seconds))
+    assert "4 microbatches in 4 slices: " in str(sliced)
+    sliced.save(tmp_path / "plan.json")
+    assert load(tmp_path / "plan.json").timeline == sliced.timeline
+
+    dear_actions = quick(slices=[1, 4], microbatches=4, action=0.02)[0]  # each slice is one more action of 20 ms
+    assert dear_actions.schedule.slices == 1
+
+
+def test_slices_that_cannot_be_planned_are_refused():
+    with pytest.raises(PenstockError, match="slices=0: a microbatch is cut into 1 slice or more"):
+        quick(slices=[2, 0])
+    told = "v-min, zb-v: without slices, so slices=2 cannot be planned; gpipe, 1f1b, interleaved-1f1b, zb-h1 have them"
+    with pytest.raises(PenstockError, match=told):
+        quick(slices=2, schedules=["v-min", "zb-v"])
 
 
 @pytest.mark.slow

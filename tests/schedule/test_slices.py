@@ -1,8 +1,10 @@
 """Tables whose microbatches are cut into slices along their sequence."""
 
 from itertools import accumulate, pairwise, product
+from math import inf
 
 import pytest
+from slow_cases import slow_except
 
 from penstock.errors import MismatchError
 from penstock.plan import plan_slices
@@ -108,10 +110,42 @@ def test_a_table_of_slices_is_read_from_its_csv_and_drawn(tmp_path):
     assert "W0.1" in picture
 
 
-def test_the_search_refuses_slices_as_a_start():
+SEARCHES = [  # costs, placement, microbatches, slices, limit
+    (Costs(3, 4, 2), (0, 1, 2), 3, 3, None),
+    (Costs(3, 4, 2, send=0.2, size=1, bandwidth=4), (0, 1, 2), 4, 2, 2),
+    (Costs(3, 4, 2, act=0.5), (0, 1, 1, 0), 3, 4, 2.5),
+    (Costs(3, 4, 2, slice_factors=[0.7, 1.3]), (0, 1), 4, 2, None),
+    (Costs(3, 4, 2, microbatch_factors=[2, 1, 1]), (0, 1), 3, 2, None),
+    (Costs(3, 4, 2, backward=5, overlap=0.3), (0, 1), 3, 2, None),
+]
+
+
+@pytest.mark.parametrize("number", slow_except({0, 2}, range(len(SEARCHES))))
+def test_a_search_over_slices_is_proved_within_its_limit_and_no_longer_than_a_family(number):
+    costs, placement, microbatches, slices, limit = SEARCHES[number]
+    found = search(costs, placement, microbatches, limit, "quick", slices=slices)
+    timeline = simulate(found.schedule, costs)
+    verify(found.schedule)
+    assert found.schedule.slices == slices
+    assert found.bound <= timeline.makespan == found.makespan
+    assert max(timeline.peak_memory) <= (limit or inf) * (1 + 1e-9)
+    if found.family is not None:
+        assert found.makespan <= found.family_makespan
+
+
+def test_a_search_over_slices_beats_zb_h1_in_slices():
+    found = search(Costs(3, 4, 2), (0, 1, 2, 3), 4, effort="quick", slices=4)
+    assert (found.family, found.family_makespan, found.proven) == ("zb-h1", 39.75, True)
+    assert found.makespan == 38.25
+
+
+def test_a_search_refuses_slices_that_it_cannot_have():
     table = build("1f1b", 2, 2, slices=2)
-    with pytest.raises(ScheduleError, match="no start: it has 2 slices"):
+    with pytest.raises(ScheduleError, match="no start: it has slices=2, not 1"):
         search(Costs(), table.placement, 2, start=table)
+    with pytest.raises(ScheduleError, match="slices=0: use a whole number of 1 or more"):
+        search(Costs(), (0, 1), 2, slices=0)
+    assert search(Costs(), (0, 1), 2, start=table, effort="quick", slices=2).makespan <= simulate(table).makespan
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])

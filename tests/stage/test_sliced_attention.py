@@ -24,7 +24,9 @@ CASES = [  # schedule, slices, further arguments
     ("zb-h1", [1, 2, 3, 3, 4], {}),
     ("zb-h1", 4, {"recompute": "stage"}),
     ("interleaved-1f1b", 2, {}),
+    ("searched", 3, {}),
 ]
+SEARCHED = ps.schedule.Costs(3, 4, 2, act=0.5), (0, 1, 1, 0), 2, 2  # costs, placement, microbatches, limit
 
 
 def gpt(dropout: float = 0.0) -> nn.Module:
@@ -65,7 +67,8 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
 
 def pipeline(model: nn.Module | None = None, schedule: str = "1f1b", slices: Any = 3, **arguments: Any) -> ps.Pipeline:
     loss = arguments.pop("loss_fn", loss_fn)
-    return ps.Pipeline(gpt() if model is None else model, loss, schedule, 2, ps.tokens(), slices=slices, **arguments)
+    table = schedule if schedule != "searched" else ps.schedule.search(*SEARCHED, effort="quick", slices=slices).schedule
+    return ps.Pipeline(gpt() if model is None else model, loss, table, 2, ps.tokens(), slices=slices, **arguments)
 
 
 def trained(pipe: ps.Pipeline, kind: str = "") -> tuple[list[float], dict[str, Tensor]]:

@@ -88,7 +88,7 @@ def shift_actions(problem: SearchProblem, row: list[int], index: int, places: in
 
     It stays in order with those of its code, and with those of its microbatch that it needs, if only by other ranks.
     """
-    count, first_weight, apart = problem.microbatches, problem.first_weight, problem.first_back
+    count, first_weight, apart = problem.passes, problem.first_weight, problem.first_back
     new, first, last = row[:], len(row), 0
     step = 1 if places > 0 else -1
     code = row[index] // count
@@ -114,13 +114,13 @@ def _random_move_on_stages(simulation: IncrementalSimulation, rng: random.Random
     way = problem.codes_in_dependency_order()[: 2 * problem.num_stages]
     if rng.random() >= FORWARD_TO_BACKWARD_SHARE:
         way = way[: problem.num_stages] if rng.random() < 0.5 else way[problem.num_stages :]
-    begin, microbatch = int(rng.random() * len(way)), int(rng.random() * problem.microbatches)
+    begin, microbatch = int(rng.random() * len(way)), int(rng.random() * problem.passes)
     shift, actions = (
         (2 * rng.random() - 1) * MAX_SHIFT_IN_ACTION_TIMES * problem.typical_time,
         _random_action_count(problem, rng),
     )
     for code in way[begin : begin + 2 + int(rng.random() * (len(way) - 1))]:
-        rank, action = problem.placement[code % problem.num_stages], code * problem.microbatches + microbatch
+        rank, action = problem.placement[code % problem.num_stages], code * problem.passes + microbatch
         trace, index = simulation.trace[rank], simulation.rows[rank].index(action)
         places = bisect_right(trace, (trace[index + 1][0] + shift, INFINITE)) - 2 - index
         row, first, last = changes.get(rank, RowChange(simulation.rows[rank], len(problem.cost), 0))
@@ -133,4 +133,4 @@ def _random_move_on_stages(simulation: IncrementalSimulation, rng: random.Random
 def _random_action_count(problem: SearchProblem, rng: random.Random) -> int:
     """Return how many actions of a code move: one, some, or all."""
     some = rng.random()
-    return 1 if some < 0.6 else 2 + int(rng.random() * 7) if some < 0.85 else problem.microbatches
+    return 1 if some < 0.6 else 2 + int(rng.random() * 7) if some < 0.85 else problem.passes

@@ -47,13 +47,13 @@ def _relaxed_problem(problem: SearchProblem) -> SearchProblem:
         keep=[min(size) for size in sizes],
         backward=None,
     )
-    return SearchProblem(cheaper, problem.placement, problem.microbatches, problem.limits)
+    return SearchProblem(cheaper, problem.placement, problem.microbatches, problem.limits, slices=problem.slices)
 
 
 def _earliest_starts(problem: SearchProblem) -> list[float]:
     """When every action can start at best, if only its chain and the microbatches before it are counted."""
     heads = [0.0] * len(problem.cost)
-    count, arrival_times = problem.microbatches, list(problem.initial_slot_times)
+    count, arrival_times = problem.passes, list(problem.initial_slot_times)
     for code in problem.codes_in_dependency_order():
         free = 0.0
         for action in range(code * count, (code + 1) * count):
@@ -73,7 +73,7 @@ def _earliest_starts(problem: SearchProblem) -> list[float]:
 
 def _work_bound(problem: SearchProblem, rank: int, heads: list[float], tails: list[float]) -> float:
     """How long the step takes at least if only `rank` had to wait, and could stop an action for a more urgent one (Jackson)."""
-    count = problem.microbatches
+    count = problem.passes
     actions = [action for action in range(len(heads)) if problem.placement[action // count % problem.num_stages] == rank]
     actions.sort(key=heads.__getitem__)
     remaining = [problem.cost[action] for action in actions]
@@ -98,11 +98,11 @@ def _work_bound(problem: SearchProblem, rank: int, heads: list[float], tails: li
 def _memory_bound(problem: SearchProblem, rank: int, earliest_starts: list[float]) -> float:
     """How long the step takes at least for what the activations of `rank` take, for how long they are held at least.
 
-    0 where microbatches are unlike: for how long the later ones are held at least is not known.
+    0 where microbatches are unlike, or cut into slices: for how long the later ones are held at least is not known.
     """
-    if problem.costs.is_ragged:
+    if problem.costs.is_ragged or problem.slices > 1:
         return 0.0
-    count, stages, area = problem.microbatches, problem.num_stages, 0.0
+    count, stages, area = problem.passes, problem.num_stages, 0.0
     for stage in problem.stages_of[rank]:
         weight = 2 * stages + stage
         min_held_time = (

@@ -37,12 +37,14 @@ class _Interval(NamedTuple):
     end: Any
 
 
-def check_solvable(costs: Costs) -> None:
+def check_solvable(costs: Costs, slices: int) -> None:
     """Raises ScheduleError where OR-Tools is not installed, and for costs that its model does not have."""
     if costs.overlap:
         raise ScheduleError(f"effort='optimal' knows no pairs that overlap: use 'long', or overlap=0 and not {costs.overlap}")
     if costs.is_ragged:
         raise ScheduleError("effort='optimal' knows no microbatches that cost unlike: use 'long'")
+    if slices > 1:
+        raise ScheduleError(f"effort='optimal' knows no slices: use 'long', or slices=1 and not {slices}")
     _import_cp_model()
 
 

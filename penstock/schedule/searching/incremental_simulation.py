@@ -125,7 +125,7 @@ class IncrementalSimulation:
     def _walk_critical_chain(self) -> Iterator[tuple[int, int]]:
         """The same from the end of the step on. A stretch of W belongs to the action behind it."""
         problem, cost = self.problem, self.problem.cost
-        count, stages, home = problem.microbatches, problem.num_stages, problem.placement
+        count, stages, home = problem.passes, problem.num_stages, problem.placement
         rank = max(range(problem.ranks), key=self.ends.__getitem__)
         index = len(self.rows[rank]) - 1
         while index >= 0:

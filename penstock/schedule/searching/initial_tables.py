@@ -13,29 +13,30 @@ _NO_ACTION = (float("inf"), 0, 0, 0)
 ROUND_TRIP_FACTORS = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
 
 
-def published_schedules(placement: Sequence[int], microbatches: int) -> Iterator[Schedule]:
-    """The published tables with these stages on these ranks."""
+def published_schedules(placement: Sequence[int], microbatches: int, slices: int = 1) -> Iterator[Schedule]:
+    """The published tables with these stages on these ranks; for several slices, those of the families that take any."""
     stages, ranks = len(placement), max(placement) + 1
     for name, family in FAMILIES.items():
         if stages % ranks or PLACEMENTS[family.placement](stages, ranks) != tuple(placement):
             continue
         value = stages // ranks
+        options = {"slices": slices} if slices > 1 else {}
         try:
-            yield build(name, ranks, microbatches, None if value == family.stages_per_rank else value)
-        except ScheduleError:  # not for this number of stages on a rank
+            yield build(name, ranks, microbatches, None if value == family.stages_per_rank else value, **options)
+        except ScheduleError:  # not for this number of stages on a rank, or for slices
             continue
 
 
 def grouped_rows(problem: SearchProblem, size: int) -> Rows:
     """The F and I of groups of microbatches that go through the whole pipeline and back, one group after the other."""
-    rows = []
+    rows, size = [], size * problem.slices
     for stages in problem.stages_of:
         codes = list[int]()
-        for first in range(0, problem.microbatches, size):
-            group_size = min(size, problem.microbatches - first)
+        for first in range(0, problem.passes, size):
+            group_size = min(size, problem.passes - first)
             for code in (*stages, *(problem.num_stages + stage for stage in reversed(stages))):
                 codes += [code] * group_size
-        rows.append(number_actions_in_order(codes, problem.microbatches))
+        rows.append(number_actions_in_order(codes, problem.passes))
     return rows
 
 
@@ -62,14 +63,14 @@ class GreedyDispatch:
         problem = self.problem
         rows: Rows = [[] for _ in range(problem.ranks)]
         firsts = [min(self._startable_actions(rank), default=_NO_ACTION) for rank in range(problem.ranks)]
-        for _ in range(2 * problem.num_stages * problem.microbatches):
+        for _ in range(2 * problem.num_stages * problem.passes):
             earliest = min(firsts)
             if earliest is _NO_ACTION:
                 return []
             _, _, action, rank = earliest
             self._run_action(rank, action)
             rows[rank].append(action)
-            for affected_rank in self.affected_ranks[action // problem.microbatches % problem.num_stages]:
+            for affected_rank in self.affected_ranks[action // problem.passes % problem.num_stages]:
                 firsts[affected_rank] = min(self._startable_actions(affected_rank), default=_NO_ACTION)
         return rows
 
@@ -79,8 +80,8 @@ class GreedyDispatch:
         for stage in problem.stages_of[rank]:
             in_flight = self.num_done[stage] - self.num_done[problem.num_stages + stage]
             for code in (stage, problem.num_stages + stage):
-                if self.num_done[code] < problem.microbatches and (code > stage or in_flight < self.depth[stage]):
-                    action = code * problem.microbatches + self.num_done[code]
+                if self.num_done[code] < problem.passes and (code > stage or in_flight < self.depth[stage]):
+                    action = code * problem.passes + self.num_done[code]
                     ready_time, weights = self._ready_time(action), self._weights_to_free_memory(rank, action)
                     if ready_time >= 0 and weights is not None:
                         free = self.free[rank] + sum(problem.cost[weight] for weight in weights)
@@ -94,7 +95,7 @@ class GreedyDispatch:
     def _weights_to_free_memory(self, rank: int, action: int) -> list[int] | None:
         """The W that have to run before `action` for its memory; None if they are not enough."""
         problem, weights, memory = self.problem, list[int](), self.memory[rank]
-        reserved = problem.later_stages_memory[action // problem.microbatches] if action < problem.first_back else 0.0
+        reserved = problem.later_stages_memory[action // problem.passes] if action < problem.first_back else 0.0
         if problem.change[action] <= 0.0:
             return weights
         for weight in (*self.deferred_weights[rank], None):
@@ -116,7 +117,7 @@ class GreedyDispatch:
             needed -= 1
         self.free[rank] = max(self.free[rank], ready_time) + problem.cost[action]
         self.memory[rank] += problem.change[action]
-        self.num_done[action // problem.microbatches] += 1
+        self.num_done[action // problem.passes] += 1
         if action >= problem.first_back and not problem.full_backwards:
             weights.append(action + problem.first_back)
         for slot, _, transmission, latency in problem.sends[action]:
@@ -125,7 +126,7 @@ class GreedyDispatch:
 
 def in_flight_limits(problem: SearchProblem) -> Iterator[list[float]]:
     """Yield limits of microbatches in flight for every stage: none, then multiples of what its round trip takes."""
-    period = max(problem.work) / problem.microbatches
+    period = max(problem.work) / problem.passes
     yield [float("inf")] * problem.num_stages
     for factor in ROUND_TRIP_FACTORS:
         depth = []
@@ -137,6 +138,6 @@ def in_flight_limits(problem: SearchProblem) -> Iterator[list[float]]:
 
 def initial_rows(problem: SearchProblem) -> Iterator[Rows]:
     """All there are."""
-    yield from map(problem.rows_from_table, published_schedules(problem.placement, problem.microbatches))
+    yield from map(problem.rows_from_table, published_schedules(problem.placement, problem.microbatches, problem.slices))
     yield from (grouped_rows(problem, size) for size in (1, 2, 3, 4) if size <= problem.microbatches)
     yield from (rows for depth in in_flight_limits(problem) if (rows := GreedyDispatch(problem, depth).rows_without_weights()))

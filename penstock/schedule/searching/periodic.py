@@ -30,7 +30,7 @@ class _MemorySpan(NamedTuple):
 
 def find_modulo_schedules(problem: SearchProblem, rng: random.Random, tries: int) -> Iterator[StartOffsets]:
     """Yield the start offsets of the shortest periods found in `tries`, the shortest first."""
-    min_period = max(problem.work) / problem.microbatches
+    min_period = max(problem.work) / problem.passes
     period = FIRST_PERIOD_FACTOR * min_period
     waits, needed, schedules = [0.0] * len(problem.times), INFINITE, list[StartOffsets]()
     for _ in range(tries if period else 0):
@@ -51,7 +51,7 @@ def find_modulo_schedules(problem: SearchProblem, rng: random.Random, tries: int
 
 def _start_times(problem: SearchProblem, period: float, waits: list[float]) -> list[float]:
     """When every code begins for microbatch 0: after its wait, where its rank is free in every period. Empty: it is not."""
-    count, arrival_times, starts = problem.microbatches, problem.initial_slot_times[:], [0.0] * len(problem.times)
+    count, arrival_times, starts = problem.passes, problem.initial_slot_times[:], [0.0] * len(problem.times)
     busy_times: list[list[tuple[float, float]]] = [[] for _ in range(problem.ranks)]
     for code in problem.codes_in_dependency_order():
         action, length = code * count, problem.times[code]
@@ -118,11 +118,17 @@ def _memory_at(spans: Iterable[_MemorySpan], time: float, period: float) -> floa
 
 
 def unroll_modulo_schedule(problem: SearchProblem, start_offsets: StartOffsets) -> Rows:
-    """Return the F and I of every microbatch in the order of their starts: one period after the microbatch before."""
+    """Return the F and I of every pass in the order of their starts: one period after the pass before.
+
+    The first backward of a microbatch waits for the forwards of all its slices, so backwards begin as many periods later.
+    """
     rows: Rows = []
     for stages in problem.stages_of:
         codes = [code for stage in stages for code in (stage, problem.num_stages + stage)]
-        microbatches = range(problem.microbatches)
-        starts = [(start_offsets[code] + m, code * problem.microbatches + m) for code in codes for m in microbatches]
+        starts = [
+            (start_offsets[code] + n + (problem.slices - 1) * (code >= problem.num_stages), code * problem.passes + n)
+            for code in codes
+            for n in range(problem.passes)
+        ]
         rows.append([action for _, action in sorted(starts)])
     return rows

@@ -1,7 +1,9 @@
 """The pipeline as a search sees it: numbers for actions, and flat lists of what each costs, sends and holds.
 
-The action of stage s for microbatch m has the number `code * M + m`, where the code is s for F, S + s for I and 2S + s for W.
-Microbatches run in the order 0, 1, 2, .., as they are given: the n-th action of a code is microbatch n.
+The action of stage s for pass n has the number `code * N + n`, where the code is s for F, S + s for I and 2S + s for W. A pass
+is a microbatch, or one of its K slices: N = M K. Passes run in the order 0, 1, 2, .., so the n-th action of a code is pass n,
+for microbatch n // K. Forwards take the slices of a microbatch from the first one on, backwards from the last one on; the
+first backward waits for the last forward.
 """
 
 from collections import defaultdict
@@ -38,28 +40,42 @@ class SearchProblem:
     """
 
     def __init__(
-        self, costs: Costs, placement: Sequence[int], microbatches: int, limits: Sequence[float], full_backwards: bool = False
+        self,
+        costs: Costs,
+        placement: Sequence[int],
+        microbatches: int,
+        limits: Sequence[float],
+        full_backwards: bool = False,
+        slices: int = 1,
     ) -> None:
         """`limits`: every rank's memory. `full_backwards`: backwards are not split: I stands for B, and there is no W."""
         self.costs, self.placement, self.microbatches = costs, tuple(placement), microbatches
+        self.slices, self.passes = slices, microbatches * slices
         self.full_backwards = full_backwards
         self.limits = [limit * (1 + TOLERANCE) for limit in limits]
         self.num_stages, self.ranks = len(placement), len(limits)
         self.stages_of = [[stage for stage, home in enumerate(placement) if home == rank] for rank in range(self.ranks)]
         self.kinds = (Kind.F, Kind.B) if full_backwards else (Kind.F, Kind.I, Kind.W)
-        self.first_back, self.first_weight = self.num_stages * microbatches, 2 * self.num_stages * microbatches
+        self.first_back, self.first_weight = self.num_stages * self.passes, 2 * self.num_stages * self.passes
         times, self.sizes = costs.action_costs(self.num_stages), costs.activation_sizes(self.num_stages)
-        self.factors = costs.factors_by_microbatch(microbatches)
-        mean = fmean(self.factors)
+        self.factors = [factor / slices for factor in costs.factors_by_microbatch(microbatches) for _ in range(slices)]
+        slice_shares = [factor / slices for factor in costs.factors_by_slice(slices)]
+        mean = fmean(costs.factors_by_microbatch(microbatches)) * fmean(slice_shares)
         self.times = [mean * times[kind][stage] for kind in self.kinds for stage in range(self.num_stages)]  # by codes
         self.typical_time = sum(self.times) / len(self.times)
         by_microbatch = costs.action_costs_by_microbatch(self.num_stages, microbatches)
-        self.cost = [cost for kind in self.kinds for stage_costs in by_microbatch[kind] for cost in stage_costs]
+        self.cost = [
+            cost * share
+            for kind in self.kinds
+            for stage_costs in by_microbatch[kind]
+            for cost in stage_costs
+            for share in (slice_shares if kind is Kind.F else reversed(slice_shares))
+        ]
         self.change = self._values_per_action([size.memory_change(kind) for kind in self.kinds for size in self.sizes])
         signs = (1, -1, 0)[: len(self.kinds)]  # of F, of I and of W, if every W that can run is done
         self.memory_change_with_weights = self._values_per_action([sign * size.act for sign in signs for size in self.sizes])
         self.work = [
-            microbatches * sum(self.times[code] for code in range(len(self.times)) if placement[code % self.num_stages] == rank)
+            self.passes * sum(self.times[code] for code in range(len(self.times)) if placement[code % self.num_stages] == rank)
             for rank in range(self.ranks)
         ]
         self.later_stages_memory = [
@@ -80,23 +96,23 @@ class SearchProblem:
         self.taker = dict[int, int]()  # slot -> the action that needs it
         slots, filled_slots = count + 1, set[int]()
         for source, taker, send in self._messages():
-            for m in range(self.microbatches):
-                action, slot = taker * self.microbatches + m, taker * self.microbatches + m
+            joins_slices = source == stages - 1 and taker == 2 * stages - 1  # from the last forward to the first backward
+            for n in range(0, self.passes, self.slices if joins_slices else 1):
+                action = slot = taker * self.passes + n
+                sender = source * self.passes + n + (self.slices - 1 if joins_slices else 0)
                 if slot in filled_slots:
                     slot, slots = slots, slots + 1
                     self.also_needs[action].append(slot)
                 filled_slots.add(slot)
                 self.taker[slot] = action
-                self.sends[source * self.microbatches + m].append(
-                    send._replace(slot=slot, transmission=send.transmission * self.factors[m])
-                )
-                self.source[slot] = source * self.microbatches + m
+                self.sends[sender].append(send._replace(slot=slot, transmission=send.transmission * self.factors[n]))
+                self.source[slot] = sender
         no_send = ActionMessage(count, None, 0.0, 0.0)
         first_sends = [(sends or [no_send])[0] for sends in self.sends]
         self.slot, self.latency = [send.slot for send in first_sends], [send.latency for send in first_sends]
         self.initial_slot_times = [-1.0 if slot in filled_slots else 0.0 for slot in range(count)] + [-1.0] * (slots - count)
         self.is_simple_chain = slots == count + 1 and all(send.transmission == 0 for sends in self.sends for send in sends)
-        self.has_positive_times = self.is_simple_chain and min(self.cost[: 2 * stages * self.microbatches]) > 0
+        self.has_positive_times = self.is_simple_chain and min(self.cost[: 2 * stages * self.passes]) > 0
 
     def _messages(self) -> Iterator[tuple[int, int, ActionMessage]]:
         """Yield (source code, receiving code, cost of the message), in the order in which a rank sends."""
@@ -126,7 +142,7 @@ class SearchProblem:
     @cached_property
     def tails(self) -> list[float]:
         """How long it takes at least from the end of every action to the end of the step."""
-        tails, count = [0.0] * len(self.cost), self.microbatches
+        tails, count = [0.0] * len(self.cost), self.passes
         for code in reversed(self.codes_in_dependency_order()):
             follows = 0.0
             for action in reversed(range(code * count, (code + 1) * count)):
@@ -154,7 +170,7 @@ class SearchProblem:
         )
         return [
             number_actions_in_order(
-                (code * self.num_stages + stage for kind, stage, *_ in row for code in kinds[kind]), self.microbatches
+                (code * self.num_stages + stage for kind, stage, *_ in row for code in kinds[kind]), self.passes
             )
             for row in table.actions
         ]
@@ -163,17 +179,19 @@ class SearchProblem:
         """The table of `rows`."""
 
         def action(number: int) -> Action:
-            code, microbatch = divmod(number, self.microbatches)
-            return Action(self.kinds[code // self.num_stages], code % self.num_stages, microbatch)
+            code, pass_number = divmod(number, self.passes)
+            microbatch, place = divmod(pass_number, self.slices)
+            kind = self.kinds[code // self.num_stages]
+            return Action(kind, code % self.num_stages, microbatch, place if kind is Kind.F else self.slices - 1 - place)
 
         return from_rows(name, [list(map(action, row)) for row in rows], self.placement)
 
 
-def number_actions_in_order(codes: Iterable[int], microbatches: int) -> list[int]:
-    """The numbers of actions of these codes: the n-th of a code is for microbatch n."""
+def number_actions_in_order(codes: Iterable[int], passes: int) -> list[int]:
+    """The numbers of actions of these codes: the n-th of a code is pass n."""
     num_done: dict[int, int] = defaultdict(int)
     row = []
     for code in codes:
-        row.append(code * microbatches + num_done[code])
+        row.append(code * passes + num_done[code])
         num_done[code] += 1
     return row

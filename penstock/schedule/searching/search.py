@@ -54,6 +54,7 @@ def search(
     seed: int = 0,
     start: Schedule | None = None,
     progress: Progress | None = None,
+    slices: int = 1,
 ) -> Found:
     """The table with the shortest step, within a limit on memory, that was found for these costs.
 
@@ -69,6 +70,7 @@ def search(
     `start`: one more table to begin with, for example one found before.
     `progress`: called with the share of work done and the best makespan so far (infinite before there is one), some ten
     times a second. If it returns something true the search ends with what it has, as it does on Ctrl-C.
+    `slices`: K, into how many slices a microbatch is cut along its sequence. Costs are of whole microbatches.
 
     The table is never longer than the best published one within the limit. Raises ScheduleError for a limit that no table
     keeps, for costs, a placement or numbers that are none, and for `optimal` without OR-Tools or with overlapping pairs.
@@ -81,13 +83,14 @@ def search(
     if not isinstance(costs, Costs):
         raise ScheduleError(f"costs={costs!r} are none: Costs(forward=.., backward_input=.., backward_weight=..) makes some")
     microbatches, seed = as_integer("microbatches", microbatches, 1), as_integer("seed", seed, -INFINITE)
+    slices = as_integer("slices", slices, 1)
     placement = as_placement(placement)
     limits = memory_limits(limit, costs, placement)
-    _check_start(start, placement, microbatches)
+    _check_start(start, placement, microbatches, slices)
     if effort == "optimal":
-        cp_sat.check_solvable(costs)
+        cp_sat.check_solvable(costs, slices)
     problems = [
-        SearchProblem(costs, placement, microbatches, limits, full_backwards)
+        SearchProblem(costs, placement, microbatches, limits, full_backwards, slices)
         for full_backwards in _full_backward_choices(costs, len(placement))
     ]
     best = _BestSchedule(problems[0], start, EFFORTS[effort], progress)
@@ -109,14 +112,12 @@ def _full_backward_choices(costs: Costs, stages: int) -> list[bool]:
     return [False, True] if cheaper or any(keep > act for act, keep in costs.activation_sizes(stages)) else [False]
 
 
-def _check_start(start: Schedule | None, placement: tuple[int, ...], microbatches: int) -> None:
+def _check_start(start: Schedule | None, placement: tuple[int, ...], microbatches: int, slices: int) -> None:
     if start is not None:
         check_is_table(start)
         verify(start)
-        if start.slices > 1:
-            raise ScheduleError(
-                f"{start.name} is no start: it has {start.slices} slices of a microbatch, the search makes whole ones"
-            )
+        if start.slices != slices:
+            raise ScheduleError(f"{start.name} is no start: it has slices={start.slices}, not {slices}")
         if (start.placement, start.microbatches) != (placement, microbatches):
             start_text = f"{start.microbatches} microbatches on {start.placement}"
             raise ScheduleError(f"{start.name} is no start: it has {start_text}, not {microbatches} on {placement}")
@@ -128,7 +129,7 @@ class _BestSchedule:
     def __init__(self, problem: SearchProblem, start: Schedule | None, work: int, progress: Progress | None) -> None:
         self.problem, self.work, self.progress, self.work_done = problem, work, progress, 0.0
         self.bound = lower_bound(problem)
-        self.published = list(initial_tables.published_schedules(problem.placement, problem.microbatches))
+        self.published = list(initial_tables.published_schedules(problem.placement, problem.microbatches, problem.slices))
         self.tables = [*self.published, *([start] if start else ())]
         self.time = lru_cache(self._makespan_within_limits)
         self.makespan = min(map(self.time, self.tables), default=INFINITE)
@@ -166,8 +167,9 @@ class _BestSchedule:
 
     def found(self) -> Found:
         """Return the best table and its bound; a table without overlap if the search was stopped before it had one."""
+        problem = self.problem
         plain = SearchProblem(
-            self.problem.costs, self.problem.placement, self.problem.microbatches, self.problem.limits, full_backwards=True
+            problem.costs, problem.placement, problem.microbatches, problem.limits, full_backwards=True, slices=problem.slices
         )
         tables = [*self.tables, plain.schedule_from_rows(initial_tables.grouped_rows(plain, 1), "sequential")]
         if self.searched:

@@ -7,17 +7,19 @@ finds the keys and values of the other parts. Everywhere else `ps.attention` is 
 import ast
 import inspect
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from textwrap import dedent
 from types import CellType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import MismatchError
+from penstock.randomness import RandomnessByPosition
+from penstock.torch_private import safe_softmax
 
 LOOKS_AHEAD = "looks at later tokens too (causal=False), which a slice does not have"
 CHECKPOINTS = (
@@ -69,32 +71,78 @@ def attention(
     return attend_here(query, key, value, causal, mask, scale, dropout)
 
 
+class WeightsPart(NamedTuple):
+    """The part that a forward has of attention's weights (batch, heads, tokens, tokens), besides its keys."""
+
+    heads: int  # of all
+    tokens: int  # of all
+    first_head: int
+    first_query: int
+
+
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+    dropout: float,
+    part: WeightsPart | None = None,
 ) -> Tensor:
-    """Return the attention of tokens that are all here; the arguments are those of `attention`."""
+    """Return the attention of tokens that are all here; the arguments are those of `attention`.
+
+    `part`: what is here of a sequence whose tokens are cut; dropout is then that of the whole one.
+    """
     queries, keys = query.shape[-2], key.shape[-2]
     causal = causal and bool(queries > 1)  # the last token alone sees all; a size may be symbolic, in an export
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None]
 
-    if causal and (mask is not None or queries != keys):
+    drops_part = part is not None and dropout > 0
+    if causal and (mask is not None or queries != keys or drops_part):
         visible = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
         if mask is None:
             mask = visible
         else:
             mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
         causal = False
+    if part is not None and drops_part:
+        return _attend_with_dropout(query, key, value, mask, scale, dropout, part)
     return functional.scaled_dot_product_attention(
         *(query, key, value, mask, dropout, causal), scale=scale, enable_gqa=query.shape[-3] != key.shape[-3]
     )
 
 
+def _attend_with_dropout(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, dropout: float, part: WeightsPart
+) -> Tensor:
+    """Return what `scaled_dot_product_attention` does on a CPU, with its dropout for the whole sequence cut to `part`."""
+    (batch, heads, queries, width), (_, key_heads, keys, _) = query.shape, key.shape
+    if heads != key_heads:
+        key, value = (tensor.repeat_interleave(heads // key_heads, 1) for tensor in (key, value))
+    scores = query @ key.mT * (width**-0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    weights = safe_softmax(scores, -1)
+
+    factors, _ = torch.native_dropout(weights.new_ones(batch, part.heads, part.tokens, part.tokens), dropout, True)
+    factors = factors.narrow(1, part.first_head, heads).narrow(2, part.first_query, queries)[..., :keys].clone()
+    return (weights * factors) @ value
+
+
 class AttentionContext:
     """What `attention` does while it is set by `attention_context`: here, what it does without one."""
 
-    first_position = 0  # how many tokens of the sequence precede those of this forward
     num_calls = 0  # of `attention`, so far
+    lengths: Sequence[int] = ()  # the tokens of each part of the sequence, if the forward has one of them
+    part = 0  # which one that is
+    sequence_dim = 1  # the dimension that has the tokens
+
+    @property
+    def first_position(self) -> int:
+        """How many tokens of the sequence precede those of this forward."""
+        return sum(self.lengths[: self.part])
 
     def count_and_attend(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float
@@ -141,11 +189,15 @@ _current: AttentionContext | None = None  # for all threads: on a GPU, a backwar
 
 @contextmanager
 def attention_context(context: AttentionContext | None) -> Iterator[None]:
-    """Set `context` for the calls of `attention` inside; None for none."""
+    """Set `context` for the calls of `attention` inside; None for none. Random numbers are those of its part of the tokens."""
     global _current
     previous, _current = _current, context
+    randomness: AbstractContextManager[Any] = nullcontext()
+    if context is not None and context.lengths:
+        randomness = RandomnessByPosition(context.lengths, context.part, context.sequence_dim)
     try:
-        yield
+        with randomness:
+            yield
     finally:
         _current = previous
 

@@ -1,12 +1,17 @@
-"""Seeds that depend on the purpose of the random numbers, not on rank or order; and the switch for deterministic bits."""
+"""Random numbers that depend on their purpose and place, not on rank or order; and the switch for deterministic bits."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
+from penstock.errors import MismatchError
 from penstock.torch_private import mps_generator
 
 _64_BITS = 2**64 - 1
@@ -59,3 +64,69 @@ def preserve_generator_state(device: torch.device) -> Iterator[torch.Generator]:
         yield generator
     finally:
         generator.set_state(state)
+
+
+# -- where a forward has a part of a sequence's tokens ------------------------------------------------------------------
+
+_DROPOUTS = frozenset((functional.dropout, functional.dropout1d, torch.dropout, torch.ops.aten.dropout.default))
+_FILLS = frozenset((torch.rand_like, torch.randn_like, Tensor.bernoulli_, Tensor.exponential_, Tensor.normal_, Tensor.uniform_))
+
+
+class RandomnessByPosition(TorchFunctionMode):
+    """Draws random numbers for all tokens of a sequence, and takes those of a part: the ones that a forward of all would have.
+
+    `lengths`: the tokens of each part. `part`: which one the forward inside has. `dim`: the dimension that has the tokens.
+    """
+
+    def __init__(self, lengths: Sequence[int], part: int, dim: int) -> None:
+        self._first, self._length, self._total, self._dim = sum(lengths[:part]), lengths[part], sum(lengths), dim
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch. Raises MismatchError for a dropout of a tensor that lacks the part's tokens."""
+        kwargs = kwargs or {}
+        if function in _DROPOUTS:
+            return self._drop(function, *args, **kwargs)
+        if function not in _FILLS or (dim := self._token_dim(args[0])) is None:
+            return function(*args, **kwargs)
+        numbers = self._take_part(function(self._empty_whole(args[0], dim), *args[1:], **kwargs), dim)
+        return args[0].copy_(numbers) if function.__name__.endswith("_") else numbers
+
+    def _drop(
+        self,
+        function: Callable[..., Tensor],
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        train: bool = True,
+    ) -> Tensor:
+        if not (p and training and train):
+            return input
+        if (dim := self._token_dim(input)) is None:
+            raise MismatchError(
+                f"a layer drops elements of a tensor of shape {tuple(input.shape)}, which does not have the {self._length} "
+                f"tokens of this part of a sequence in dimension {self._dim} (sequence_dim): use dropout before that shape"
+            )
+        factors = self._take_part(function(self._empty_whole(input, dim).fill_(1), p, True), dim)
+        return input.mul_(factors) if inplace else input * factors
+
+    def _token_dim(self, tensor: Tensor) -> int | None:
+        """Return the dimension of a tensor that has the tokens; of (rows * tokens, ..) the first."""
+        shape, dim = tensor.shape, self._dim
+        is_flattened = dim == 1 and tensor.dim() > 0 and shape[0] % self._length == 0
+        has_tokens = tensor.dim() > dim and shape[dim] == self._length and not (is_flattened and tensor.dim() == 2)
+        return dim if has_tokens else 0 if is_flattened else None
+
+    def _empty_whole(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return an empty tensor like a part's, with all tokens and the same order in memory, in which numbers are drawn."""
+        shape, order = list(tensor.shape), list(range(tensor.dim()))
+        shape[dim] = shape[dim] // self._length * self._total
+        if not tensor.is_contiguous():
+            order.sort(key=tensor.stride, reverse=True)
+        return torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device)
+
+    def _take_part(self, whole: Tensor, dim: int) -> Tensor:
+        parts = whole.unflatten(dim, (-1, self._total)).narrow(dim + 1, self._first, self._length)
+        return parts.flatten(dim, dim + 1).clone()

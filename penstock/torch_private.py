@@ -220,6 +220,11 @@ def foreach_add(sums: list[Tensor], terms: list[Tensor]) -> None:
         torch._foreach_add_(sums, terms)
 
 
+def safe_softmax(scores: Tensor, dim: int) -> Tensor:
+    """The public `torch.softmax`, but 0 where all scores are -inf: as in `scaled_dot_product_attention`."""
+    return torch._safe_softmax(scores, dim)
+
+
 # ---- autograd -------------------------------------------------------------------------------------------------------
 # DisableTorchFunctionSubclass: inside, `__torch_function__` is not asked; the documents name it, if in a private module.
 

@@ -144,7 +144,7 @@ class LocalBatch(NamedTuple):
         """Return the slice that a forward runs; None unless tokens are cut."""
         if not self.slice_lengths:
             return None
-        return SequenceSlice(action.microbatch, action.slice, self.slice_lengths)
+        return SequenceSlice(action.microbatch, action.slice, self.slice_lengths, self.call.sequence_dim)
 
     @property
     def training(self) -> bool:
@@ -161,10 +161,10 @@ class LocalBatch(NamedTuple):
         )
 
     def microbatch_seed(self, number: int) -> int | None:
-        """Return the seed of a microbatch's (or slice's) random numbers, which the order of a list does not change."""
+        """Return the seed of a microbatch's random numbers, by its number or a slice's, whatever the order of a list."""
         if self.seed is None:
             return None
-        return mix_in(self.seed, self.first_seed_index + (self.order[number] if self.order else number))
+        return mix_in(self.seed, self.first_seed_index + (self.order[number] if self.order else number // self.num_slices))
 
     def describe_shapes(self) -> list[str]:
         """Return the shapes of inputs and target in words, of those that this rank reads."""
@@ -253,11 +253,9 @@ def split_batch(
         weights_changed=call.weights_changed,
     )
     seed = mix_seed(call.seed, call.steps_before) if call.training and call.seed is not None else None
-    if seed is not None and mesh_position.cp_index:
-        seed = mix_in(seed, -mesh_position.cp_index)  # each part of the tokens draws different numbers
     scale = read_grad_scale(call.scaler, mesh_position.world) if call.training and call.scaler is not None else 1.0
     grad_scale = scale * call.user_scale * len(mesh_position.batch_part_pipelines)  # gradients are averaged afterwards
-    first_seed_index = mesh_position.replica * schedule.microbatches * schedule.slices
+    first_seed_index = mesh_position.replica * schedule.microbatches
     return LocalBatch(
         call,
         header,

@@ -189,7 +189,7 @@ class Engine:
         actions = StepActions(self.stages, self.schedule.stages - 1, batch, handshake_result, early_forward)
         functions = self._wrap_with_observers(actions.functions, measurement)
         if self.attention is not None:
-            self.attention.begin_step(handshake_result.sequence_lengths)
+            self.attention.begin_step(handshake_result.sequence_lengths, call.sequence_dim)
         with attention_context(self.attention):
             self.run_program(handshake_result.program.lines, functions, channels, clock, early_forward)
         if self.attention is not None and handshake_result.learned is None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.attention_hook import AttentionContext, attend, check_mask_can_be_cut
+from penstock.attention_hook import AttentionContext, WeightsPart, attend, check_mask_can_be_cut
 from penstock.errors import MismatchError
 
 
@@ -24,18 +24,17 @@ class ContextParallelAttention(AttentionContext):
     """Attention of a sequence whose parts are on the ranks of `group`. `index`: this rank's place among them."""
 
     def __init__(self, group: dist.ProcessGroup, index: int) -> None:
-        self._group, self._index = group, index
-        self._lengths: Sequence[int] = ()
+        self._group, self.part = group, index
 
-    def begin_step(self, lengths: Sequence[int]) -> None:
-        """Set how many tokens each rank has."""
-        self._lengths, self.first_position = lengths, sum(lengths[: self._index])
+    def begin_step(self, lengths: Sequence[int], dim: int) -> None:
+        """Set how many tokens each rank has, and the dimension that has them."""
+        self.lengths, self.sequence_dim = lengths, dim
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float
     ) -> Tensor:
         """Return the attention of this rank's tokens to those of all ranks. All ranks of the group call it."""
-        ranks, length = len(self._lengths), self._lengths[self._index]
+        ranks, length = len(self.lengths), self.lengths[self.part]
         if not query.shape[2] == key.shape[2] == length:
             raise MismatchError(
                 f"attention of {query.shape[2]} tokens to {key.shape[2]}, but this rank has {length} of its sequence: along cp "
@@ -46,36 +45,38 @@ class ContextParallelAttention(AttentionContext):
             [mask] = self._gather_tokens([mask[:, None].to(torch.uint8)])
             mask = mask[:, 0].bool()
 
+        heads, total = query.shape[1], sum(self.lengths)
         if all(tensor.shape[1] % ranks == 0 for tensor in (query, key)):
             query, key, value = self._gather_tokens_scatter_heads([query, key, value])
-            attended = attend(query, key, value, causal, mask, scale, dropout)
+            part = WeightsPart(heads, total, self.part * query.shape[1], 0)
+            attended = attend(query, key, value, causal, mask, scale, dropout, part)
             return self._gather_heads_scatter_tokens(attended)
 
         key, value = self._gather_tokens([key, value])
-        visible_length = self.first_position + length if causal else sum(self._lengths)
+        part = WeightsPart(heads, total, 0, self.first_position)
+        visible_length = self.first_position + length if causal else total
         mask = None if mask is None else mask[:, :visible_length]
-        return attend(query, key[:, :, :visible_length], value[:, :, :visible_length], causal, mask, scale, dropout)
+        return attend(query, key[:, :, :visible_length], value[:, :, :visible_length], causal, mask, scale, dropout, part)
 
     def _gather_tokens_scatter_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Give away all heads but this rank's, and get those of all tokens."""
-        head_chunks = zip(*[tensor.chunk(len(self._lengths), 1) for tensor in tensors], strict=True)
+        head_chunks = zip(*[tensor.chunk(len(self.lengths), 1) for tensor in tensors], strict=True)
         return self._gather_tokens_by_rank([list(heads) for heads in head_chunks])
 
     def _gather_heads_scatter_tokens(self, attended: Tensor) -> Tensor:
         """Give away all tokens but this rank's, and get all heads of those."""
-        parts = attended.split(list(self._lengths), 2)
-        shape = parts[self._index].shape
+        parts = attended.split(list(self.lengths), 2)
+        shape = parts[self.part].shape
         return torch.cat([heads for [heads] in self._all_to_all_tensors([[part] for part in parts], [[shape]] * len(parts))], 1)
 
     def _gather_tokens(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return each tensor with the tokens of all ranks, which are in dimension 2."""
-        return self._gather_tokens_by_rank([tensors] * len(self._lengths))
+        return self._gather_tokens_by_rank([tensors] * len(self.lengths))
 
     def _gather_tokens_by_rank(self, tensors_by_rank: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Send to each rank its list of tensors of this rank's tokens; return them with the tokens of all ranks."""
         shapes = [
-            [(*tensor.shape[:2], length, *tensor.shape[3:]) for tensor in tensors_by_rank[self._index]]
-            for length in self._lengths
+            [(*tensor.shape[:2], length, *tensor.shape[3:]) for tensor in tensors_by_rank[self.part]] for length in self.lengths
         ]
         return [torch.cat(parts, 2) for parts in zip(*self._all_to_all_tensors(tensors_by_rank, shapes), strict=True)]
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from penstock.attention_hook import CHECKPOINTS, LOOKS_AHEAD, AttentionContext, attend
+from penstock.attention_hook import CHECKPOINTS, LOOKS_AHEAD, AttentionContext, WeightsPart, attend
 from penstock.errors import MismatchError
 from penstock.stage.backward.autograd_edges import gradient_edge
 from penstock.torch_private import saved_tensor_hooks, tensor_version
@@ -34,11 +34,7 @@ class SequenceSlice(NamedTuple):
     microbatch: int
     slice: int
     lengths: Sequence[int]  # the tokens of each slice of the microbatch
-
-    @property
-    def first_position(self) -> int:
-        """The number of tokens that precede it."""
-        return sum(self.lengths[: self.slice])
+    dim: int  # that has the tokens
 
     @property
     def is_last(self) -> bool:
@@ -65,19 +61,17 @@ class _SavedKeyValue(NamedTuple):
 class SlicedAttention(AttentionContext):
     """The attention of one microbatch on one stage.
 
-    `module`: the stage's. `lengths`: the tokens of each slice. `masks`: of the step, see `_causal_mask`.
+    `module`: the stage's. `lengths`: the tokens of each slice, in dimension `dim`. `masks`: of the step, see `_causal_mask`.
     """
 
-    def __init__(self, module: nn.Module, lengths: Sequence[int], masks: dict[Any, Tensor]) -> None:
-        self._module, self._lengths, self._masks = module, lengths, masks
+    def __init__(self, module: nn.Module, lengths: Sequence[int], dim: int, masks: dict[Any, Tensor]) -> None:
+        self._module, self.lengths, self.sequence_dim, self._masks = module, lengths, dim, masks
         self._calls: list[list[_SavedKeyValue]] = []  # call of a forward -> its slices
-        self._slice = 0  # of the forward or backward that runs
         self._in_backward = self._with_backward = False
 
     def begin_forward(self, slice_: int, with_backward: bool) -> None:
         """Before the forward of a slice."""
-        self._slice, self.first_position, self._in_backward = slice_, sum(self._lengths[:slice_]), False
-        self._with_backward = with_backward
+        self.part, self._in_backward, self._with_backward = slice_, False, with_backward
         self.num_calls = 0
 
     def begin_backward(self, slice_: int) -> list[tuple[GradientEdge, Tensor]]:
@@ -85,7 +79,7 @@ class SlicedAttention(AttentionContext):
 
         Return where the backward begins besides the outputs: at keys and values, with the gradients of later slices.
         """
-        self._slice, self.first_position, self._in_backward = slice_, sum(self._lengths[:slice_]), True
+        self.part, self._in_backward = slice_, True
         self.num_calls = -1  # not known before the forward runs again
         for leaf, version, _ in (tensor for slices in self._calls for part in slices for tensor in (part.key, part.value)):
             if tensor_version(leaf) != version:
@@ -114,8 +108,9 @@ class SlicedAttention(AttentionContext):
                 raise self._error(CHECKPOINTS)
             padding = mask if is_padding else None
             self._calls[self.num_calls - 1].append(_SavedKeyValue(_save_tensor(key), _save_tensor(value), padding))
+        part = WeightsPart(query.shape[1], sum(self.lengths), 0, self.first_position)
         if not earlier:
-            return attend(query, key, value, causal, mask, scale, dropout)
+            return attend(query, key, value, causal, mask, scale, dropout, part)
 
         # 2. All tokens so far.
         keys, values = [part.key.leaf for part in earlier], [part.value.leaf for part in earlier]
@@ -141,25 +136,23 @@ class SlicedAttention(AttentionContext):
         saves_tensors = torch.is_grad_enabled() and saved_tensor_hooks() is None
         parts = [(joined_key, (*keys, key.detach())), (joined_value, (*values, value.detach()))]
         with _join_again_in_backward(parts) if saves_tensors else _NO_CONTEXT:
-            if mask is not None or query.shape[TIME] == 1:
-                return attend(query, joined_key, joined_value, causal, mask, scale, dropout)
+            if mask is not None or query.shape[TIME] == 1 or dropout:
+                return attend(query, joined_key, joined_value, causal, mask, scale, dropout, part)
             enable_gqa, bias = query.shape[1] != key.shape[1], self._causal_mask(query, num_keys)
-            return scaled_dot_product_attention(
-                *(query, joined_key, joined_value, bias, dropout), scale=scale, enable_gqa=enable_gqa
-            )
+            return scaled_dot_product_attention(*(query, joined_key, joined_value, bias), scale=scale, enable_gqa=enable_gqa)
 
     def _earlier_slices(self, call: int) -> Sequence[_SavedKeyValue]:
         """Return what earlier slices have left in this call. Raise MismatchError if it is unclear which call this is."""
         if self._in_backward:
             if call < 0:
                 raise self._error(CHECKPOINTS)
-            return self._calls[call][: self._slice]
+            return self._calls[call][: self.part]
         if call == len(self._calls):
             self._calls.append([])
         slices = self._calls[call]
-        if len(slices) != self._slice:
-            raise self._error(f"calls ps.attention for slice {self._slice}, but did not for each slice before")
-        return slices[: self._slice]
+        if len(slices) != self.part:
+            raise self._error(f"calls ps.attention for slice {self.part}, but did not for each slice before")
+        return slices[: self.part]
 
     def _causal_mask(self, query: Tensor, num_keys: int) -> Tensor:
         """Return what lets the queries, which are the last tokens, see themselves and those before.
@@ -172,7 +165,7 @@ class SlicedAttention(AttentionContext):
         num_queries = query.shape[TIME]
         if query.is_cuda:
             return causal_lower_right(num_queries, num_keys)
-        size, most_earlier = max(num_queries, *self._lengths), max(num_keys - num_queries, sum(self._lengths[:-1]))
+        size, most_earlier = max(num_queries, *self.lengths), max(num_keys - num_queries, sum(self.lengths[:-1]))
         key = size, most_earlier, query.dtype, query.device
         if key not in self._masks:
             visible = torch.ones(size, most_earlier + size, dtype=torch.bool, device=query.device).tril(most_earlier)

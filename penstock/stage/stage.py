@@ -196,9 +196,9 @@ class Stage:
 
     def _begin_slice(self, sequence_slice: SequenceSlice, with_backward: bool) -> SlicedAttention:
         """Return the attention of a slice's microbatch, ready for the slice's forward."""
-        microbatch, slice_, lengths = sequence_slice
+        microbatch, slice_, lengths, dim = sequence_slice
         if slice_ == 0:
-            self._sliced_attention[microbatch] = SlicedAttention(self.module, lengths, self._causal_masks)
+            self._sliced_attention[microbatch] = SlicedAttention(self.module, lengths, dim, self._causal_masks)
         attention = self._sliced_attention[microbatch]
         attention.begin_forward(slice_, with_backward)
         return attention
@@ -229,7 +229,8 @@ class Stage:
         Raises ValueError if `loss_fn` does not return a floating-point scalar, or returns one without a graph.
         """
         assert self.loss_fn is not None
-        with _grad_mode(with_backward):
+        attention = self.in_flight[microbatch].attention if with_backward and self._loss_may_draw else None
+        with _grad_mode(with_backward), _NOTHING if attention is None else attention_context(attention):
             loss = self.loss_fn(output, target) if has_weight else _zero_loss(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             kind = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -425,6 +425,11 @@ def test_an_active_profiler_is_noticed():
     assert not torch_private.profiler_is_active()
 
 
+def test_a_softmax_of_nothing_is_zero():
+    scores = torch.tensor([[0.0, 1.0], [-torch.inf, -torch.inf]])
+    assert torch.equal(torch_private.safe_softmax(scores, -1), scores.softmax(-1).nan_to_num(0))
+
+
 # ---- process groups
 
 

@@ -37,10 +37,15 @@ def test_on_every_mesh_it_has_the_numbers_of_one_process(ranks: int, tmp_path: P
 # -- two ranks, one start ------------------------------------------------------------------------------------------------
 
 
-def sharded(recompute: Any = None) -> tuple[ps.Pipeline, torch.optim.Optimizer]:
+def gpt(dropout: float = 0.0, heads: int = 4) -> nn.Module:
+    torch.manual_seed(3)
+    return ps.model.GPT(ps.model.GPTConfig(17, models.TIME, width=16, layers=2, heads=heads, dropout=dropout)).double()
+
+
+def sharded(recompute: Any = None, dropout: float = 0.0) -> tuple[ps.Pipeline, torch.optim.Optimizer]:
     mesh = ps.comms.init_mesh(cp=2, pp=1)
     pipe = ps.Pipeline(
-        models.model("gpt"), models.loss_fn, "1f1b", 3, ps.tokens(), mesh=mesh, data_parallel="fsdp", recompute=recompute
+        gpt(dropout), models.loss_fn, "1f1b", 3, ps.tokens(), mesh=mesh, data_parallel="fsdp", recompute=recompute
     )
     return pipe, torch.optim.AdamW(pipe.parameters(), lr=1e-2)
 
@@ -76,10 +81,12 @@ def sent_elements(pipe: ps.Pipeline) -> int:
 
 
 def worked(folder: Path) -> dict[str, Any]:
-    pipe, optimizer = sharded("block")
+    pipe, optimizer = sharded("block", dropout=0.1)
     losses = stepped(pipe, optimizer, 2)
     checkpoint.save(folder, pipe, optimizer)
     losses += stepped(pipe, optimizer, 1)
+    pipe = ps.Pipeline(gpt(0.1, heads=1), models.loss_fn, "1f1b", 2, ps.tokens(), mesh=ps.comms.init_mesh(cp=2, pp=1))
+    losses += stepped(pipe, torch.optim.AdamW(pipe.parameters(), lr=1e-2), 2)
     other = nn.Sequential(nn.Embedding(17, 16), OwnAttention(), nn.Linear(16, 17)).double()
     pipe = ps.Pipeline(other, models.loss_fn, microbatches=2, mesh=ps.comms.init_mesh(cp=2, pp=1))
     inputs, target = models.batch("gpt")
@@ -111,16 +118,20 @@ def shifted() -> list[str]:
 
 
 @pytest.mark.ranks
-def test_recomputed_sharded_and_clipped_it_trains_as_one_process_which_goes_on_with_its_checkpoint(tmp_path: Path) -> None:
+def test_recomputed_sharded_clipped_and_with_dropout_it_trains_as_one_process_which_goes_on_with_its_checkpoint(
+    tmp_path: Path,
+) -> None:
     everyone = ps.launch(worked, 2, tmp_path)
-    alone = ps.Pipeline(models.model("gpt"), models.loss_fn, "1f1b", 3, ps.tokens())
+    alone = ps.Pipeline(gpt(0.1), models.loss_fn, "1f1b", 3, ps.tokens())
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
     expected = stepped(alone, optimizer, 3)
+    alone = ps.Pipeline(gpt(0.1, heads=1), models.loss_fn, "1f1b", 2, ps.tokens())
+    expected += stepped(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2), 2)
     for result in everyone:
         assert all(abs(ours - loss) < 1e-12 for ours, loss in zip(result["losses"], expected, strict=True))
         assert "no layer of the model calls ps.attention" in result["refused"]
 
-    resumed = ps.Pipeline(models.model("gpt"), models.loss_fn, "1f1b", 3, ps.tokens())
+    resumed = ps.Pipeline(gpt(0.1), models.loss_fn, "1f1b", 3, ps.tokens())
     optimizer = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
     checkpoint.resume(tmp_path, resumed, optimizer)
     assert resumed.step_count == 2
@@ -167,7 +178,7 @@ def test_what_cannot_be_cut_is_one_sentence() -> None:
         sequence_length(torch.zeros(2), "the target", 1)
 
     context = ContextParallelAttention(dist.group.WORLD, 1)
-    context.begin_step([4, 3])
+    context.begin_step([4, 3], 1)
     assert context.first_position == 4
     heads = torch.zeros(2, 4, 3, 8)
     with pytest.raises(ps.MismatchError, match=r"of shape \(2, 1, 3, 3\), cannot be cut along cp"):

@@ -5,8 +5,17 @@ from itertools import product
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
-from penstock.randomness import default_generator, mix_seed, preserve_generator_state, use_deterministic_algorithms
+import penstock as ps
+from penstock.randomness import (
+    RandomnessByPosition,
+    default_generator,
+    mix_seed,
+    preserve_generator_state,
+    use_deterministic_algorithms,
+)
 
 CPU = torch.device("cpu")
 
@@ -96,3 +105,38 @@ def test_one_switch_has_bits_repeat_and_leaves_the_users_workspace(monkeypatch, 
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cudnn.allow_tf32
     assert not torch.backends.cudnn.benchmark
+
+
+# ---- parts of a sequence's tokens
+
+DRAWS = {  # (rows, tokens, width) -> what it draws
+    "layer": nn.Dropout(0.3),
+    "in place": lambda hidden: functional.dropout(hidden.clone(), 0.3, inplace=True),
+    "of a graph": lambda hidden: torch.ops.aten.dropout.default(hidden, 0.3, True),
+    "rows of tokens": lambda hidden: functional.dropout(hidden.flatten(0, 1), 0.3).view_as(hidden),
+    "other order in memory": lambda hidden: functional.dropout(hidden.mT.contiguous().mT, 0.3),
+    "off": lambda hidden: functional.dropout(hidden, 0.3, training=False),
+    "noise": lambda hidden: hidden + torch.randn_like(hidden),
+    "filled": lambda hidden: hidden * torch.empty_like(hidden).uniform_(0.9, 1.1),
+    "of rows": lambda hidden: hidden * torch.rand(2, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_parts_of_a_sequence_draw_the_numbers_of_the_whole_one(name):
+    def drawn(hidden):
+        torch.manual_seed(5)
+        return torch.cat([DRAWS[name](hidden), DRAWS[name](hidden)], 2)
+
+    hidden, lengths = torch.ones(2, 7, 4), [2, 2, 3]
+    expected, parts = drawn(hidden), []
+    for part, piece in enumerate(hidden.split(lengths, 1)):
+        with RandomnessByPosition(lengths, part, 1):
+            parts.append(drawn(piece))
+    assert torch.equal(torch.cat(parts, 1), expected)
+
+
+def test_a_dropout_without_the_tokens_is_refused():
+    text = r"shape \(3, 5, 4\), which does not have the 4 tokens .* in dimension 1 \(sequence_dim\)"
+    with RandomnessByPosition([3, 4], 1, 1), pytest.raises(ps.MismatchError, match=text):
+        functional.dropout(torch.ones(3, 5, 4))

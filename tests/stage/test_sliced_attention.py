@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from error_text import error_text
+from slow_cases import slow_except
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -34,17 +35,26 @@ def gpt(dropout: float = 0.0) -> nn.Module:
     return ps.model.GPT(ps.model.GPTConfig(VOCABULARY, 16, width=16, layers=3, heads=4, dropout=dropout)).double()
 
 
-def llama() -> nn.Module:
-    """Grouped heads, positions that all stages use, and a padding mask."""
+def from_transformers(name: str, **config: Any) -> nn.Module:
     import transformers
 
     import penstock.integrations.transformers  # noqa: F401 - registers the attention
 
     torch.manual_seed(3)
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
-    config = transformers.LlamaConfig(**shape, num_key_value_heads=2, intermediate_size=24, use_cache=False)
-    model: nn.Module = transformers.LlamaForCausalLM._from_config(config, attn_implementation="penstock")
+    made = getattr(transformers, f"{name}Config")(**shape, **config, use_cache=False)
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")._from_config(made, attn_implementation="penstock")
     return model.double()
+
+
+def llama(**config: Any) -> nn.Module:
+    """Grouped heads, positions that all stages use, and a padding mask."""
+    return from_transformers("Llama", num_key_value_heads=2, intermediate_size=24, **config)
+
+
+def opt() -> nn.Module:
+    """Dropout of (rows * tokens, width)."""
+    return from_transformers("OPT", ffn_dim=24, word_embed_proj_dim=16, max_position_embeddings=16, dropout=0.2)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -208,10 +218,31 @@ def test_gradients_are_those_of_whole_sequences_with_the_bits_of_one_process_tha
 
 
 @pytest.mark.ranks
-def test_dropout_depends_on_the_slices_alone_and_a_rebuilt_pipeline_slices_too() -> None:
+def test_dropout_has_the_bits_of_one_process_that_slices_alike_and_a_rebuilt_pipeline_slices_too() -> None:
     alone = trained(pipeline(gpt(0.2), "gpipe", topology=ps.Topology()))
     assert_equal_bits(merged("dropout"), alone)
     assert_equal_bits(merged("rebuilt"), trained(pipeline(gpt(), "gpipe", 4, topology=ps.Topology())))
+
+
+@pytest.mark.parametrize("kind", slow_except(["gpt"], ["gpt", "llama", "opt"]))
+def test_slices_of_any_lengths_drop_what_whole_sequences_drop(kind: str) -> None:
+    arguments: dict[str, Any] = {"topology": ps.Topology(), "recompute": "block"}
+    if kind != "gpt":
+        pytest.importorskip("transformers")
+        arguments["example_kwargs"] = {"input_ids": batch()[0][:2]}
+
+    def trained_in(slices: Any) -> tuple[list[float], dict[str, Tensor]]:
+        model = gpt(0.2) if kind == "gpt" else opt() if kind == "opt" else llama(attention_dropout=0.3)
+        pipe, (tokens, target) = pipeline(model, slices=slices, **arguments), batch()
+        args, kwargs = ((tokens,), {}) if kind == "gpt" else ((), {"input_ids": tokens})
+        losses = [float(pipe.step(*args, target=target, **kwargs)) for _ in range(2)]
+        return losses, {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+    losses, gradients = trained_in(1)
+    for slices in (2, [5, 2, 6], 4, [2, 3, 3, 2, 3]):
+        found, found_gradients = trained_in(slices)
+        assert found == pytest.approx(losses, abs=1e-12, rel=0), slices
+        assert max((found_gradients[name] - gradients[name]).abs().max() for name in gradients) < 1e-12, slices
 
 
 def test_a_model_of_transformers_is_given_positions_and_its_padding_mask_is_cut() -> None:

@@ -109,13 +109,15 @@ class SlicedAttention(AttentionContext):
             padding = mask if is_padding else None
             self._calls[self.num_calls - 1].append(_SavedKeyValue(_save_tensor(key), _save_tensor(value), padding))
         part = WeightsPart(query.shape[1], sum(self.lengths), 0, self.first_position)
+
+        # 2. All tokens so far. A mask for the keys of the whole sequence has columns of later ones too.
+        keys, values = [part.key.leaf for part in earlier], [part.value.leaf for part in earlier]
+        num_keys = sum(tensor.shape[TIME] for tensor in (*keys, key))
+        if mask is not None and not is_padding and mask.shape[-1] == part.tokens:
+            mask = mask[..., :num_keys]
         if not earlier:
             return attend(query, key, value, causal, mask, scale, dropout, part)
-
-        # 2. All tokens so far.
-        keys, values = [part.key.leaf for part in earlier], [part.value.leaf for part in earlier]
         joined_key, joined_value = torch.cat([*keys, key], TIME), torch.cat([*values, value], TIME)
-        num_keys = joined_key.shape[TIME]
         if is_padding or (mask is None and any(part.padding is not None for part in earlier)):
             lengths = [tensor.shape[TIME] for tensor in (*keys, key)]
             paddings = [*(part.padding for part in earlier), mask]
@@ -129,7 +131,7 @@ class SlicedAttention(AttentionContext):
         elif mask is not None and mask.shape[-1] != num_keys:
             raise self._error(
                 f"has a mask of {tuple(mask.shape)} over queries and keys, which are {num_keys} with those of earlier slices: "
-                "give ps.attention one of (batch, time)"
+                "give ps.attention one of (batch, time), or the slice's rows of one for the whole sequence"
             )
 
         # 3. Attention. A checkpoint keeps nothing of it.

@@ -75,7 +75,9 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
     return cross_entropy(getattr(output, "logits", output).flatten(0, 1), target.flatten())
 
 
-def pipeline(model: nn.Module | None = None, schedule: str = "1f1b", slices: Any = 3, **arguments: Any) -> ps.Pipeline:
+def pipeline(
+    model: nn.Module | list[nn.Module] | None = None, schedule: str = "1f1b", slices: Any = 3, **arguments: Any
+) -> ps.Pipeline:
     loss = arguments.pop("loss_fn", loss_fn)
     table = schedule if schedule != "searched" else ps.schedule.search(*SEARCHED, effort="quick", slices=slices).schedule
     return ps.Pipeline(gpt() if model is None else model, loss, table, 2, ps.tokens(), slices=slices, **arguments)
@@ -245,12 +247,40 @@ def test_slices_of_any_lengths_drop_what_whole_sequences_drop(kind: str) -> None
         assert max((found_gradients[name] - gradients[name]).abs().max() for name in gradients) < 1e-12, slices
 
 
+def test_the_rows_of_a_mask_are_cut_as_of_packed_documents() -> None:
+    class PackedAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+        def forward(self, tokens: Tensor, same_document: Tensor) -> Tensor:
+            hidden = self.embedding(tokens)[:, None]
+            return self.head(ps.attention(hidden, hidden, hidden, mask=same_document[:, None])[:, 0])
+
+    tokens, target = batch()
+    documents = tokens.new_tensor([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 2]).expand(ROWS, -1)
+    same_document = documents[:, :, None] == documents[:, None]  # (rows, time, time)
+    torch.manual_seed(3)
+    model = PackedAttention().double()
+    loss_fn(model(tokens, same_document), target).backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    pipe = pipeline([model], "gpipe", [5, 2, 6], topology=ps.Topology())
+    pipe.step(tokens, same_document, target=target)
+    assert max((parameter.grad - expected[name]).abs().max() for name, parameter in pipe.named_parameters()) < 1e-12
+
+
 def test_a_model_of_transformers_is_given_positions_and_its_padding_mask_is_cut() -> None:
     pytest.importorskip("transformers")
     example = {name: value[:2] for name, value in inputs("llama").items()}
     pipe = pipeline(llama(), "zb-h1", [2, 6, 5], topology=ps.Topology(), example_kwargs=example, recompute="block")
     model = llama()
     assert_near(trained(pipe, "llama"), model, model(**inputs("llama")))
+
+    # Beside a mask transformers takes no document's border from positions that begin anew.
+    packed = {**inputs("llama"), "position_ids": torch.arange(TIME).remainder(5).expand(ROWS, -1).contiguous()}
+    one_stage = pipeline([llama()], "gpipe", [2, 6, 5], topology=ps.Topology())
+    assert abs(one_stage.step(**packed, target=batch()[1]) - loss_fn(model(**packed), batch()[1])) < 1e-12
     checkpointed: Any = model
     checkpointed.gradient_checkpointing_enable()
     with pytest.raises(ps.MismatchError, match=r"layers\.0, a LlamaDecoderLayer, is run again in the backward by a checkpoint"):

@@ -115,7 +115,9 @@ def run_idle(options: SliceOptions) -> list[Row]:
     measured = run_steps(pipes, options.rounds)
     rows: list[Row] = []
     for name, count in slice_counts.items():
-        ideal = simulate(build("1f1b", RANKS, MICROBATCHES, slices=count), Costs(*[FORWARD_SECONDS] * 3))
+        ideal = simulate(
+            build("1f1b", RANKS, MICROBATCHES, slices=count), Costs(FORWARD_SECONDS, FORWARD_SECONDS, FORWARD_SECONDS)
+        )
         rows.append(
             {
                 "schedule": name,
@@ -172,7 +174,7 @@ def reset_peak() -> None:
 
 
 def run_memory(options: SliceOptions, count: int) -> tuple[float, float]:
-    """Bytes of a GPT's activations and gradients on this rank: as told, and the process's peak in a step above what it had before."""
+    """Bytes of a GPT's activations and gradients on this rank: as told, and the process's peak above what it had before."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocabulary=256, context=options.time, width=options.width, layers=options.layers, heads=4))
     tokens = torch.randint(256, (2 * MICROBATCHES, options.time))

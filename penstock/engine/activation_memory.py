@@ -3,7 +3,8 @@
 While a forward runs, the storages of its inputs and of everything its operations return are recorded, by weak reference.
 Memory that still exists when the backward begins and is freed by its end counts as kept by the microbatch, once for each
 storage. So parameters, the batch, and whatever lives longer count nothing, and what is recomputed counts only while it exists.
-Between I and W the same, with the gradients that W still needs.
+Between I and W the same, with the gradients that W still needs. Of slices, also the gradients of keys and values that the
+backward of the last slice leaves to the earlier ones.
 
 Not seen: memory that code takes without torch's operations, and what compiled code saves. A stage with a compiled module in
 it is not measured; a compiled function inside a stage seems to keep nothing.
@@ -133,6 +134,9 @@ class MemoryMeasurement:
         else:
             freed = alive_before.freed_bytes()
             self._add_size(stage, number, freed, freed)
+        if self._slices > 1 and action.slice == self._slices - 1:
+            size = self._stages[stage].gradient_bytes_for_earlier_slices(action.microbatch)
+            self._add_size(stage, number, size, 0)
         return messages
 
     def _backward_weight(self, function: ActionFunction, action: Action, values: Any) -> Any:

@@ -91,6 +91,12 @@ class SlicedAttention(AttentionContext):
             del slices[slice_:]
         return [(edge, leaf.grad) for leaf, _, edge in later if edge is not None and leaf.grad is not None]
 
+    def gradient_bytes(self) -> int:
+        """Return the bytes of the gradients that later slices have left."""
+        parts = (part for slices in self._calls for part in slices)
+        leaves = (tensor.leaf for part in parts for tensor in (part.key, part.value))
+        return sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float
     ) -> Tensor:

@@ -315,6 +315,11 @@ class Stage:
         """Return the tensors that `backward_weight` of `microbatch` still needs, besides parameters."""
         return self._deferred[microbatch].saved_tensors() if microbatch in self._deferred else []
 
+    def gradient_bytes_for_earlier_slices(self, microbatch: int) -> int:
+        """Return the bytes of gradients of keys and values that backwards of earlier slices of `microbatch` begin with."""
+        attention = self._sliced_attention.get(microbatch)
+        return attention.gradient_bytes() if attention is not None else 0
+
     def _clear_autocast_cache(self) -> None:
         """Make autocast, where it is on, cast parameters anew: before a step, and where a parameter has several places.
 

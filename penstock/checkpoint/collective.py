@@ -88,9 +88,9 @@ def fail_together(control: ControlGroup, action: str, wait: bool = True) -> Iter
         reason = f"{error.strerror} ({error.filename})" if error.filename else str(error)
         failure = PenstockError(f"rank {control.topology.rank} could not {action}: {reason}")
         failure.__cause__ = error
-        control.raise_on_all_ranks(failure)
+        control.raise_error_on_all_ranks(failure)
     except BaseException as error:
-        control.raise_on_all_ranks(error)
+        control.raise_error_on_all_ranks(error)
 
 
 # -- the model's state --------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ class ControlGroup:
         except NonFiniteError:  # raised by all ranks already, at the end of the step
             raise
         except BaseException as error:
-            self.raise_on_all_ranks(error)
+            self.raise_error_on_all_ranks(error)
         finally:
             self._call = outer_call
             self._active_mesh_groups.clear()
@@ -192,7 +192,7 @@ class ControlGroup:
                     self._group = self.groups.world_group
                     self._post_receives()
             except (ResourceError, WaitError) as error:
-                self.raise_on_all_ranks(error)
+                self.raise_error_on_all_ranks(error)
         return self.groups
 
     def all_gather_row(self, row: Sequence[float], purpose: str) -> list[list[float]]:
@@ -294,7 +294,7 @@ class ControlGroup:
         with convert_runtime_errors(f"for rank {peer} {purpose}", peer):
             return PendingTransfer(getattr(self._group, operation)([tensor], peer, TRANSFER_TAG), tensor, peer, purpose)
 
-    def raise_on_all_ranks(self, error: BaseException) -> NoReturn:
+    def raise_error_on_all_ranks(self, error: BaseException) -> NoReturn:
         """End the call on every rank because of `error` on this one: raise the same error on all. See the module's drawing."""
         if device_error := _find_device_error(error):
             text = f"rank {self.topology.rank} has lost its GPU: {explain_error(device_error)}"

@@ -228,7 +228,7 @@ class PipelineTrainerMixin(Mixin):
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
         """The loop of `evaluate` and `predict`, the same on each replica: a loss counts the items of its own rows."""
-        with raise_on_all_ranks("evaluation_loop()"), self._without_replicas():
+        with propagate_errors("evaluation_loop()"), self._without_replicas():
             return super().evaluation_loop(*arguments, **options)
 
     def get_eval_dataloader(self, *arguments: Any, **options: Any) -> Any:
@@ -263,7 +263,7 @@ class PipelineTrainerMixin(Mixin):
             resume_from_checkpoint = newest and str(newest)
             if newest is None:
                 raise ps.MismatchError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
-        with raise_on_all_ranks("train()"):
+        with propagate_errors("train()"):
             return super().train(resume_from_checkpoint, *arguments, **options)
 
     def _load_from_checkpoint(self, *arguments: Any, **options: Any) -> None:
@@ -346,17 +346,17 @@ class Trainer(PipelineTrainerMixin, transformers.Trainer):
 
 
 @contextmanager
-def raise_on_all_ranks(call: str) -> Iterator[None]:
-    """Around a `call` that all ranks make: what one rank alone raises, in a data set or a callback, all raise."""
+def propagate_errors(call_name: str) -> Iterator[None]:
+    """Around a call that all ranks make: what one rank alone raises, in a data set or a callback, all raise."""
     control = shared_control_group(ps.comms.current_topology())
-    with control.collective_call(call):
+    with control.collective_call(call_name):
         pass  # connects the ranks: only then do the others learn of an error on this one
     try:
         yield
     except ps.NonFiniteError:  # raised by all ranks already
         raise
     except BaseException as error:
-        control.raise_on_all_ranks(error)
+        control.raise_error_on_all_ranks(error)
 
 
 def share_scaler(scaler: torch.amp.GradScaler, device: str) -> torch.amp.GradScaler:

@@ -47,7 +47,7 @@ def anneal(
             report(simulation.work - reported, simulation)
             reported = simulation.work
     report(simulation.work - reported, simulation)
-    simulation.restore(best)
+    simulation.restore_and_simulate(best)
 
 
 def _try_random_move(simulation: IncrementalSimulation, rng: random.Random, max_makespan: float) -> bool:

@@ -56,9 +56,9 @@ class IncrementalSimulation:
 
     def __init__(self, problem: SearchProblem, rows: Rows, slack: list[float] | None = None) -> None:
         self.problem, self.work = problem, 0  # actions run so far
-        self.restore(Snapshot(INFINITE, rows, slack))
+        self.restore_and_simulate(Snapshot(INFINITE, rows, slack))
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore_and_simulate(self, snapshot: Snapshot) -> None:
         """Go back to the rows and slack of `snapshot`, and simulate them."""
         self.rows, self.slack = snapshot.rows[:], snapshot.slack and snapshot.slack[:]
         self.deferred_weights: Rows = [self._deferred_weights(row) for row in self.rows]

@@ -144,7 +144,7 @@ class _BestSchedule:
         fits = all(peak <= limit for peak, limit in zip(timeline.peak_memory, self.problem.limits, strict=True))
         return timeline.makespan if fits else INFINITE
 
-    def record_if_better(self, work: int, simulation: IncrementalSimulation) -> None:
+    def add_work_and_keep_best(self, work: int, simulation: IncrementalSimulation) -> None:
         """Count `work` as done; take over the table of `simulation` if it is the best."""
         if simulation.makespan < self.makespan:
             self.makespan, self.searched = simulation.makespan, (simulation.problem, simulation.rows_with_weights())
@@ -215,7 +215,7 @@ def _search_backward_form(best: _BestSchedule, problem: SearchProblem, work: flo
         *(periodic.unroll_modulo_schedule(problem, offsets) for offsets in periodic_starts),
         *map(problem.rows_from_table, best.tables),
     ]
-    _anneal_in_rounds(problem, initial_rows, work * (1 - PERIODIC_WORK_SHARE), rng, best.record_if_better)
+    _anneal_in_rounds(problem, initial_rows, work * (1 - PERIODIC_WORK_SHARE), rng, best.add_work_and_keep_best)
 
 
 def _anneal_in_rounds(
@@ -238,11 +238,11 @@ def _anneal_in_rounds(
     for num_states, share, hot in ANNEALING_ROUNDS:
         states = sorted(states, key=lambda state: state.makespan)[:num_states]
         for index in range(num_states):
-            simulation.restore(states[index % len(states)])
+            simulation.restore_and_simulate(states[index % len(states)])
             heat = hot[index % len(hot)] * problem.typical_time
             anneal(simulation, rng, int(work * share / num_states), heat, heat / 10, report)
             states[index % len(states)] = simulation.snapshot()
-    simulation.restore(min(states, key=lambda state: state.makespan))
+    simulation.restore_and_simulate(min(states, key=lambda state: state.makespan))
     simulation = IncrementalSimulation(problem, simulation.rows_with_weights())
     anneal(simulation, rng, int(work * FINAL_WORK_SHARE), problem.typical_time / 5, problem.typical_time / 20, report)
 

@@ -225,7 +225,7 @@ def simulate_until_deadlock(schedule: Table, costs: Costs = Costs()) -> Timeline
     _check_placement(schedule)
     simulation = _Simulation(schedule, costs)
     with pause_garbage_collection():
-        simulation.run()
+        simulation.run_until_blocked()
     rows, stages = tuple(map(tuple, simulation.rows)), schedule.num_stages
     if any(row and not row[-1].end < float("inf") for row in rows):
         raise ScheduleError("the costs add up to more than a number can say: give smaller ones")
@@ -283,7 +283,7 @@ class _Simulation:
         self.awaited_times: list[ReadyTimes | None] = [None] * schedule.ranks
         self.ready_ranks = list(reversed(range(schedule.ranks)))
 
-    def run(self) -> None:
+    def run_until_blocked(self) -> None:
         """Run until nothing can run any more."""
         ranks = [self._run_rank(rank) for rank in range(self.schedule.ranks)]
         while self.ready_ranks:

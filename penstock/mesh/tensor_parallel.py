@@ -61,6 +61,7 @@ def parallelize_stage(plan: TensorParallelPlan, module: nn.Module, names: Mappin
     for name, style in styles.items():
         if isinstance(style, ColwiseParallel) and style.use_local_output:
             _check_heads_divide(module, name, model_name_of.get(name, name), mesh.size())
+            _check_norms_of_heads(module, name, model_name_of.get(name, name), styles)
     together = tied_parameters.names_by_parameter({0: module})
     parallelize_module(module, mesh, styles)
     tied_groups = tied_parameters.names_by_parameter({0: module})
@@ -86,6 +87,20 @@ def _check_heads_divide(module: nn.Module, name: str, whole_name: str, ranks: in
         f"{whole_name} makes {heads} head{'s' * (heads > 1)} of {size} features, which {ranks} ranks along tp cannot share: "
         f"each needs as many whole heads; use a mesh with tp of {fits}"
     )
+
+
+def _check_norms_of_heads(module: nn.Module, name: str, whole_name: str, styles: Mapping[str, Any]) -> None:
+    """Raises MismatchError for a norm of heads beside a product that makes some of them: it would have their gradient alone."""
+    attention_name = name.rpartition(".")[0]
+    attention = module.get_submodule(attention_name)
+    for child, layer in attention.named_children():
+        shape = getattr(getattr(layer, "weight", None), "shape", None)
+        if shape == (getattr(attention, "head_dim", 0),) and f"{attention_name}.{child}".strip(".") not in styles:
+            norm = f"{whole_name.rpartition('.')[0]}.{child}".strip(".")
+            raise MismatchError(
+                f"{norm} norms heads, of which {whole_name} gives each rank along tp some, so its gradient would be of these "
+                f"alone: add '{norm}': SequenceParallel(use_local_output=True) to tensor_parallel, which sums them"
+            )
 
 
 @cache

@@ -206,7 +206,7 @@ def _save_tensor(tensor: Tensor) -> _SavedTensor:
     edge = gradient_edge(tensor) if tensor.requires_grad and torch.is_grad_enabled() else None
     leaf = tensor.detach()
     frees_others = not torch.is_grad_enabled() or saved_tensor_hooks() is not None
-    if frees_others and type(leaf) is Tensor and leaf.untyped_storage().nbytes() > leaf.nbytes:
+    if frees_others and type(leaf) is Tensor and leaf.untyped_storage().nbytes() > leaf.numel() * leaf.element_size():
         leaf = leaf.clone()
     return _SavedTensor(leaf.requires_grad_(edge is not None), tensor_version(leaf), edge)
 

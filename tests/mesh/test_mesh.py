@@ -564,44 +564,52 @@ def test_norms_may_run_on_parts_of_a_sequence(way: str, dp: int) -> None:
 
 
 class GroupedQueryAttention(nn.Module):
-    """Four heads, which look at the keys and values of two or three."""
+    """Four heads, whose queries are normed, and which look at the keys and values of two or three."""
 
     def __init__(self, kv_heads: int) -> None:
         super().__init__()
         self.head_dim = 2
         self.q, self.kv, self.o = nn.Linear(8, 8), nn.Linear(8, 2 * kv_heads), nn.Linear(8, 8)
+        self.norm = nn.RMSNorm(2)
 
     def forward(self, hidden: Tensor) -> Tensor:
         q, kv = (value(hidden).unflatten(-1, (-1, self.head_dim)) for value in (self.q, self.kv))
-        return self.o((q * kv.repeat_interleave(q.shape[1] // kv.shape[1], 1)).flatten(1))
+        return self.o((self.norm(q) * kv.repeat_interleave(q.shape[1] // kv.shape[1], 1)).flatten(1))
 
 
-def heads(kv_heads: int) -> Any:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+def heads(kv_heads: int, shares_norm: bool = True) -> tuple[Tensor, list[Tensor]]:
+    """The loss, and the gradient of the norm on the ranks that have it."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     torch.manual_seed(0)
-    styles = {"0.q": ColwiseParallel(), "0.kv": ColwiseParallel(), "0.o": RowwiseParallel()}
+    styles: dict[str, Any] = {"0.q": ColwiseParallel(), "0.kv": ColwiseParallel(), "0.o": RowwiseParallel()}
+    styles |= {"0.norm": SequenceParallel(use_local_output=True)} if shares_norm else {}
     whole = nn.Sequential(GroupedQueryAttention(kv_heads), nn.Linear(8, 3)).double()
     pipe = ps.Pipeline(whole, loss_fn, "1f1b", 2, mesh=ps.comms.init_mesh(2, 1, 2), tensor_parallel=styles)
     inputs = torch.ones(4, 8).double()
-    return pipe.step(inputs, target=torch.zeros(4, 3).double())
+    loss = pipe.step(inputs, target=torch.zeros(4, 3).double())
+    return loss, [gather_full_tensor(p.grad) for name, p in pipe.named_parameters() if name == "0.norm.weight"]
 
 
-def heads_refused() -> str:
-    with pytest.raises(ps.MismatchError) as caught:
-        heads(3)
-    return str(caught.value)
+def heads_refused() -> tuple[str, str]:
+    return error_text(lambda: heads(3)), error_text(lambda: heads(2, shares_norm=False))
 
 
-def test_heads_that_ranks_cannot_share_out_are_told_in_heads() -> None:
+def test_heads_that_ranks_cannot_share_out_and_norms_of_some_heads_are_refused() -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(GroupedQueryAttention(2), nn.Linear(8, 3)).double()
     expected = loss_fn(whole(torch.ones(4, 8).double()), torch.zeros(4, 3).double())
-    assert all(abs(loss - expected) < 1e-12 for loss in ps.launch(heads, 4, 2))
-    assert {*ps.launch(heads_refused, 4)} == {
+    expected.backward()
+    weight: Any = whole[0].norm.weight
+    for loss, gradients in ps.launch(heads, 4, 2):
+        assert abs(loss - expected) < 1e-12
+        assert all((gradient - weight.grad).abs().max() < 1e-12 for gradient in gradients)
+    [(uneven, unshared)] = {*ps.launch(heads_refused, 4)}
+    assert uneven.endswith(
         "0.kv makes 3 heads of 2 features, which 2 ranks along tp cannot share: each needs as many whole heads; use a mesh "
         "with tp of 1, 3"
-    }
+    )
+    assert "0.norm norms heads, of which 0.q gives each rank along tp some, so its gradient would be of these alone" in unshared
 
 
 def mixed_groups() -> list[str]:

@@ -248,6 +248,14 @@ def test_slices_of_any_lengths_drop_what_whole_sequences_drop(kind: str) -> None
         assert max((found_gradients[name] - gradients[name]).abs().max() for name in gradients) < 1e-12, slices
 
 
+@pytest.mark.slow
+def test_a_compiled_layer_runs_in_slices() -> None:
+    model, tokens, target = gpt(), *batch()
+    model.get_submodule("block1").compile(backend="aot_eager")
+    found = pipeline(model, "gpipe", topology=ps.Topology()).step(tokens, target=target)
+    assert abs(found - loss_fn(gpt()(tokens), target)) < 1e-12
+
+
 def test_the_rows_of_a_mask_are_cut_as_of_packed_documents() -> None:
     class PackedAttention(nn.Module):
         def __init__(self) -> None:

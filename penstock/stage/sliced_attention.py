@@ -8,8 +8,10 @@ Keys and values stay as leaves, detached from the graph of their slice: each sli
 """
 
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -65,6 +67,8 @@ class SlicedAttention(AttentionContext):
     """
 
     def __init__(self, module: nn.Module, lengths: Sequence[int], dim: int, masks: dict[Any, Tensor]) -> None:
+        if "torch._dynamo" in sys.modules:  # which takes a second to import
+            _exclude_from_compilation()
         self._module, self.lengths, self.sequence_dim, self._masks = module, lengths, dim, masks
         self._calls: list[list[_SavedKeyValue]] = []  # call of a forward -> its slices
         self._in_backward = self._with_backward = False
@@ -191,6 +195,13 @@ class SlicedAttention(AttentionContext):
         return MismatchError(f"tokens cannot be cut into slices: {(names or ['a layer of the model'])[0]} {finding}")
 
 
+@cache
+def _exclude_from_compilation() -> None:
+    """Have compiled layers call a slice's attention as it is: what it keeps are nodes of autograd's graph."""
+    attend_uncompiled = torch.compiler.disable(AttentionContext.count_and_attend)
+    SlicedAttention.count_and_attend = attend_uncompiled  # type: ignore[method-assign]
+
+
 def _is_in_checkpoint() -> bool:
     """Return whether a checkpoint inside of the model has called the layer: not one of `recompute=`, which calls the runner."""
     if torch.is_grad_enabled() and saved_tensor_hooks() is None:
@@ -206,7 +217,7 @@ def _save_tensor(tensor: Tensor) -> _SavedTensor:
     edge = gradient_edge(tensor) if tensor.requires_grad and torch.is_grad_enabled() else None
     leaf = tensor.detach()
     frees_others = not torch.is_grad_enabled() or saved_tensor_hooks() is not None
-    if frees_others and type(leaf) is Tensor and leaf.untyped_storage().nbytes() > leaf.numel() * leaf.element_size():
+    if frees_others and type(leaf) is Tensor and leaf.untyped_storage().nbytes() > leaf.nbytes:
         leaf = leaf.clone()
     return _SavedTensor(leaf.requires_grad_(edge is not None), tensor_version(leaf), edge)
 

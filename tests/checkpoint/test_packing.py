@@ -22,6 +22,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.costly
 @settings(max_examples=200, deadline=None)
 @given(values)
 def test_whatever_is_packed_comes_back_through_json(value):

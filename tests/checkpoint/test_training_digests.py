@@ -26,6 +26,7 @@ import flips
 # ---- one digest
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64])
 def test_every_flipped_bit_is_another_digest(dtype):
     tensor = torch.arange(21).view(3, 7).to(dtype)

@@ -136,6 +136,7 @@ def test_plan_takes_a_model_or_costs(tmp_path):
         PlanCommand("model.py:build", out=tmp_path).run()
 
 
+@pytest.mark.costly
 def test_the_command_that_a_run_ends_with_writes_the_plan_that_it_tells(tmp_path, monkeypatch, capsys):
     table = build("1f1b", 2, 4)
     seconds = dict(zip(Kind, [(0.003, 0.006), (0.006, 0.012), (0.003, 0.006), (0.003, 0.006)], strict=True))

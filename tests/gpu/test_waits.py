@@ -25,6 +25,7 @@ def pipeline(device, schedule="1f1b", topology=None, **options):
     return pipe
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-v"])
 def test_a_step_waits_for_its_losses_at_its_end_and_nowhere_else(device, schedule):

@@ -58,6 +58,7 @@ def torchs(node: ast.AST, own: set[str]) -> list[str]:
     return []
 
 
+@pytest.mark.costly
 def test_no_private_name_of_torch_is_used_outside_its_one_door():
     used = {
         f"{module}, line {node.lineno}: {name}"

@@ -10,6 +10,7 @@ def test_every_room_has_its_floor():
     assert sorted(ORDER) == sorted({room(module) for module in MODULES})
 
 
+@pytest.mark.costly
 def test_a_room_imports_only_from_the_rooms_below_it():
     upward = [
         f"{module} imports {other}"

@@ -95,6 +95,7 @@ def test_which_buffers_are_saved():
     assert not torch_private.is_persistent_buffer(module, "b")
 
 
+@pytest.mark.costly
 def test_the_names_of_a_compiled_module_are_the_users():
     module = nn.Linear(2, 2)
     compiled = torch.compile(module)

@@ -273,6 +273,7 @@ class Glue(nn.Module):
         return self.b(hidden) * hidden.shape[0]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("example", [None, (torch.ones(2, 8),)])
 def test_dropout_between_units_follows_training(example):
     model, hidden = Glue(), torch.randn(6, 8)
@@ -317,6 +318,7 @@ def test_without_an_example_parameters_keep_their_defaults():
             partition.run(stages, x, **kwargs)
 
 
+@pytest.mark.costly
 def test_with_an_example_optional_parameters_and_further_keywords_are_followed():
     model, x = Optional(), torch.randn(3, 4)
     stages = split(model, 2, cuts=["b"], example_args=(x, x), example_kwargs={"scale": 2.0, "one": x, "two": x})
@@ -346,6 +348,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("rows", "shape", "kwargs", "message"), REFUSED)
 def test_a_batch_for_which_the_example_does_not_speak_is_refused(rows, shape, kwargs, message):
     stages = split(RowCountBranch(), 2, cuts=["b"], example_args=(torch.ones(rows, 4),), example_kwargs={"scale": 2.0})
@@ -354,6 +357,7 @@ def test_a_batch_for_which_the_example_does_not_speak_is_refused(rows, shape, kw
     assert partition.run(stages, torch.ones(rows, 4), scale=2.0).shape == (rows, 4)
 
 
+@pytest.mark.costly
 def test_the_layout_of_integers_does_not_matter():
     torch.manual_seed(0)
     model = nn.Sequential(OrderedDict(tokens=nn.Embedding(7, 4), inner=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
@@ -382,6 +386,7 @@ def test_an_example_of_one_row_speaks_for_any_number():
         assert torch.equal(partition.run(stages, inputs), model(inputs))
 
 
+@pytest.mark.costly
 def test_a_missing_input_and_another_structure_are_refused():
     batch = CASES["wide"].batch(4, 0)
     stages = split(CASES["wide"].model(), 2, cuts=["body"], example_args=batch.args)
@@ -521,6 +526,7 @@ WITH_EITHER = (without_gradients, in_place, in_place_by_assignment, two_branches
 FORWARDS = [(forward, example) for forward in WITH_EITHER for example in (None, EXAMPLE)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("forward", "example"), [*FORWARDS, (assigned, EXAMPLE)])
 def test_what_stands_between_units_does_what_it_does_in_the_model(forward, example):
     model, x = BranchingModel(forward), torch.randn(5, 4)
@@ -567,6 +573,7 @@ def test_a_forward_that_cannot_be_followed_is_told_with_what_to_do_instead():
             split(BranchingModel(forward), 2, cuts=["b"], example_args=(torch.ones(2, 4),))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("forward", [by_mode, one_or_other])
 @pytest.mark.parametrize("example", [None, (torch.ones(2, 4),)])
 def test_a_forward_that_differs_between_training_and_evaluation_is_told(forward, example):

@@ -86,6 +86,7 @@ def cuts_of(count):
 # ---- values
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("make", MODELS)
 def test_values_are_those_of_one_process_wherever_the_model_is_cut(make):
     whole = on_meta(make)

@@ -89,6 +89,7 @@ def test_memory_that_is_short_is_made_up_for_by_recomputation_of_the_stages_that
     assert tight.costs.act[0] < 20 * MB * 4
 
 
+@pytest.mark.costly
 def test_a_dear_layer_gets_a_stage_of_its_own_and_is_named():
     best = quick(head=8.0, ranks=4, microbatches=16, batch=16)[0]
     assert best.cuts[-1] == "head"
@@ -96,6 +97,7 @@ def test_a_dear_layer_gets_a_stage_of_its_own_and_is_named():
     assert "head alone is 35% of the work" in best.why
 
 
+@pytest.mark.costly
 def test_fewer_ranks_are_used_where_that_is_faster():
     assert quick(ranks=4, send=0.2, microbatches=1, batch=1)[0].ranks == 1
 
@@ -135,6 +137,7 @@ def test_a_backward_in_two_takes_as_much_longer_as_the_layers_say():
     assert seconds("zb-h1", split=0.002) >= seconds("zb-h1") + 0.9 * longer
 
 
+@pytest.mark.costly
 def test_all_ranks_are_used_if_that_is_asked():
     assert quick(ranks=4, send=0.2, microbatches=2, batch=2, fewer=False)[0].ranks == 4
 
@@ -201,6 +204,7 @@ def test_what_cannot_be_planned_for_is_told(wrong, message):
         quick(**wrong)
 
 
+@pytest.mark.costly
 def test_numbers_of_numpy_are_numbers(tmp_path):
     np = pytest.importorskip("numpy")
     counts = {"ranks": 4, "batch": 16, "dp": 1, "microbatches": 8, "seed": 3, "cores": 2, "optimizer": 2}
@@ -313,6 +317,7 @@ def test_the_fullest_that_a_table_makes_its_ranks_is_what_the_simulator_says(nam
     assert fullest == pytest.approx(peaks)
 
 
+@pytest.mark.costly
 def test_slices_are_planned_where_they_make_the_step_shorter(tmp_path):
     whole, sliced = (quick(slices=slices, microbatches=4, fewer=False, bandwidth=1e9, send=1e-5)[0] for slices in (1, [1, 4]))
     assert sliced.schedule.slices == 4

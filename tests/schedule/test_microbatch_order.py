@@ -67,6 +67,7 @@ def _step_time(name: str, costs: list[float], stage_costs: Costs = UNIT_COSTS) -
     return simulate(table, replace(stage_costs, microbatch_factors=costs)).makespan
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", names())
 def test_no_order_of_few_microbatches_is_faster(name: str) -> None:
     """Of all 120 orders, each simulated, at stages that cost unlike."""

@@ -139,6 +139,7 @@ def test_the_bubble_is_what_the_rule_says(name, stages_per_rank, where, time, bu
     assert compared > 40
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "stages_per_rank", "where", "in_flight"), IN_FLIGHT, ids=[row[0] for row in IN_FLIGHT])
 def test_the_activations_in_flight_are_what_the_rule_says(name, stages_per_rank, where, in_flight):
     for size in sizes(where, stages_per_rank):
@@ -148,6 +149,7 @@ def test_the_activations_in_flight_are_what_the_rule_says(name, stages_per_rank,
         assert timeline.peak_in_flight == timeline.peak_memory == expected, size
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "where", "in_flight"), MOST_IN_FLIGHT)
 def test_the_most_activations_in_flight_are_what_the_rule_says(name, where, in_flight):
     for size in sizes(where):

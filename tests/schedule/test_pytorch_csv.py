@@ -298,6 +298,7 @@ def line(transfer: Transfer, shared: bool) -> object:
     return frozenset(ends) if shared else ends
 
 
+@pytest.mark.costly
 @settings(max_examples=200, deadline=None)
 @given(st.data(), valid_tables(ranks=3, microbatches=3), whole_numbers(0, 3), st.booleans())
 def test_a_table_whose_posts_are_moved_about_is_judged_as_its_execution(data, schedule, ahead, shared):

@@ -111,6 +111,7 @@ def test_a_table_that_meets_the_bound_of_its_memory_is_proven():
     assert max(results, default=0) < 0.1
 
 
+@pytest.mark.costly
 def test_the_same_seed_gives_the_same_table_in_any_process():
     first, second = (search(COSTS, V, 4, limit=1.5, effort="quick", seed=7, progress=soon) for _ in range(2))
     assert first == second

@@ -68,6 +68,7 @@ def stops(name: str, model: ExecutionModel, ranks: int, microbatches: int) -> bo
     return True
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("model", MODELS[1:], ids="-".join)
 @pytest.mark.parametrize("name", names())
 def test_most_of_the_catalog_stops_when_compute_waits_for_sends_or_both_directions_share_a_channel(name, model):
@@ -119,6 +120,7 @@ def test_any_order_is_judged_in_every_model_as_its_execution(skipping, model, se
     assert accepts(schedule, model, skips) == is_right(schedule, model, seed, skips), f"{schedule}"
 
 
+@pytest.mark.costly
 @settings(max_examples=300, deadline=None)
 @given(with_skips(mutants(valid_tables() | named_tables())), st.sampled_from(MODELS), SEEDS)
 def test_any_changed_table_is_judged_as_its_execution(skipping, model, seed):
@@ -508,6 +510,7 @@ def test_every_wait_told_of_a_stop_in_another_model_is_true(skipping, model):
     check_told(schedule, model, skips)
 
 
+@pytest.mark.costly
 @settings(max_examples=150, deadline=None)
 @given(st.data(), with_skips(valid_tables(ranks=3)), st.sampled_from(MODELS))
 def test_every_wait_told_of_rows_with_an_action_moved_is_true(data, skipping, model):

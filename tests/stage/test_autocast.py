@@ -129,6 +129,7 @@ def ours(name: str, schedule: Any, **options: Any) -> dict[str, Tensor | None]:
     return gradients(pipe.named_parameters())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("number", "name"), list(enumerate(MODELS)))
 def test_gradients_have_the_bits_of_plain_pytorch(number: int, name: str) -> None:
     """Each model with each schedule and each way to recompute; over the models, each schedule meets each way."""

@@ -279,6 +279,7 @@ def test_the_rows_of_a_mask_are_cut_as_of_packed_documents() -> None:
     assert max((parameter.grad - expected[name]).abs().max() for name, parameter in pipe.named_parameters()) < 1e-12
 
 
+@pytest.mark.costly
 def test_a_model_of_transformers_is_given_positions_and_its_padding_mask_is_cut() -> None:
     pytest.importorskip("transformers")
     example = {name: value[:2] for name, value in inputs("llama").items()}

@@ -157,6 +157,7 @@ def test_a_table_that_stops_is_drawn_as_far_as_it_runs_beside_a_run_too():
     assert [event["action"] for row in found["timeline"]["ranks"] for event in row["events"]] == ["0F0", "1F0"]
 
 
+@pytest.mark.costly
 def test_microbatches_may_be_unlike_in_size():
     """By hand, and as a run had them: drawn at their width, also in another schedule, and searched."""
     costs = {"microbatches": {"1": 3}}

@@ -44,6 +44,7 @@ STEPS = st.builds(simulated, st.sampled_from(names()), st.integers(1, 6), st.int
 STEPS |= st.integers(0, 10**6).map(at_random)
 
 
+@pytest.mark.costly
 @settings(max_examples=60)
 @given(STEPS, st.integers(30, 200))
 def test_each_character_shows_what_took_most_of_its_time(timeline, width):

@@ -99,7 +99,7 @@ def parameter_slots(module: nn.Module) -> list[TensorSlot]:
 
 
 def buffer_slots(module: nn.Module) -> list[TensorSlot]:
-    """Every place of a buffer in `module`, of those that are not saved too."""
+    """Every place of a buffer in `module`, whether it is saved in a state dict or not."""
     return _tensor_slots((prefix, owner, owner._buffers) for prefix, owner in module.named_modules())
 
 

@@ -255,7 +255,7 @@ def _checkpoints_newest_first(folders: Sequence[Path]) -> list[Path]:
 
 def _check_tensors_present(path: Path, content: Mapping[str, Any], files: TensorFiles) -> None:
     """Raise DamagedFileError unless every tensor that the manifest's `content` refers to is in `files`."""
-    for name in schema.validate_manifest(content):
+    for name in schema.validate_and_list_tensors(content):
         if name not in files:
             raise DamagedFileError(f"{path} has no tensor {name!r}, which its {manifest.MANIFEST_FILE} names")
     for further_name, first_name in content["aliases"].items():

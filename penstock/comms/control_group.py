@@ -30,7 +30,7 @@ from penstock.comms.encoding import all_gather_encoded, encode_to_tensor
 from penstock.comms.failure_reports import FailureReport, collect_reports, diagnose, own_error_report, publish_report
 from penstock.comms.process_groups import ProcessGroups, call_unprofiled, is_transport_error
 from penstock.comms.system import convert_os_errors, explain_error
-from penstock.comms.topology import Topology, describe_wait_failure
+from penstock.comms.topology import Topology, describe_transport_error
 from penstock.errors import LostRankError, MismatchError, NonFiniteError, PenstockError, ResourceError
 
 ROW_TAG, TRANSFER_TAG = 1, 2
@@ -341,7 +341,7 @@ class ControlGroup:
     def _failure_report(self, error: BaseException) -> FailureReport:
         if not isinstance(error, WaitError):
             return own_error_report(self.topology.rank, error)
-        end = describe_wait_failure(error.cause, self.topology.timeout)
+        end = describe_transport_error(error.cause, self.topology.timeout)
         return FailureReport(self.topology.rank, time.time(), None, error.awaited, error.peer, end)
 
 

@@ -245,7 +245,7 @@ def _connect(backend: str | None, device: torch.device, timeout: timedelta) -> s
         wait_for_all(store, world_size, timeout)
         return backend
     except RuntimeError as error:  # the transport's text names no rank, but may say that an address is wrong
-        end = describe_wait_failure(error, timeout)
+        end = describe_transport_error(error, timeout)
         raise LostRankError(f"rank {rank} waited to connect to the other ranks and gave up: {end}") from error
 
 
@@ -293,10 +293,10 @@ def convert_to_lost_rank_error(topology: Topology, purpose: str, ranks: Collecti
             awaited = {rank: reason for rank, reason in departures.items() if rank in ranks}
             if relevant := awaited | select_lost(departures):
                 raise departure_error(relevant, wait) from None
-        raise LostRankError(f"{wait} and gave up: {describe_wait_failure(error, topology.timeout)}") from None
+        raise LostRankError(f"{wait} and gave up: {describe_transport_error(error, topology.timeout)}") from None
 
 
-def describe_wait_failure(error: BaseException, timeout: timedelta) -> str:
+def describe_transport_error(error: BaseException, timeout: timedelta) -> str:
     """Return how a wait ended badly, by the transport's text: no answer within the timeout, or a closed connection."""
     timed_out = "timed out" in str(error).lower()
     return f"no answer within {timeout.total_seconds():g} s" if timed_out else "the connection is closed"

@@ -89,9 +89,9 @@ class StepHandshake:
         if kinds != self._last_kinds or any(header.num_loss_weights for header in headers) or batch.summary is not None:
             self._check_target_rows(headers, batch, wait_reason)
             check_matching_batches(headers, self.position)
-            self._last_kinds, self._last_result = kinds, self._read_headers(headers, batch, wait_reason)
+            self._last_kinds, self._last_result = kinds, self._result_of_headers(headers, batch, wait_reason)
 
-        check_same_values(headers, self.position)
+        check_same_inputs_and_targets(headers, self.position)
         result, learned = self._last_result, self._learned.get(self._last_result.batch_kind)
         if result.lists:
             specs = self._message_specs_of_lists.specs_for(result.program.lines, result.message_keys)
@@ -169,7 +169,7 @@ class StepHandshake:
             warnings.warn(f"since the last step {text}", stacklevel=9)
         self._warned.add(key)
 
-    def _read_headers(self, headers: Sequence[StepHeader], batch: LocalBatch, wait_reason: str) -> HandshakeResult:
+    def _result_of_headers(self, headers: Sequence[StepHeader], batch: LocalBatch, wait_reason: str) -> HandshakeResult:
         """Return the step's settings, except for what earlier steps have shown."""
         lists: list[ReplicaList] = []
         if batch.summary is not None:
@@ -298,7 +298,7 @@ def _check_same_batch_in_replica(headers: Sequence[StepHeader], pipelines: Seque
         raise MismatchError(f"{prefix}the ranks along tp work on one batch, but its tensors differ in shape or dtype")
 
 
-def check_same_values(headers: Sequence[StepHeader], position: MeshPosition) -> None:
+def check_same_inputs_and_targets(headers: Sequence[StepHeader], position: MeshPosition) -> None:
     """Raise MismatchError if inputs of some rows would meet the target of others.
 
     If every rank that reads the inputs was given their target, only targets are compared: inputs on ranks that do not read

@@ -90,7 +90,7 @@ class PartitionSearch:
 
         excess_bytes = math.hypot(*(choice.excess_bytes for choice in choices))
         costs = [seconds for kind in self._action_times(stages, choices) for seconds in kind]
-        reduce_seconds = self.gradient_reduce_seconds(stages)
+        reduce_seconds = self.max_gradient_reduce_seconds(stages)
 
         lower_bound = self.timer.makespan_lower_bound(costs) + reduce_seconds
         partition = EvaluatedPartition(excess_bytes, lower_bound, starts, skipped_choices, tuple(choices))
@@ -106,7 +106,7 @@ class PartitionSearch:
         """Return the costs of the stages of a partition."""
         return [self.chain.stage_cost(start, end) for start, end in pairwise((*starts, len(self.chain.layers)))]
 
-    def gradient_reduce_seconds(self, stages: Sequence[StageCost]) -> float:
+    def max_gradient_reduce_seconds(self, stages: Sequence[StageCost]) -> float:
         """Return the seconds after a step in which the replicas sum their gradients: those of the fullest rank."""
         parameter_bytes = (sum(stages[stage].parameters for stage in owned) for owned in self.timer.stages_of_rank)
         return self.limits.gradient_reduce_seconds(max(parameter_bytes))

@@ -342,7 +342,7 @@ def _plan_from_candidate(candidate: Candidate, batch: int, layer_names: Sequence
 
     costs = partition_search.simulation_costs(best)
     timeline = simulate(table, costs)
-    reduce_seconds = partition_search.gradient_reduce_seconds(stages)
+    reduce_seconds = partition_search.max_gradient_reduce_seconds(stages)
     seconds = timeline.makespan + reduce_seconds if limits.cores >= table.ranks else best.seconds
 
     min_reduce_seconds = limits.gradient_reduce_seconds(sum(layer.parameters for layer in layers) / table.ranks)

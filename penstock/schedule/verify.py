@@ -242,12 +242,12 @@ class _ProofExecution:
 
 def check_table(table: Table) -> None:
     """Raises ScheduleError unless every action and every pair is well formed, in its place, and none is missing."""
-    wrong = next(chain(_placement_errors(table), _completeness_errors(table), _overlap_errors(table)), None)
+    wrong = next(chain(_unknown_or_misplaced_action_errors(table), _completeness_errors(table), _overlap_errors(table)), None)
     if wrong is not None:
         raise ScheduleError(wrong)
 
 
-def _placement_errors(table: Table) -> Iterator[str]:
+def _unknown_or_misplaced_action_errors(table: Table) -> Iterator[str]:
     """Yield an error for each action whose stage, microbatch or slice does not exist, or is not on the rank of its stage."""
     placement, ranks, stages, microbatches = table.placement, table.ranks, table.num_stages, table.microbatches
     if not ranks or not stages or microbatches < 1:

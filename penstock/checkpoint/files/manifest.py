@@ -67,7 +67,7 @@ def write(folder: Path, content: dict[str, Any]) -> None:
     """
     content = {"format": FORMAT, **content}
     try:
-        schema.validate_manifest(content)
+        schema.validate_and_list_tensors(content)
     except ValueError as error:
         raise MismatchError(f"a checkpoint cannot keep this state: {error}") from error
     data = _encode(content, indent=None if is_in_memory(folder) else 1)
@@ -109,7 +109,7 @@ def read(folder: Path) -> dict[str, Any]:
         )
     content.setdefault("settings", {})
     try:
-        schema.validate_manifest(content)
+        schema.validate_and_list_tensors(content)
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"{path} does not say what a manifest says: {error}") from error
     return content

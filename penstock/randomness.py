@@ -113,11 +113,11 @@ class RandomnessByPosition(TorchFunctionMode):
         return input.mul_(factors) if inplace else input * factors
 
     def _token_dim(self, tensor: Tensor) -> int | None:
-        """Return the dimension of a tensor that has the tokens; of (rows * tokens, ..) the first."""
-        shape, dim = tensor.shape, self._dim
-        is_flattened = dim == 1 and tensor.dim() > 0 and shape[0] % self._length == 0
-        has_tokens = tensor.dim() > dim and shape[dim] == self._length and not (is_flattened and tensor.dim() == 2)
-        return dim if has_tokens else 0 if is_flattened else None
+        """Return the dimension of a tensor that has the tokens; of (rows * tokens, width) the first."""
+        dim = self._dim
+        if dim == 1 and tensor.dim() == 2 and tensor.shape[0] % self._length == 0:
+            return 0
+        return dim if tensor.dim() > dim and tensor.shape[dim] == self._length else None
 
     def _empty_whole(self, tensor: Tensor, dim: int) -> Tensor:
         """Return an empty tensor like a part's, with all tokens and the same order in memory, in which numbers are drawn."""

@@ -358,7 +358,9 @@ def build_engine(
     # 3. RankParameters, and those that stages share.
     tied = TiedParameters(model_partition.tied, table.placement, modules, names, aliases, position.pipeline)
     tied.broadcast_values()
-    parameters = RankParameters(modules, names, aliases, model_partition.state_names, unset_names, model_partition.uncut_info)
+    parameters = RankParameters(
+        modules, names, aliases, model_partition.uncut_state_names, unset_names, model_partition.uncut_info
+    )
 
     # 4. Uses of what is elsewhere. A user's own DistributedDataParallel may give borrowed parameters a gradient of zeros.
     if all(isinstance(replication, NoReplication) for replication in model_partition.replications.values()):

@@ -103,7 +103,7 @@ def generate_text(
         begin_step_and_prefetch([engine.stages[index].replication for index in generation.program.stages])
 
     for _ in range(options.max_new_tokens):
-        column = generation.add_token(channels)
+        column = generation.generate_next_token(channels)
         if on_token is not None:
             on_token(column)
         if generation.is_complete:
@@ -140,7 +140,7 @@ class TextGeneration:
         self._prompt_length = tokens.shape[1]
         self._known_specs: tuple[int, MessageSpecs] = 0, {}  # the number of tokens in a pass, and its messages' specs
 
-    def add_token(self, channels: Channels) -> Tensor:
+    def generate_next_token(self, channels: Channels) -> Tensor:
         """Run one pass. Return the token that each row has got, (batch,)."""
         engine, length = self.engine, self.text.shape[1]
 

@@ -93,7 +93,7 @@ class ModelPartition(NamedTuple):
     starts: Sequence[str] = ()  # where each stage of a model that was cut begins, but the first
 
     @property
-    def state_names(self) -> list[str] | None:
+    def uncut_state_names(self) -> list[str] | None:
         """All names in the uncut model's state, in its order, if one was cut."""
         return None if self.uncut_model is None else [strip_compiled_prefix(name) for name in self.uncut_model.state_dict()]
 

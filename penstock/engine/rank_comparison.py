@@ -67,7 +67,7 @@ def describe_rank(
     position: MeshPosition, table: Schedule, model_partition: ModelPartition, options: Mapping[str, Any]
 ) -> RankDescription:
     """Describe what this rank is about to build. `options`: those of the pipeline that must be equal on all ranks."""
-    state_names = model_partition.state_names
+    state_names = model_partition.uncut_state_names
     settings = {
         "mesh": f"a mesh with the pipelines {position.pipelines}",
         "schedule": f"{table.name} with {table.microbatches} microbatches and {table.stages} stages",

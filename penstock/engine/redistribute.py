@@ -27,7 +27,7 @@ from penstock.engine.optimizers import (
 from penstock.errors import MismatchError
 from penstock.partition import CuttableModel
 from penstock.partition.graph_stage import move_stage_to_device
-from penstock.partition.materialise import META, reallocate
+from penstock.partition.materialise import META, reallocate_in_place
 from penstock.schedule import Schedule
 from penstock.torch_private import has_gradient_hooks, has_hooks, tree_leaves, tree_map_only
 
@@ -311,7 +311,7 @@ class Redistribution:
     def _fill_tensor(self, tensor: Tensor, record: Mapping[str, Any], device: torch.device) -> None:
         """Give `tensor` the values, gradient and optimizer state that were received."""
         if tensor.is_meta:
-            reallocate(tensor, device)
+            reallocate_in_place(tensor, device)
         tensor.data = record["tensor"]
         tensor.requires_grad_(record["requires_grad"])
         tensor.grad = record["gradient"]
@@ -325,7 +325,7 @@ class Redistribution:
         for optimizer in self._optimizers:
             optimizer.state.pop(tensor, None)
         if self._remote_device == META:
-            reallocate(tensor, META)
+            reallocate_in_place(tensor, META)
         elif self._remote_device is not None:
             tensor.data = tensor.data.to(self._remote_device)
 

@@ -387,7 +387,7 @@ class Engine:
         if second_origin is None:
             self._warn_on_rank0(f"{prefix}, and was transient: run once more, the step is finite. {origin.text}")
             return result._replace(report=result.report._replace(nonfinite=origin.text))
-        if second_origin.place == origin.place:
+        if second_origin.recurrence_key == origin.recurrence_key:
             raise NonFiniteError(f"{prefix}, and persistent: it is there again when the step is run once more: {origin.text}")
         raise NonFiniteError(
             f"{prefix}, and again, elsewhere, when the step is run once more: {origin.text}; then {second_origin.text}"

@@ -66,7 +66,7 @@ def materialise(
     try:
         # Memory, then values.
         for slot in to_materialise.values():
-            reallocate(slot.tensor, device)
+            reallocate_in_place(slot.tensor, device)
         writes, model_inits = _WriteRedirection(slots, to_materialise, device), _model_inits(module)
         for name, submodule in _children_first(module):
             if not any(_is_inside(slot.name, name) for slot in to_materialise.values()):
@@ -83,7 +83,7 @@ def materialise(
     except BaseException:
         for slot in to_materialise.values():
             if not slot.tensor.is_meta:
-                reallocate(slot.tensor, META)
+                reallocate_in_place(slot.tensor, META)
         raise
     return {names.get(slot.name, slot.name) for slot in slots if id(slot.tensor) in unwritten}
 
@@ -98,7 +98,7 @@ def _slots_to_materialise(slots: Sequence[TensorSlot], only: Container[str] | No
     return first_slots
 
 
-def reallocate(tensor: Tensor, device: torch.device) -> None:
+def reallocate_in_place(tensor: Tensor, device: torch.device) -> None:
     """Give `tensor` new memory of the same layout on `device`, with undefined values. It remains the same object."""
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     swap_tensors(tensor, new.requires_grad_(tensor.requires_grad))

@@ -48,7 +48,7 @@ def script_from_compute_comms_rows(name: str, rows: Sequence[Iterable[str]]) -> 
     send, a wait before its send, an action before its receive, and for a send, a receive or a partner that is missing or
     there twice. It is not proved yet.
     """
-    parsed = [[cell for text in row for cell in _parse_cells(text)] for row in rows]
+    parsed = [[cell for text in row for cell in _parse_cell_text(text)] for row in rows]
     table = [[cell for cell in row if not isinstance(cell, _CommunicationCell)] for row in parsed]
     schedule = from_rows(name, table)
     check_table(schedule)
@@ -65,7 +65,7 @@ def script_from_compute_comms_rows(name: str, rows: Sequence[Iterable[str]]) -> 
     return script
 
 
-def _parse_cells(text: str) -> Iterator[Cell | _CommunicationCell]:
+def _parse_cell_text(text: str) -> Iterator[Cell | _CommunicationCell]:
     if post := _POST.fullmatch(text.strip()):
         stage, end, direction, microbatch = post.groups()
         yield _CommunicationCell(text.strip(), end != "RECV", end == "WAIT_SEND", direction == "F", int(stage), int(microbatch))

@@ -119,6 +119,7 @@ DRAWS = {  # (rows, tokens, width) -> what it draws
     "noise": lambda hidden: hidden + torch.randn_like(hidden),
     "filled": lambda hidden: hidden * torch.empty_like(hidden).uniform_(0.9, 1.1),
     "of rows": lambda hidden: hidden * torch.rand(2, 1, 1),
+    "paths of rows": lambda hidden: hidden * hidden.new_empty(2, 1, 1).bernoulli_(0.5),
 }
 
 

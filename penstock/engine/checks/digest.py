@@ -79,10 +79,10 @@ def hash_values(batch: Any) -> int:
         type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.is_cpu for tensor in tensors
     ):
         return 0
-    return hash48(b"".join(map(_value_bytes, tensors)))
+    return hash48(b"".join(map(_digest_or_sample, tensors)))
 
 
-def _value_bytes(tensor: Tensor) -> bytes:
+def _digest_or_sample(tensor: Tensor) -> bytes:
     """Return the digest of a small tensor, a sample of a larger one."""
     return tensor_crc(tensor).to_bytes(4, "little") if tensor.nbytes <= MAX_DIGEST_BYTES else _sample_bytes(tensor)
 

@@ -64,7 +64,7 @@ class NonFiniteValue(NamedTuple):
         return f"rank {self.rank}, stage {self.stage}{action}: {self.description}{suffix}"
 
     @property
-    def place(self) -> tuple[Any, ...]:
+    def recurrence_key(self) -> tuple[Any, ...]:
         """What is equal if the same happens again."""
         return self.rank, self.action, self.layer, self.description
 
@@ -266,7 +266,7 @@ class NonFiniteOrigin(NamedTuple):
 
     cause: str  # STATE, DATA or COMPUTED
     text: str
-    place: tuple[Any, ...]  # equal if it happens there again
+    recurrence_key: tuple[Any, ...]  # equal if it happens there again
 
 
 def find_origin(
@@ -287,8 +287,8 @@ def find_origin(
     for cause, texts in ((STATE, all_state), (DATA, all_data)):
         if texts:
             count = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
-            return NonFiniteOrigin(cause, f"{texts[0]}{count}; first seen in {first}", first.place)
-    return NonFiniteOrigin(COMPUTED, str(first), first.place)
+            return NonFiniteOrigin(cause, f"{texts[0]}{count}; first seen in {first}", first.recurrence_key)
+    return NonFiniteOrigin(COMPUTED, str(first), first.recurrence_key)
 
 
 def _nonfinite_parameters(parameters: RankParameters) -> Iterator[str]:

@@ -39,7 +39,7 @@ class Snapshot(NamedTuple):
     slack: list[float] | None
 
 
-class _TrialResult(NamedTuple):
+class _TrialState(NamedTuple):
     """The state after tried changes, which `accept_changes` takes over."""
 
     rows: Rows
@@ -245,7 +245,7 @@ class IncrementalSimulation:
                 for weight in weights[weights_done:]:
                     time += cost[weight]
                 ends[r] = time  # which is `min_end`
-        self.last_attempt = _TrialResult(rows, deferred_weights, slot_times, changes, begin, traces, ends)
+        self.last_attempt = _TrialState(rows, deferred_weights, slot_times, changes, begin, traces, ends)
         return max(ends)
 
     def _resume_points(self, changes: Mapping[int, RowChange], traces: list[Trace]) -> tuple[list[int], SlotTimes]:

@@ -47,7 +47,7 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
     step_costs = Measurement.from_timelines(timeline, layers=costs.layers) if costs.num_steps > 1 else costs
     table = costs.schedule
     predicted = costs.predict(table)
-    microbatches_held, predicted_step = _microbatches_in_flight(table, predicted), predicted.makespan
+    microbatches_held, predicted_step = _max_microbatches_in_flight(table, predicted), predicted.makespan
     even = replace(costs, seconds={kind: (fmean(times),) * len(times) for kind, times in costs.seconds.items()})
     alternatives = tuple(_catalog_alternatives(costs))
     notable = [alternative for alternative in alternatives if alternative.step_seconds < (1 - NOTABLE_SHARE) * predicted_step]
@@ -212,7 +212,7 @@ def _planned_order_timeline(measurement: Measurement) -> Timeline | None:
     return replace(measurement, microbatch_factors=tuple(factors[index] for index in order)).predict(measurement.schedule)
 
 
-def _microbatches_in_flight(table: Schedule, timeline: Timeline) -> float:
+def _max_microbatches_in_flight(table: Schedule, timeline: Timeline) -> float:
     """Microbatches in flight on the fullest rank; an activation of one of its V stages is a V-th."""
     return max(timeline.peak_in_flight) * table.ranks / table.num_stages
 
@@ -248,7 +248,7 @@ def _predict_alternative(measurement: Measurement, schedule: Schedule) -> Altern
     return Alternative(
         schedule,
         timeline,
-        _microbatches_in_flight(schedule, timeline),
+        _max_microbatches_in_flight(schedule, timeline),
         measurement.assumes_equal_halves and split,
         max(_peak_bytes(timeline), default=0.0),
     )

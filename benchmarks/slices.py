@@ -1,6 +1,6 @@
 """Microbatches cut into slices of their tokens: idle time, planned lengths, memory, and a long prompt.
 
-    python benchmarks/slices.py                   all parts, about four minutes
+    python benchmarks/slices.py                   all parts, about five minutes
     python benchmarks/slices.py --only idle memory
 
 Emulated devices sleep for each token, and for each pair of a token and one before it. It asserts no time.
@@ -23,7 +23,7 @@ from penstock.model import GPT, GPTConfig
 from penstock.schedule import Costs, build, simulate
 
 RANKS, MICROBATCHES, SLICES, TOKENS = 4, 8, 4, 256
-FORWARD_SECONDS = 0.12  # of a microbatch on a stage; a backward takes twice as long
+FORWARD_SECONDS = 0.2  # of a microbatch on a stage; a backward takes twice as long
 ATTENTION_SHARE = 0.3  # of a forward
 PROMPT_TOKENS, PROMPT_SLICES, PROMPT_SECONDS = 4096, 8, 0.8  # on a stage
 WARM_UP = 2
@@ -34,7 +34,7 @@ class SliceOptions:
     """Measure steps whose microbatches are cut into slices."""
 
     only: tuple[str, ...] = ("idle", "lengths", "memory", "prompt")
-    rounds: int = 5  # steps of each kind, in turns
+    rounds: int = 3  # steps of each kind, in turns
     width: int = 256  # of the GPT whose memory is measured
     layers: int = 32
     time: int = 512  # tokens of its rows

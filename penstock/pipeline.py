@@ -719,7 +719,7 @@ class Pipeline(ModuleMisuseHints):
 
     def _exchange_gradient_norms(self, norm_type: float, max_norm: float = 0.0) -> list[Any]:
         """Return the norms of each rank's gradients, by rank. All ranks call it. Raises as `clip_grad_norm_`."""
-        with self.collective("clip_grad_norm_()", announces=self.position.num_stage_ranks > 1):  # a DTensor's norm waits
+        with self.collective("clip_grad_norm_()", announces=self.position.num_ranks_per_stage > 1):  # a DTensor's norm waits
             if not isinstance(max_norm, int | float) or not max_norm >= 0:
                 raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
             norms = self._parameters.gradient_norms_by_name(float(norm_type))  # "inf" too, as torch's

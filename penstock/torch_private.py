@@ -366,7 +366,7 @@ def compile_guard(guard: str, argument: str) -> Callable[[Any], bool]:
 
 
 @contextmanager
-def without_shape_guards(tensors: Sequence[Tensor]) -> Iterator[None]:
+def suppress_shape_guards(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Compute with an export's fake `tensors` for their shapes only: questions about sizes become no guards, and results are
     not cached, which with open sizes takes longer than to compute them.
     """

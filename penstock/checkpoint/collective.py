@@ -105,7 +105,7 @@ def rank_state_to_write(pipe: Pipeline) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for number, (name, value) in enumerate(pipe.state_dict().items()):
         full_value = gather_full_tensor(value)  # a collective of all ranks that have a shard
-        if number % position.num_stage_ranks == position.stage_rank_index and name not in aliases:
+        if number % position.num_ranks_per_stage == position.stage_rank_index and name not in aliases:
             state[name] = full_value
     return state
 

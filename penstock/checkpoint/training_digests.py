@@ -68,7 +68,8 @@ def tensor_description(kind: str, name: str) -> str:
 
 def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizer: Any = None) -> None:
     """Raises MismatchError, on every rank, where ranks that have the same parameter, or shard of one, differ in its bits."""
-    only_names = None if pipe.position.num_stage_ranks > 1 else pipe._engine.tied.owners  # all that a chain of ranks has twice
+    # All that a chain of ranks has twice.
+    only_names = None if pipe.position.num_ranks_per_stage > 1 else pipe._engine.tied.owners
     if only_names is not None and not only_names:  # on no rank
         return
     own_digests: dict[str, dict[str, str]] = {}
@@ -199,7 +200,7 @@ def reproducibility_conditions(pipe: Pipeline) -> dict[str, Any]:
     return {
         "dp": pipe.position.replicas,
         "cp": pipe.position.cp_size,
-        "tp": pipe.position.num_stage_ranks // len(pipe.position.batch_part_pipelines),
+        "tp": pipe.position.num_ranks_per_stage // len(pipe.position.batch_part_pipelines),
         "sharded": any(hasattr(parameter, "placements") for parameter in pipe.parameters()),
         "order": _gradient_sum_order(pipe),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

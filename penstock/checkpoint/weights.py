@@ -117,7 +117,7 @@ def _write_weights(
             warnings.warn(f"{path} holds tensors only: {', '.join(left_out)} left out", stacklevel=3)
         files = TensorFiles(parts)
         if one_file or files.nbytes <= max_shard_bytes:
-            files = _join_shards(files, parts / WEIGHTS_FILE)
+            files = _join_shards_into_file(files, parts / WEIGHTS_FILE)
         if one_file:
             os.replace(parts / WEIGHTS_FILE, path)
             fsync(path.parent)
@@ -125,7 +125,7 @@ def _write_weights(
             _install_pretrained_folder(files, parts, path, config_files)
 
 
-def _join_shards(files: TensorFiles, path: Path) -> TensorFiles:
+def _join_shards_into_file(files: TensorFiles, path: Path) -> TensorFiles:
     """The tensors of `files` in one, `path`."""
     shard_files = {stored.file for stored in files.locations.values()}
     if len(shard_files) == 1:

@@ -26,10 +26,10 @@ from penstock.engine.microbatch_list import (
 from penstock.engine.optimizers import make_scaler_flags_binary
 from penstock.engine.sequence import (
     check_arguments_can_be_cut,
+    kwargs_with_position_ids,
     sequence_length,
     slice_lengths,
     take_tokens,
-    with_position_ids,
 )
 from penstock.errors import MismatchError
 from penstock.mesh.grouping import Limit
@@ -351,7 +351,7 @@ def _split_input_sequence(
     """Return (args, kwargs) as `_cut_tokens` does, with the positions of tokens if the model takes them."""
     check_arguments_can_be_cut(forward_signature, call.args, call.kwargs)
     num_tokens = sequence_length((call.args, call.kwargs), "the batch", call.sequence_dim)
-    kwargs = with_position_ids(forward_signature, call.args, call.kwargs, 0, num_tokens)
+    kwargs = kwargs_with_position_ids(forward_signature, call.args, call.kwargs, 0, num_tokens)
     return _cut_tokens((call.args, kwargs), "the batch", call, mesh_position)
 
 

@@ -30,7 +30,7 @@ from penstock.engine.loss import check_reduction
 from penstock.engine.model_partition import ModelPartition, check_can_be_cut
 from penstock.engine.rank_comparison import RankComparison
 from penstock.engine.redistribute import PLAN_ARGUMENTS, Redistribution
-from penstock.engine.sequence import first_stage_signature, parse_slices, sequence_length, with_position_ids
+from penstock.engine.sequence import first_stage_signature, kwargs_with_position_ids, parse_slices, sequence_length
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.parallelize import parallelize_stages
@@ -145,7 +145,7 @@ def _example_with_position_ids(model: nn.Module, config: Any) -> dict[str, Any]:
     args = (config.example_args,) if isinstance(config.example_args, Tensor) else tuple(config.example_args or ())
     kwargs = config.example_kwargs or {}
     length = sequence_length((args, kwargs), "the example", config.sequence_dim)
-    return with_position_ids(first_stage_signature(model), args, kwargs, 0, length)
+    return kwargs_with_position_ids(first_stage_signature(model), args, kwargs, 0, length)
 
 
 def _check_argument_types(model: Any, config: Any) -> None:

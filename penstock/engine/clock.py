@@ -124,7 +124,7 @@ class ActionClock:
         return marks
 
 
-class TimedEvent(NamedTuple):
+class GpuEventWithTime(NamedTuple):
     """A GPU's event whose time on the machine's monotonic clock is known, since this process has waited for it."""
 
     event: Any
@@ -138,16 +138,16 @@ class GpuActionClock(ActionClock):
     waits for one.
     """
 
-    def __init__(self, device: torch.device, offset: float = 0.0, previous_end: TimedEvent | None = None) -> None:
+    def __init__(self, device: torch.device, offset: float = 0.0, previous_end: GpuEventWithTime | None = None) -> None:
         self._device = torch.get_device_module(device)
         self._zero = previous_end or self.mark_end()
         super().__init__(offset, previous_end)
 
-    def mark_end(self) -> TimedEvent:
+    def mark_end(self) -> GpuEventWithTime:
         """Return this moment, the end of the step, for the next step's clock. Waits for the stream, which is idle then."""
         begin, event = time.perf_counter(), self._mark()
         event.synchronize()
-        return TimedEvent(event, (begin + time.perf_counter()) / 2)
+        return GpuEventWithTime(event, (begin + time.perf_counter()) / 2)
 
     def _mark(self) -> Any:
         event = self._device.Event(enable_timing=True)
@@ -157,7 +157,7 @@ class GpuActionClock(ActionClock):
     def _times(self, marks: Sequence[Any]) -> Sequence[float]:
         for mark in marks[-1:]:
             mark.synchronize()
-        events = [mark.event if isinstance(mark, TimedEvent) else mark for mark in marks]
+        events = [mark.event if isinstance(mark, GpuEventWithTime) else mark for mark in marks]
         return [self._zero.time + self._zero.event.elapsed_time(event) / 1e3 for event in events]
 
 

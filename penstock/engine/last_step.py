@@ -98,6 +98,6 @@ def _measured_timeline(
         activation_sizes=tuple(size_of_stage[stage] for stage in range(table.stages)) if all_measured else (),
         memory_unit="bytes" if all_measured else "",
         between_steps=tuple([report.between[rank] for rank in ranks]),
-        averaging=tuple([report.averaging[rank] for rank in ranks]) if position.num_stage_ranks > 1 else (),
+        averaging=tuple([report.averaging[rank] for rank in ranks]) if position.num_ranks_per_stage > 1 else (),
         skips=dict.fromkeys(skips, MessageCost()),
     )

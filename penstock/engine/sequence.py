@@ -83,7 +83,7 @@ def first_stage_signature(module: nn.Module) -> inspect.Signature:
     return module.penstock.signature if isinstance(module, GraphStage) else inspect.signature(unwrap_compiled(module).forward)
 
 
-def with_position_ids(
+def kwargs_with_position_ids(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], first: int, length: int
 ) -> dict[str, Any]:
     """Return `kwargs`, with the positions of tokens `first` and on if the forward takes them and the call has none.

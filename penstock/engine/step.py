@@ -45,7 +45,7 @@ from penstock.engine.checks.nonfinite import (
     OnNonfinite,
     find_origin,
 )
-from penstock.engine.checks.outdated_weights import SharedTensors
+from penstock.engine.checks.outdated_weights import TensorsSharedBetweenPipelines
 from penstock.engine.checks.unregistered_uses import GradientRecord, RemoteParameterUseCheck
 from penstock.engine.clock import ActionClock, make_clock, measure_clock_skew
 from penstock.engine.handshake import LearnedShapes, StepHandshake
@@ -109,7 +109,7 @@ class Engine:
         cuts_tokens = self.attention is not None or self.schedule.slices > 1
         self.forward_signature = first_stage_signature(stages[0].module) if cuts_tokens and 0 in stages else None
         self.attributes = attributes  # of the model, as they were when it was cut
-        self.shared_tensors: SharedTensors  # set once the pipeline is built
+        self.shared_tensors: TensorsSharedBetweenPipelines  # set once the pipeline is built
         self.unregistered = unregistered
         self.gradient_factor = GradientFactorCheck(parameters, position.world.world_size)
         self.nonfinite_monitor, self.on_nonfinite = nonfinite_monitor, on_nonfinite

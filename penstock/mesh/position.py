@@ -73,7 +73,7 @@ class MeshPosition:
         return len(self.pipelines[0]) // self.cp_size
 
     @property
-    def num_stage_ranks(self) -> int:
+    def num_ranks_per_stage(self) -> int:
         """How many ranks have a stage of this rank's."""
         return self.replicas * len(self.pipelines[0])
 

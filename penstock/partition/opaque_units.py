@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.torch_private import TreeSpec, tree_flatten, tree_unflatten, without_shape_guards
+from penstock.torch_private import TreeSpec, suppress_shape_guards, tree_flatten, tree_unflatten
 
 _LEAF = tree_flatten(None)[1]
 
@@ -56,7 +56,7 @@ UNIT_OPERATION = torch.ops.penstock.unit.default  # the target of a unit's node 
 
 @_unit.register_fake
 def _(call: int, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    with without_shape_guards(tensors):  # decisions by sizes inside a unit do not restrict the graph
+    with suppress_shape_guards(tensors):  # decisions by sizes inside a unit do not restrict the graph
         return _exports[-1][call].run(tensors, sizes)
 
 
@@ -66,7 +66,7 @@ def units_as_custom_ops(units: Mapping[str, nn.Module]) -> Iterator[list[Recorde
     calls: list[RecordedUnitCall] = []
     _exports.append(calls)
     for name, unit in units.items():
-        unit.forward = _custom_op_forward(name, unit.forward, calls)
+        unit.forward = _forward_that_calls_custom_op(name, unit.forward, calls)
     try:
         yield calls
     finally:
@@ -75,7 +75,7 @@ def units_as_custom_ops(units: Mapping[str, nn.Module]) -> Iterator[list[Recorde
             del unit.forward
 
 
-def _custom_op_forward(name: str, forward: Callable[..., Any], calls: list[RecordedUnitCall]) -> Callable[..., Any]:
+def _forward_that_calls_custom_op(name: str, forward: Callable[..., Any], calls: list[RecordedUnitCall]) -> Callable[..., Any]:
     def opaque_forward(*args: Any, **kwargs: Any) -> Any:
         """Call the unit as one operation."""
         leaves, structure = tree_flatten((args, kwargs))

@@ -132,13 +132,13 @@ def _measure_units(units: Sequence[RecordedUnit], device: torch.device | None, r
     until = perf_counter() + seconds
     while len(times[0]) < rounds or (perf_counter() < until and len(times[0]) < MAX_ROUNDS):
         for unit, duration in zip(units, times, strict=True):
-            duration.append(_measure_as_stage(unit, device, _measure_seconds))
+            duration.append(_call_with_unit_as_stage(unit, device, _measure_seconds))
     layer_costs = []
     for unit, duration in zip(units, times, strict=True):
         forward, backward, *in_two = (median(column) for column in zip(*duration, strict=True))
         weights = min(in_two[-1], backward)
         longer = max(0.0, sum(in_two) - forward - backward)
-        size = _measure_as_stage(unit, device, _measure_bytes)
+        size = _call_with_unit_as_stage(unit, device, _measure_bytes)
         layer_costs.append(LayerCost(unit.name, forward, backward - weights, weights, *size, split=longer))
     return layer_costs
 
@@ -205,7 +205,9 @@ class TensorFunctionModule(nn.Module):
         return trees.tensors(self.unit(*args, **kwargs))
 
 
-def _measure_as_stage(unit: RecordedUnit, device: torch.device | None, measurement: Callable[[Stage, list[Tensor]], T]) -> T:
+def _call_with_unit_as_stage(
+    unit: RecordedUnit, device: torch.device | None, measurement: Callable[[Stage, list[Tensor]], T]
+) -> T:
     """What `measurement` finds of the unit as a stage, with stand-ins for its parameters and its inputs."""
     where = device or module_device(unit.module, (unit.args, unit.kwargs))
     make = partial(materialise_meta_tensor, device=where)

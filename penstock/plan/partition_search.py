@@ -149,7 +149,7 @@ class PartitionSearch:
         parameter_bytes = sum(cost.parameters for cost in rank_stages)
         return (2 + self.limits.optimizer) * parameter_bytes, buffers
 
-    def unsimulated_bytes(self, partition: EvaluatedPartition) -> list[float]:
+    def static_and_transient_bytes(self, partition: EvaluatedPartition) -> list[float]:
         """Return each rank's bytes that `simulate` does not count: the static ones, and what recomputation brings back."""
         stages = self.stage_costs(partition.starts)
         return [

@@ -314,7 +314,7 @@ def _with_searched_tables(
 
     for number, (partition_search, partition) in enumerate(best, 1):
         timer, limits = partition_search.timer, partition_search.limits
-        unsimulated = partition_search.unsimulated_bytes(partition)
+        unsimulated = partition_search.static_and_transient_bytes(partition)
         activation_limits = [limit - size for limit, size in zip(limits.memory_bytes, unsimulated, strict=False)]
         report = progress and partial(progress, f"table {number} of {len(best)}, {effort}")
 
@@ -350,7 +350,7 @@ def _plan_from_candidate(candidate: Candidate, batch: int, layer_names: Sequence
 
     bound += min_reduce_seconds
 
-    unsimulated = partition_search.unsimulated_bytes(best)
+    unsimulated = partition_search.static_and_transient_bytes(best)
     peaks = [simulated + size for simulated, size in zip(timeline.peak_memory, unsimulated, strict=True)]
     recompute_seconds = table.microbatches * sum(policy.recompute_seconds for policy in policies)
     return Plan(

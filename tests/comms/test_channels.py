@@ -84,7 +84,7 @@ def test_numbers_do_not_depend_on_what_messages_travel_over(shared):
 
 @pytest.fixture
 def ends():
-    memory, file = shared_memory.create_shared_memory(shared_memory.mapping_bytes())
+    memory, file = shared_memory.create_shared_memory(shared_memory.mapping_bytes_to_reserve())
     os.close(file)
     reader, writer = os.pipe()
     sender, receiver = MemorySender(memory, writer, Unfailing()), MemoryReceiver(memory, reader, timedelta(seconds=0.2))

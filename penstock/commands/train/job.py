@@ -138,7 +138,7 @@ def train_rank(config: TrainConfig, folder: Path | None, memory: Path | None = N
 def _initial_result(setup: Setup) -> TrainResult:
     """Return an empty result, or resume the newest whole checkpoint and return the records up to it."""
     config, pipe = setup.config, setup.pipe
-    run = TrainResult(setup.topology.world_size, pipe.position.num_stage_ranks > 1)
+    run = TrainResult(setup.topology.world_size, pipe.position.num_ranks_per_stage > 1)
     run.rows_per_step, run.tokens_per_step = config.batch, config.batch * (config.context if config.model == "gpt" else 1)
     planned = simulate(pipe.schedule, Costs())
     run.planned_bubble, run.planned_idle = planned.bubble, planned.idle_share

@@ -23,7 +23,7 @@ from penstock.comms.launch.attempt import (
 from penstock.comms.launch.forkserver import ForkserverEndedError, forkserver_context
 from penstock.comms.launch.pickling import pickle_call
 from penstock.comms.launch.rank_main import LaunchSpec
-from penstock.comms.launch.rank_processes import collect_results, join_finished_ranks, start_ranks
+from penstock.comms.launch.rank_processes import collect_results_and_errors, join_finished_ranks, start_ranks
 from penstock.comms.preemption import catches_preemption, preempted
 from penstock.comms.system import convert_os_errors, print_notice
 from penstock.errors import PenstockError
@@ -103,7 +103,7 @@ def _run_attempt(call: bytes, ranks: int, number: int, may_restart: bool) -> tup
     spec = LaunchSpec(call, ranks, environment, catches_preemption(), start_method)
     try:
         with start_ranks(spec, context, HashStore()) as (processes, receivers):
-            results = collect_results(processes, receivers, may_restart)
+            results = collect_results_and_errors(processes, receivers, may_restart)
             join_finished_ranks([processes[rank] for rank in results])
     except ForkserverEndedError as error:
         return [], Attempt(ranks, error)

@@ -80,7 +80,9 @@ def join_finished_ranks(processes: Sequence[Any]) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
-def collect_results(processes: Sequence[Any], receivers: Sequence[Connection], may_restart: bool) -> dict[int, RankResult]:
+def collect_results_and_errors(
+    processes: Sequence[Any], receivers: Sequence[Connection], may_restart: bool
+) -> dict[int, RankResult]:
     """Wait for the results of all ranks; return rank -> result in the order in which they came.
 
     Once one rank has failed or died, the others have ERROR_REPORT_SECONDS to send theirs; less if the failed rank is known and

@@ -40,7 +40,7 @@ from penstock.comms.transport.shared_memory import (
     SECRET,
     BlockAllocator,
     create_shared_memory,
-    mapping_bytes,
+    mapping_bytes_to_reserve,
     open_shared_memory,
 )
 
@@ -55,7 +55,7 @@ NO_PID = -1  # in place of the pid: the sender has no memory to share
 
 def open_memory_sender(groups: ProcessGroups, peer: int, failure: SendFailure) -> "MemorySender | None":
     """Open the sending end of a transport to the rank `peer`; None at both ends if the two cannot share memory."""
-    memory, memory_fd = create_shared_memory(mapping_bytes())
+    memory, memory_fd = create_shared_memory(mapping_bytes_to_reserve())
     if memory is None:
         groups.world_group.send([torch.full((OFFER_NUMBERS,), NO_PID, device="cpu")], peer, OPENING_TAG).wait()
         return None

@@ -154,7 +154,7 @@ class BlockAllocator:
         return sum(block.written_bytes for block in self.blocks)
 
 
-def mapping_bytes() -> int:
+def mapping_bytes_to_reserve() -> int:
     """Return the size of a mapping: twice this machine's memory, or less where the addresses of a process are limited."""
     import resource  # Windows has none
 

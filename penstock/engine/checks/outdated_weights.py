@@ -98,7 +98,7 @@ def record_pipeline(
     remote_tensors: Mapping[str, Tensor],
     changed: Collection[TensorKey],
     num_ranks: int,
-) -> "SharedTensors":
+) -> "TensorsSharedBetweenPipelines":
     """Record the tensors of a pipeline that was built: those that this rank runs, and those that others run, by name."""
     for tensor_id in [tensor_id for tensor_id, record in _records.items() if record.tensor() is None]:
         del _records[tensor_id]
@@ -108,16 +108,16 @@ def record_pipeline(
         was_outdated = previous is not None and not is_local and previous.is_outdated(changed)
         key = (str(pipeline_number), name) if previous is None else previous.key
         _records[id(tensor)] = _TensorRecord(key, tensor, is_local, was_outdated)
-    return SharedTensors(local_tensors, remote_tensors)
+    return TensorsSharedBetweenPipelines(local_tensors, remote_tensors)
 
 
 # -- two pipelines of one model -------------------------------------------------------------------------------------------
 
 
-_pipelines: "weakref.WeakSet[SharedTensors]" = weakref.WeakSet()
+_pipelines: "weakref.WeakSet[TensorsSharedBetweenPipelines]" = weakref.WeakSet()
 
 
-class SharedTensors:
+class TensorsSharedBetweenPipelines:
     """The tensors of a pipeline's model, by name, to find those that another pipeline trains on another rank.
 
     Pipelines are built in the same order on all ranks, so each rank knows which others have trained since.
@@ -127,13 +127,13 @@ class SharedTensors:
         self.local = {id(tensor): (name, weakref.ref(tensor)) for name, tensor in local_tensors.items()}
         self.remote = {id(tensor): weakref.ref(tensor) for tensor in remote_tensors.values()}
         self.steps = 0  # of training
-        self._remote_elsewhere: list[tuple[weakref.ref[SharedTensors], str, weakref.ref[Tensor], int]] = []
+        self._remote_elsewhere: list[tuple[weakref.ref[TensorsSharedBetweenPipelines], str, weakref.ref[Tensor], int]] = []
         for pipeline in _pipelines:
             self._record_overlap(pipeline)
             pipeline._record_overlap(self)
         _pipelines.add(self)
 
-    def _record_overlap(self, pipeline: "SharedTensors") -> None:
+    def _record_overlap(self, pipeline: "TensorsSharedBetweenPipelines") -> None:
         """Record the tensors that this rank runs here and that other ranks run for `pipeline`, with its step count."""
         for tensor_id, (name, tensor) in self.local.items():
             remote = pipeline.remote.get(tensor_id)

@@ -72,7 +72,7 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
         num_steps=costs.num_steps,
         slow_messages=_find_slow_messages(timeline, costs),
         out_of_order=_find_rank_out_of_order(costs, predicted_step),
-        planned_order_timeline=_planned_order_timeline(costs),
+        planned_order_timeline=_timeline_in_planned_order(costs),
     )
 
 
@@ -203,7 +203,7 @@ def _find_rank_out_of_order(measurement: Measurement, predicted_step: float) -> 
 # ---- what would make it shorter
 
 
-def _planned_order_timeline(measurement: Measurement) -> Timeline | None:
+def _timeline_in_planned_order(measurement: Measurement) -> Timeline | None:
     """Return the step with microbatches of unlike sizes in the order that would be planned for them; None if they are alike."""
     factors = measurement.microbatch_factors
     if not factors:
@@ -224,7 +224,7 @@ def _catalog_alternatives(measurement: Measurement) -> Iterator[Alternative]:
         for stages_per_rank in dict.fromkeys([FAMILIES[name].stages_per_rank, table.num_stages // table.ranks]):
             schedule = _build_or_none(name, table.ranks, table.microbatches, stages_per_rank)
             if schedule and schedule.actions != table.actions:
-                yield _predict_alternative(measurement, schedule)
+                yield _alternative_with_schedule(measurement, schedule)
 
 
 def _best_alternative(alternatives: Sequence[Alternative]) -> Alternative | None:
@@ -240,10 +240,12 @@ def _doubled_microbatches_alternative(measurement: Measurement) -> Alternative |
     stages_per_rank = table.num_stages // table.ranks
     counts = (table.microbatches, 2 * table.microbatches)
     rebuilt, doubled = (_build_or_none(table.name, table.ranks, count, stages_per_rank) for count in counts)
-    return _predict_alternative(measurement, doubled) if rebuilt and doubled and rebuilt.actions == table.actions else None
+    return (
+        _alternative_with_schedule(measurement, doubled) if rebuilt and doubled and rebuilt.actions == table.actions else None
+    )
 
 
-def _predict_alternative(measurement: Measurement, schedule: Schedule) -> Alternative:
+def _alternative_with_schedule(measurement: Measurement, schedule: Schedule) -> Alternative:
     timeline, split = measurement.predict(schedule), any(action.kind is Kind.W for row in schedule.actions for action in row)
     return Alternative(
         schedule,

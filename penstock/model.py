@@ -123,7 +123,7 @@ class GPT(nn.Sequential):
         layers = OrderedDict[str, nn.Module](embedding=seeded.build_layer(0, lambda: GPTEmbedding(config)))
         layers |= {f"block{number}": seeded.build_layer(1 + number, lambda: GPTBlock(config)) for number in blocks}
         layers["norm"] = nn.LayerNorm(config.width)
-        layers["head"] = seeded.build_layer(1 + config.layers, lambda: GPT2Linear(config.width, config.vocabulary))
+        layers["head"] = seeded.build_layer(1 + config.layers, lambda: LinearWithGPT2Init(config.width, config.vocabulary))
         super().__init__(layers)
         self.config = config
 
@@ -166,8 +166,8 @@ class GPTBlock(nn.Module):
         width, self.heads = config.width, config.heads
         self.dropout = nn.Dropout(config.dropout)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = GPT2Linear(width, 3 * width), GPT2Linear(width, width, 2 * config.layers)
-        self.up, self.down = GPT2Linear(width, 4 * width), GPT2Linear(4 * width, width, 2 * config.layers)
+        self.qkv, self.out = LinearWithGPT2Init(width, 3 * width), LinearWithGPT2Init(width, width, 2 * config.layers)
+        self.up, self.down = LinearWithGPT2Init(width, 4 * width), LinearWithGPT2Init(4 * width, width, 2 * config.layers)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(batch, time, width) -> the same."""
@@ -193,7 +193,7 @@ class GPT2Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=0.02)
 
 
-class GPT2Linear(nn.Linear):
+class LinearWithGPT2Init(nn.Linear):
     """A Linear with GPT-2's initialisation; `residuals`: the sums its output is one term of, over the whole depth."""
 
     def __init__(self, inputs: int, outputs: int, residuals: int = 1) -> None:

@@ -207,7 +207,7 @@ class NcclLike:
         if "-" not in what:  # no direction of a pair
             store, options = (
                 dist.PrefixStore(f"like-{what}", self.store),
-                torch_private.gloo_options([topology.current_context().gloo_device], LONG),
+                torch_private.gloo_options([topology.current_context().gloo_network_device], LONG),
             )
             self.gloo[what] = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), options)
 

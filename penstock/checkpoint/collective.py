@@ -201,7 +201,7 @@ def newest_complete_checkpoint(control: ControlGroup, *folders: Path) -> tuple[P
         content, files, problem = _open_and_verify(path, rank, num_ranks)
         problems = [text for _, text in sorted(filter(None, control.all_gather_value(problem, f"to check {path}")))]
         if not problems and files is not None:
-            manifest.mark_verified(path)
+            manifest.remember_as_verified(path)
             return path, content, files
 
         problem_of_each.append(problems[0])
@@ -245,11 +245,11 @@ def _is_checkpoint(folder: Path) -> bool:
 def _checkpoints_newest_first(folders: Sequence[Path]) -> list[Path]:
     """Return the checkpoints in `folders`, the newest first; of the same step, that of the earlier folder first."""
     if len(folders) == 1:
-        return [folders[0].resolve()] if _is_checkpoint(folders[0]) else manifest.checkpoints_newest_first(folders[0])
+        return [folders[0].resolve()] if _is_checkpoint(folders[0]) else manifest.all_checkpoints_newest_first(folders[0])
     for folder in folders:
         if _is_checkpoint(folder):
             raise MismatchError(f"{folder} is a checkpoint, not a folder of them: give it alone, to go on from no other")
-    checkpoints = [path for folder in folders if folder.is_dir() for path in manifest.checkpoints_newest_first(folder)]
+    checkpoints = [path for folder in folders if folder.is_dir() for path in manifest.all_checkpoints_newest_first(folder)]
     return sorted(checkpoints, key=lambda path: -int(manifest.step_of_folder(path) or 0))
 
 

@@ -100,7 +100,8 @@ def exists(folder: Folder | Sequence[Folder]) -> bool:
     Each rank answers for what it sees: on several machines, whose memories differ, ask of the disk alone.
     """
     return any(
-        folder_path.is_dir() and bool(manifest.checkpoints_newest_first(folder_path)) for folder_path in _folder_paths(folder)
+        folder_path.is_dir() and bool(manifest.all_checkpoints_newest_first(folder_path))
+        for folder_path in _folder_paths(folder)
     )
 
 

@@ -69,7 +69,7 @@ class ProcessGroups:
         store = dist.PrefixStore(name, self.store)
         wait_for_all(store, size, self.topology.timeout, self.rank_has_failed)
 
-        options = torch_private.gloo_options([self.topology.context.gloo_device], self.topology.timeout)
+        options = torch_private.gloo_options([self.topology.context.gloo_network_device], self.topology.timeout)
         group = dist.ProcessGroupGloo(store, rank, size, options)
         self._open[id(group)] = group
         if self.aborted:  # while it connected, when there was nothing to abort

@@ -50,7 +50,7 @@ class ProcessContext:
         self.control_group: Any = None  # of all ranks: see `shared_control_group`
 
     @cached_property
-    def gloo_device(self) -> Any:
+    def gloo_network_device(self) -> Any:
         """Gloo's device: a network interface and one event loop thread, for all groups."""
         return create_gloo_device()
 

@@ -45,7 +45,7 @@ def step_of_folder(folder: Path) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
-def checkpoints_newest_first(folder: Path) -> list[Path]:
+def all_checkpoints_newest_first(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, whole or not; one that was set aside to be replaced comes after its replacement."""
     checkpoints = [(step, path.name[0] != ".", path) for path in folder.iterdir() if (step := step_of_folder(path)) is not None]
     return [path for _, _, path in sorted(checkpoints, reverse=True)]
@@ -130,7 +130,7 @@ def verify_files(folder: Path, files: dict[str, Any], rank: int = 0, num_ranks: 
             )
 
 
-def mark_verified(folder: Path) -> None:
+def remember_as_verified(folder: Path) -> None:
     """Remember that `folder` is whole."""
     _verified_folders.add(folder.resolve())
 
@@ -141,7 +141,7 @@ def _is_intact(folder: Path) -> bool:
             verify_files(folder, read(folder)["files"])
         except DamagedFileError:
             return False
-        mark_verified(folder)
+        remember_as_verified(folder)
     return True
 
 
@@ -172,13 +172,13 @@ def rename_checkpoint(part: Path, final: Path) -> None:
     os.rename(part, final)
     fsync(final.parent)
     delete_path(aside)
-    mark_verified(final)
+    remember_as_verified(final)
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
     """Of the checkpoints up to `step`, delete those older than the last `keep` whole ones."""
     num_kept = 0
-    for checkpoint in checkpoints_newest_first(folder):
+    for checkpoint in all_checkpoints_newest_first(folder):
         if int(step_of_folder(checkpoint) or 0) > step:
             continue
         if num_kept < keep:

@@ -242,7 +242,9 @@ def check_layers_can_run_in_slices(module: nn.Module) -> None:
     """Raise MismatchError, with the layer's name, if a layer of `module` is known to look at later tokens, or to checkpoint."""
     functions = _functions_in_forward(module)
     for name, layer in module.named_modules():
-        looks_ahead = getattr(layer, "is_causal", True) is False or any(map(_is_never_causal, functions[type(layer)]))
+        looks_ahead = getattr(layer, "is_causal", True) is False or any(
+            map(_all_attention_calls_have_causal_false, functions[type(layer)])
+        )
         checkpoints = getattr(layer, "gradient_checkpointing", False) is True
         if looks_ahead or checkpoints:
             problem = LOOKS_AHEAD if looks_ahead else CHECKPOINTS
@@ -254,10 +256,10 @@ def _functions_in_forward(module: nn.Module) -> dict[type[nn.Module], list[Funct
 
     Without those of torch and transformers, but for their layers' forwards.
     """
-    return {kind: list(_list_functions(kind)) for kind in {type(layer): None for layer in module.modules()}}
+    return {kind: list(_list_functions_called_by_forward(kind)) for kind in {type(layer): None for layer in module.modules()}}
 
 
-def _list_functions(kind: type[nn.Module]) -> Iterator[FunctionType]:
+def _list_functions_called_by_forward(kind: type[nn.Module]) -> Iterator[FunctionType]:
     queue: list[Any] = [kind.forward]
     visited: set[Any] = {attention}
     while queue:
@@ -276,7 +278,7 @@ def _list_functions(kind: type[nn.Module]) -> Iterator[FunctionType]:
         queue += [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
 
 
-def _is_never_causal(function: FunctionType) -> bool:
+def _all_attention_calls_have_causal_false(function: FunctionType) -> bool:
     """Return whether all calls of `attention` in the text of a function have causal=False; False if there is no text."""
     if "attention" not in function.__code__.co_names or "'causal'" not in str(function.__code__.co_consts):
         return False

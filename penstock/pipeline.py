@@ -21,7 +21,7 @@ from penstock.engine.batch import StepCall
 from penstock.engine.build import PlanLike, ScheduleRule, build_engine, check_attention, materialise_stages, parse_arguments
 from penstock.engine.checks import outdated_weights
 from penstock.engine.checks.nonfinite import OnNonfinite
-from penstock.engine.clock import measure_clock_skew
+from penstock.engine.clock import measure_own_clock_skew
 from penstock.engine.generation import GenerationOptions, generate_text
 from penstock.engine.hints import ModuleMisuseHints, add_backward_hint
 from penstock.engine.last_step import LastStep
@@ -346,7 +346,7 @@ class Pipeline(ModuleMisuseHints):
         """
         with self.collective("plan_costs()") as control:
             engine, position = self._engine, self.position
-            offset = measure_clock_skew(control, engine.clock_ids).offset
+            offset = measure_own_clock_skew(control, engine.clock_ids).offset
             summary = engine.microbatch_samples.summarize(position.pipeline.rank, offset)
             summaries = control.all_gather_value(summary, "to fit the costs of microbatches")
             costs = MicrobatchCosts.merge(summaries, position.pipelines[0][0], self.schedule.placement)

@@ -152,7 +152,7 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def import_dynamo() -> None:
+def preload_dynamo() -> None:
     """What torch imports when a mode sees its first operation, imported before: a forward that waits for this import is kept,
     with all its values, by a circle of frames (`torch.fx.wrap` holds its own) until garbage is collected next."""
     if "torch._dynamo" not in sys.modules:
@@ -385,7 +385,7 @@ def pretend_exporting() -> AbstractContextManager[None]:
     return _compiling_state_context()
 
 
-def is_set_grad_call(target: object) -> bool:
+def is_wrap_with_set_grad_enabled(target: object) -> bool:
     """Whether a node of an export calls a graph with gradients switched on or off: (enabled, graph, *arguments)."""
     return target is torch.ops.higher_order.wrap_with_set_grad_enabled
 

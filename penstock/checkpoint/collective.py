@@ -186,7 +186,7 @@ def temporary_shards(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def newest_complete_checkpoint(control: ControlGroup, *folders: Path) -> tuple[Path, dict[str, Any], TensorFiles]:
+def open_newest_complete_checkpoint(control: ControlGroup, *folders: Path) -> tuple[Path, dict[str, Any], TensorFiles]:
     """Return path, manifest and tensors of the newest complete checkpoint in `folders`, the same on all ranks.
 
     A single folder may itself be a checkpoint. The ranks share the work of comparing checksums; for each checkpoint that is

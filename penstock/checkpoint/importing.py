@@ -22,7 +22,7 @@ from penstock.checkpoint.collective import (
 from penstock.checkpoint.files.disk import DamagedFileError, errors_as_damaged, open_regular_file
 from penstock.checkpoint.files.manifest import MAX_MANIFEST_BYTES
 from penstock.checkpoint.files.tensor_files import TensorFiles
-from penstock.engine.model_partition import UncutModelInfo
+from penstock.engine.model_partition import UncutModelClassAndConfig
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 from penstock.stage.rank_parameters import MISSING, UNEXPECTED, WRONG_SHAPE, describe_mismatches
@@ -166,7 +166,7 @@ def _prefix_hint(missing_keys: Sequence[str], unexpected_keys: Sequence[str]) ->
 # -- what transformers keeps in files in another form than in memory, made as `from_pretrained` makes it -----------------
 
 
-def _transformers_recipes(origin: UncutModelInfo, stored_names: Iterable[str]) -> dict[str, TensorRecipe] | None:
+def _transformers_recipes(origin: UncutModelClassAndConfig, stored_names: Iterable[str]) -> dict[str, TensorRecipe] | None:
     """What each tensor of the model is made of, if transformers says so; `stored_names`: of the files' tensors."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

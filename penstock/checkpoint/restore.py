@@ -15,7 +15,7 @@ from penstock.checkpoint.collective import (
     copy_into_model,
     fail_together,
     gather_state_mismatches,
-    newest_complete_checkpoint,
+    open_newest_complete_checkpoint,
     with_tied_names,
 )
 from penstock.checkpoint.files import manifest
@@ -57,10 +57,10 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
         if checkpoint.exists("runs/a"):
             epoch = checkpoint.resume("runs/a", pipe, optimizer)["epoch"]
     """
-    control, folders = control_group_for_call(pipe, "checkpoint.resume()"), _folder_paths(folder)
+    control, folders = control_group_for_call(pipe, "checkpoint.resume()"), _paths_of_folders(folder)
     with fail_together(control, f"resume from {', '.join(map(str, folders))}"):
         optimizers.check_elementwise_optimizer(optimizer, pipe.topology.world_size)
-        checkpoint, content, files = newest_complete_checkpoint(control, *folders)
+        checkpoint, content, files = open_newest_complete_checkpoint(control, *folders)
         stored_name_of = _stored_names(content, files, pipe._engine.parameters.aliases)
         mismatches = gather_state_mismatches(
             control, pipe, {name: files.shapes.get(MODEL_PREFIX + at) for name, at in stored_name_of.items()}
@@ -101,11 +101,11 @@ def exists(folder: Folder | Sequence[Folder]) -> bool:
     """
     return any(
         folder_path.is_dir() and bool(manifest.all_checkpoints_newest_first(folder_path))
-        for folder_path in _folder_paths(folder)
+        for folder_path in _paths_of_folders(folder)
     )
 
 
-def _folder_paths(folder: Folder | Sequence[Folder]) -> list[Path]:
+def _paths_of_folders(folder: Folder | Sequence[Folder]) -> list[Path]:
     """One folder, or several, as paths. Raises PenstockError for none."""
     folders = [Path(folder)] if isinstance(folder, str | os.PathLike) else [Path(value) for value in folder]
     if not folders:

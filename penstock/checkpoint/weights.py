@@ -14,7 +14,7 @@ from penstock.checkpoint.collective import (
     MODEL_PREFIX,
     control_group_for_call,
     fail_together,
-    newest_complete_checkpoint,
+    open_newest_complete_checkpoint,
     rank_state_to_write,
     temporary_shards,
 )
@@ -73,7 +73,7 @@ def export_checkpoint(folder: str | Path, path: str | Path, max_shard_size: int 
     """
     control = ControlGroup(Topology(), "alone")
     with fail_together(control, f"export {folder} to {path}"):
-        checkpoint, content, files = newest_complete_checkpoint(control, Path(folder))
+        checkpoint, content, files = open_newest_complete_checkpoint(control, Path(folder))
         state = {name.removeprefix(MODEL_PREFIX): files.mapped_tensor(name) for name in files if name.startswith(MODEL_PREFIX)}
         _write_weights(control, Path(path), state | content["model"], content["aliases"], content["settings"], max_shard_size)
     return checkpoint

@@ -50,7 +50,7 @@ def catch_preemption() -> None:
         raise PenstockError(f"catch_preemption() must be called in the main thread: {error}") from None
 
     if _catching_pid is None:
-        atexit.register(_ignore_signals_at_exit)
+        atexit.register(_ignore_preemption_signals)
     _catching_pid = os.getpid()
     _first_arrival.clear()
     _forward_pids.clear()
@@ -90,7 +90,7 @@ def _handle_signal(number: int, frame: FrameType | None) -> None:
         os.kill(os.getpid(), number)
 
 
-def _ignore_signals_at_exit() -> None:
+def _ignore_preemption_signals() -> None:
     """Ignore the signals: the program leaves already, and Python removes its handlers before the process ends."""
     for number in PREEMPTION_SIGNALS if catches_preemption() else ():
         signal.signal(number, signal.SIG_IGN)

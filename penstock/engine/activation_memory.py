@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock.schedule import ActivationSize
 from penstock.schedule.table import Action, Kind
 from penstock.stage.stage import Stage
-from penstock.torch_private import TorchDispatchMode, import_dynamo, is_compiled, storage_key
+from penstock.torch_private import TorchDispatchMode, is_compiled, preload_dynamo, storage_key
 from penstock.trees import leaves
 
 ActionFunction = Callable[..., Any]  # (action, received values) -> messages
@@ -82,7 +82,7 @@ class MemoryMeasurement:
     """
 
     def __init__(self, stages: Mapping[int, Stage], slices: int = 1, of_all: bool = False) -> None:
-        import_dynamo()
+        preload_dynamo()
         self._stages = {index: stage for index, stage in stages.items() if not any(map(is_compiled, stage.module.modules()))}
         self._slices, self._of_all = slices, of_all
         self._measured_microbatch: dict[int, int] = {}  # by stage

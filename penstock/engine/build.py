@@ -28,7 +28,7 @@ from penstock.engine.checks.nonfinite import NonFiniteMonitor, check_on_nonfinit
 from penstock.engine.checks.unregistered_uses import RemoteParameterUseCheck, check_loss_reads_no_remote_attribute
 from penstock.engine.loss import check_reduction
 from penstock.engine.model_partition import ModelPartition, check_can_be_cut
-from penstock.engine.rank_comparison import RankComparison
+from penstock.engine.rank_comparison import RankComparisonResult
 from penstock.engine.redistribute import PLAN_ARGUMENTS, Redistribution
 from penstock.engine.sequence import first_stage_signature, kwargs_with_position_ids, parse_slices, sequence_length
 from penstock.engine.step import Engine
@@ -294,7 +294,7 @@ def check_attention(
 
 
 def materialise_stages(
-    model_partition: ModelPartition, comparison: RankComparison, device: torch.device, seed: int | None, init: Init | None
+    model_partition: ModelPartition, comparison: RankComparisonResult, device: torch.device, seed: int | None, init: Init | None
 ) -> tuple[Modules, set[str]]:
     """Return this rank's stages on `device`; tensors on the meta device are given memory and initialised.
 
@@ -317,7 +317,7 @@ def build_engine(
     position: MeshPosition,
     config: PipelineConfig,
     model_partition: ModelPartition,
-    comparison: RankComparison,
+    comparison: RankComparisonResult,
     modules: Modules,
     unset_names: set[str],
 ) -> Engine:
@@ -387,7 +387,7 @@ def build_engine(
 def _build_stages(
     config: PipelineConfig,
     model_partition: ModelPartition,
-    comparison: RankComparison,
+    comparison: RankComparisonResult,
     modules: Modules,
     replications: Mapping[int, Replication],
     table: Schedule,

@@ -32,7 +32,7 @@ def clock_id() -> str:
     return boot_id.read_text().strip() if boot_id.exists() else platform.node()
 
 
-def measure_clock_skew(control: ControlGroup, clock_ids: Sequence[str]) -> ClockSkew:
+def measure_own_clock_skew(control: ControlGroup, clock_ids: Sequence[str]) -> ClockSkew:
     """Measure this rank's skew; 0 where the clock is rank 0's. All ranks call it. `clock_ids`: `clock_id()` of every rank."""
     rank = control.topology.rank
     for peer in [peer for peer, peer_id in enumerate(clock_ids) if peer_id != clock_ids[0]]:

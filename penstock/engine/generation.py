@@ -66,7 +66,7 @@ class GenerationOptions(NamedTuple):
         return self._replace(**integers)
 
 
-class GenerationHeader(NamedTuple):
+class RankGenerationHeader(NamedTuple):
     """What a rank sends to all others before the first pass."""
 
     options: GenerationOptions
@@ -191,7 +191,7 @@ class TextGeneration:
         if slice_ < len(lengths) - 1:
             return ()
 
-        logits = last_position_logits(output, self.sizes[microbatch], lengths[slice_], self.rows_dim)
+        logits = logits_at_last_time_index(output, self.sizes[microbatch], lengths[slice_], self.rows_dim)
         first_row = self.first_row + sum(self.sizes[:microbatch])
         self._new_tokens[microbatch] = sample_tokens(logits, self.options, first_row, self.text.shape[1])
         return ()
@@ -216,14 +216,14 @@ class TextGeneration:
 
 def _exchange_headers(
     engine: Engine, tokens: Tensor, options: GenerationOptions, kwargs: Mapping[str, Any]
-) -> Sequence[GenerationHeader]:
+) -> Sequence[RankGenerationHeader]:
     """Return all ranks' headers. Raise MismatchError if options differ, or prompts within a replica."""
     modules = [stage.module for stage in engine.stages.values()]
     prompt_hash = hash48(tokens.cpu().contiguous().numpy().tobytes())
     context = min((limit for limit in map(max_context, modules) if limit is not None), default=None)
     prompt = f"{tuple(tokens.shape)} {prompt_hash}"
     supports_cache, can_cut_prompt = all(map(supports_incremental_decoding, modules)), not tensors(kwargs)
-    header = GenerationHeader(options, prompt, len(tokens), supports_cache, can_cut_prompt, context)
+    header = RankGenerationHeader(options, prompt, len(tokens), supports_cache, can_cut_prompt, context)
     headers = engine.control.all_gather_value(header, "to generate")
 
     for rank, rank_header in enumerate(headers):
@@ -240,7 +240,7 @@ def _exchange_headers(
     return headers
 
 
-def last_position_logits(output: Any, rows: int, time: int, rows_dim: int = 0) -> Tensor:
+def logits_at_last_time_index(output: Any, rows: int, time: int, rows_dim: int = 0) -> Tensor:
     """Return the logits of the last position, (batch, vocabulary). Raise MismatchError if `output` has no logits."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     shape = (time, rows) if rows_dim else (rows, time)

@@ -198,7 +198,7 @@ class StepHandshake:
         return HandshakeResult(
             program=self.programs.select(batch.training, len(microbatch_rows[replica]), skipped[replica]),
             microbatch_rows=microbatch_rows[replica],
-            loss_shares=loss_shares[self.position.batch_part],
+            loss_shares=loss_shares[self.position.batch_part_index],
             forward_only_microbatches=skipped[replica],
             has_backward=any(map(any, loss_shares)),
             same_on_replicas=len(shapes) == 1,
@@ -209,7 +209,7 @@ class StepHandshake:
             message_specs={},
             token_shares=[
                 share / sum(shares) if batch.call.reduction == "mean" and any(shares) else 1.0
-                for number, share in enumerate(loss_shares[self.position.batch_part])
+                for number, share in enumerate(loss_shares[self.position.batch_part_index])
                 for shares in [columns[replica][number // slices]]
             ],
             sequence_lengths=lengths[replica] if cp > 1 else (),

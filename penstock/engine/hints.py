@@ -67,7 +67,7 @@ class ModuleMisuseHints:
         )
 
 
-class _BackwardHint:
+class _BackwardThatRaises:
     """The `backward` of a step's loss. A loss that is saved or sent pickles it as an empty set, which torch.load allows."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -79,5 +79,5 @@ class _BackwardHint:
 
 def add_backward_hint(loss: Tensor) -> Tensor:
     """Make `loss.backward()` raise an error that says that step() has done it. Returns `loss`."""
-    loss.__dict__["backward"] = _BackwardHint()
+    loss.__dict__["backward"] = _BackwardThatRaises()
     return loss

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from penstock.comms.control_group import ControlGroup
-from penstock.engine.clock import measure_clock_skew
+from penstock.engine.clock import measure_own_clock_skew
 from penstock.engine.report import StepReport
 from penstock.engine.step import Engine
 from penstock.errors import PenstockError
@@ -50,7 +50,7 @@ class LastStep:
             result = engine.last_result
             if result is None:
                 raise PenstockError("there is no timeline yet: run a step first")
-            engine.clock_skew = measure_clock_skew(control, engine.clock_ids)  # anew: clocks drift apart
+            engine.clock_skew = measure_own_clock_skew(control, engine.clock_ids)  # anew: clocks drift apart
             result.clock.offset = engine.clock_skew.offset
 
             intervals = zip(result.actions, result.clock.intervals(), strict=True)

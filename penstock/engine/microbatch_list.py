@@ -82,7 +82,7 @@ def read_inputs(
     calls = [_args_and_kwargs(entry) for entry in entries]
     sizes = [_count_rows(entry, f"microbatch {index}", rows_dim) for index, entry in enumerate(entries)]
     summaries = [
-        MicrobatchSummary(rows, _count_elements(entry, rows_dim), microbatch.batch_signature(call))
+        MicrobatchSummary(rows, _count_elements_of_largest(entry, rows_dim), microbatch.batch_signature(call))
         for rows, entry, call in zip(sizes, entries, calls, strict=True)
     ]
     on_device = [microbatch.split(call, [rows], device, rows_dim)[0] for rows, call in zip(sizes, calls, strict=True)]
@@ -106,7 +106,7 @@ def _count_rows(entry: Any, name: str, rows_dim: int) -> int:
     return sum(microbatch.nonempty_split_sizes(dict(entry) if isinstance(entry, Mapping) else entry, name, 1, rows_dim))
 
 
-def _count_elements(entry: Any, rows_dim: int) -> int:
+def _count_elements_of_largest(entry: Any, rows_dim: int) -> int:
     """Return the elements of the largest tensor with rows: proportional to the padded tokens of a microbatch."""
     tensors = [unwrap(leaf) for leaf in leaves(entry) if rows_dim_of(leaf, rows_dim) is not None]
     return max((tensor.numel() for tensor in tensors if isinstance(tensor, Tensor)), default=1)

@@ -71,7 +71,7 @@ class OriginalModel(NamedTuple):
         return {names[id(module)]: module for stage in stages.values() for module in stage.modules() if id(module) in names}
 
 
-class UncutModelInfo(NamedTuple):
+class UncutModelClassAndConfig(NamedTuple):
     """What an uncut model was besides its weights: transformers writes this next to them."""
 
     model_class: type[nn.Module]
@@ -128,12 +128,12 @@ class ModelPartition(NamedTuple):
         return [(name, parameter) for name, parameter in named if id(parameter) not in local_ids]
 
     @property
-    def uncut_info(self) -> UncutModelInfo | None:
+    def uncut_info(self) -> UncutModelClassAndConfig | None:
         """The class and configuration of the uncut model, if it has a configuration."""
         config, generation_config = (getattr(self.uncut_model, name, None) for name in ("config", "generation_config"))
         if self.uncut_model is None or config is None:
             return None
-        return UncutModelInfo(type(self.uncut_model), config, generation_config)
+        return UncutModelClassAndConfig(type(self.uncut_model), config, generation_config)
 
 
 def partition_model(

@@ -30,7 +30,7 @@ class RankDescription(NamedTuple):
     value_digests: Mapping[str, int]  # of some values of all tensors of an uncut model that is new; else empty
 
 
-class RankComparison(NamedTuple):
+class RankComparisonResult(NamedTuple):
     """What all ranks' descriptions come to. Names and keywords are by stage of the whole model."""
 
     names: Sequence[Mapping[str, str]]  # a stage's own name of each entry -> the name in the uncut model
@@ -41,7 +41,7 @@ class RankComparison(NamedTuple):
 
 def compare_ranks(
     control: ControlGroup, position: MeshPosition, table: Schedule, model_partition: ModelPartition, options: Mapping[str, Any]
-) -> RankComparison:
+) -> RankComparisonResult:
     """Compare what all ranks are about to build. Raise MismatchError, the same on every rank, if they differ."""
     description = describe_rank(position, table, model_partition, options)
     descriptions = control.all_gather_value(description, "to build the pipeline")
@@ -55,7 +55,7 @@ def compare_ranks(
         names_by_stage.update(rank_description.names)
         keywords_by_stage.update(rank_description.keywords)
     stages = sorted(names_by_stage)
-    return RankComparison(
+    return RankComparisonResult(
         partition.model_names_of_stages([names_by_stage[stage] for stage in stages], model_partition.uncut_model is not None),
         [keywords_by_stage[stage] for stage in stages],
         [rank_description.clock_id for rank_description in descriptions],

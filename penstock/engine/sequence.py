@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import MismatchError, is_whole_number
-from penstock.partition.graph_inputs import bind_arguments
+from penstock.partition.graph_inputs import arguments_by_parameter_name
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.rows import Replicated, Rows, unwrap
 from penstock.stage.microbatch import split_sizes
@@ -90,7 +90,10 @@ def kwargs_with_position_ids(
 
     Positions have the shape (1, time), for all rows.
     """
-    if POSITION_IDS not in signature.parameters or bind_arguments(signature, args, kwargs).get(POSITION_IDS) is not None:
+    if (
+        POSITION_IDS not in signature.parameters
+        or arguments_by_parameter_name(signature, args, kwargs).get(POSITION_IDS) is not None
+    ):
         return dict(kwargs)
     positions = torch.arange(first, first + length, device="cpu")[None]
     return {**kwargs, POSITION_IDS: Replicated(positions)}
@@ -100,7 +103,7 @@ def check_arguments_can_be_cut(signature: inspect.Signature, args: Sequence[Any]
     """Raise MismatchError for arguments of a call that mean another thing once the tokens are cut."""
     if not {"labels", POSITION_IDS} & signature.parameters.keys():
         return
-    arguments = bind_arguments(signature, args, kwargs)
+    arguments = arguments_by_parameter_name(signature, args, kwargs)
     if arguments.get("labels") is not None:
         raise MismatchError(
             "labels= are shifted by a token inside the model, which has a part of the tokens only: give target=, shifted, and "

@@ -47,7 +47,7 @@ from penstock.engine.checks.nonfinite import (
 )
 from penstock.engine.checks.outdated_weights import TensorsSharedBetweenPipelines
 from penstock.engine.checks.unregistered_uses import GradientRecord, RemoteParameterUseCheck
-from penstock.engine.clock import ActionClock, make_clock, measure_clock_skew
+from penstock.engine.clock import ActionClock, make_clock, measure_own_clock_skew
 from penstock.engine.handshake import LearnedShapes, StepHandshake
 from penstock.engine.microbatch_costs import MicrobatchCosts, MicrobatchSamples
 from penstock.engine.profiling import ProfiledReceiveChannel, ProfiledSendChannel, action_ranges, message_ranges
@@ -115,7 +115,7 @@ class Engine:
         self.nonfinite_monitor, self.on_nonfinite = nonfinite_monitor, on_nonfinite
 
         self.clock_ids = clock_ids  # of every rank
-        self.clock_skew = measure_clock_skew(control, clock_ids)  # of this rank
+        self.clock_skew = measure_own_clock_skew(control, clock_ids)  # of this rank
         self.clock_error = 0.0  # seconds, the largest of all ranks
 
         self._opened_channels: tuple[int, Channels] | None = None  # how often the control group was closed before, the channels

@@ -59,7 +59,7 @@ class MeshPosition:
         return self.shard // self._tp_size
 
     @property
-    def batch_part(self) -> int:
+    def batch_part_index(self) -> int:
         """Which part of the batch this rank has: rows by its place along `dp`, of these the tokens by that along `cp`."""
         return self.replica * self.cp_size + self.cp_index
 

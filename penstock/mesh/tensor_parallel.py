@@ -46,7 +46,7 @@ def parallelize_stage(plan: TensorParallelPlan, module: nn.Module, names: Mappin
     """Call `parallelize_module` on a stage. `names`: a parameter's name in the stage -> in the uncut model."""
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # imports for a second
 
-    install_optimizer_check()
+    install_mixed_groups_optimizer_check()
 
     model_name_of: dict[str, str] = {}  # a submodule's name in the stage -> in the uncut model
     for name, model_name in names.items():
@@ -104,7 +104,7 @@ def _check_norms_of_heads(module: nn.Module, name: str, whole_name: str, styles:
 
 
 @cache
-def install_optimizer_check() -> None:
+def install_mixed_groups_optimizer_check() -> None:
     """Have all optimizers of this process look before each step whether torch's kernels for many tensors take their groups."""
     register_optimizer_step_pre_hook(lambda optimizer, *_: _check_no_mixed_groups(optimizer))
 

@@ -130,11 +130,11 @@ class CuttableModel:
         if is_sequential or not self._has_example:  # an export runs hooks of the model, and what replaces its forward
             _check_no_model_hooks(model)
         with restore_attributes_afterwards(model) as changed_attributes, record_attribute_reads(model) as reads:
-            self._graph = None if is_sequential else self._make_graph()
+            self._graph = None if is_sequential else self._export_or_trace_graph()
         self.unit_order = list(children_by_name(model)) if self._graph is None else self._graph.unit_order()
         self.read_attributes = AttributeSnapshot(model, self.unit_order, () if is_sequential else reads - changed_attributes)
 
-    def _make_graph(self) -> ModelGraph:
+    def _export_or_trace_graph(self) -> ModelGraph:
         from penstock.partition import export, trace  # torch.export takes a second to import
 
         units = find_units(self.model, self.cuts or ())
@@ -247,7 +247,7 @@ class CuttableModel:
         lost_names = self.model.state_dict().keys() - {name for stage in stages for name in stage.state_dict()}
         if lost_names:
             raise MismatchError(f"the cut loses {', '.join(sorted(lost_names))}")
-        _check_running_statistics(stages)
+        _check_running_statistics_in_one_stage(stages)
         _record_shared_parameters(stages)
         return stages
 
@@ -260,7 +260,7 @@ def _check_no_model_hooks(model: nn.Module) -> None:
         )
 
 
-def _check_running_statistics(stages: Sequence[nn.Module]) -> None:
+def _check_running_statistics_in_one_stage(stages: Sequence[nn.Module]) -> None:
     names_by_stage = defaultdict[nn.Module, dict[int, str]](dict)  # a module with running statistics -> stage -> its name
     for stage, module in enumerate(stages):
         for name, submodule in module.named_modules():

@@ -26,7 +26,7 @@ from penstock.partition.graph_inputs import (
     GraphInputs,
     InputParameter,
     InputTensorSpec,
-    bind_arguments,
+    arguments_by_parameter_name,
     contiguous_if_integers,
 )
 from penstock.partition.materialise import META
@@ -36,7 +36,7 @@ from penstock.partition.rows import rows_dim_of, unwrap_tree
 from penstock.partition.unit_times import replace_tensors_temporarily
 from penstock.torch_private import (
     export_guards,
-    is_set_grad_call,
+    is_wrap_with_set_grad_enabled,
     tensor_slots,
     tree_flatten,
     tree_leaves,
@@ -56,7 +56,7 @@ def export_graph(
     """
     # The example: on one device, with two rows at least.
     signature = inspect.signature(model.forward)
-    example = bind_arguments(signature, args, kwargs)
+    example = arguments_by_parameter_name(signature, args, kwargs)
     rows_dims = tree_map(lambda leaf: rows_dim_of(leaf, rows_dim), example)
     device = _device_to_export_on(model)
     values = tree_map(contiguous_if_integers, _double_single_row(unwrap_tree(example), rows_dims))
@@ -256,7 +256,7 @@ class _Unflattener:
             return self.copies[arguments[0]][arguments[1]]
 
         # `with torch.no_grad()`: a graph inside this one.
-        if is_set_grad_call(node.target):
+        if is_wrap_with_set_grad_enabled(node.target):
             enabled, inner_graph, *inner_arguments = arguments
             inner = getattr(module, str(inner_graph.target))
             inner_inputs = inner.graph.find_nodes(op="placeholder")

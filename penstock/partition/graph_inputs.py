@@ -50,7 +50,7 @@ class GraphInputs(NamedTuple):
 
         `cast`: the dtype that floating-point tensors have been cast to, whatever the example's were.
         """
-        arguments = bind_arguments(self.signature, args, kwargs)
+        arguments = arguments_by_parameter_name(self.signature, args, kwargs)
         self._check_no_other_arguments(arguments)
 
         leaves: list[Any] = []
@@ -127,7 +127,7 @@ def varargs_error(name: str) -> MismatchError:
     return MismatchError(f"a forward that takes *{name} cannot be cut along its graph: give its parameters names")
 
 
-def bind_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_by_parameter_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call's arguments by the names of the forward's parameters. Raises MismatchError if they do not fit it."""
     try:
         bound = signature.bind(*args, **kwargs).arguments

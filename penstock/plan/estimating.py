@@ -20,7 +20,7 @@ from penstock.partition.balance import Balance
 from penstock.partition.model_graph import first_line
 from penstock.partition.rows import unwrap_tree
 from penstock.partition.unit_times import RecordedUnit, replace_tensors_temporarily
-from penstock.plan.measuring import TensorFunctionModule, costs_in_layer_order, record_layer_inputs
+from penstock.plan.measuring import UnitWithTensorArguments, costs_in_layer_order, record_layer_inputs
 from penstock.plan.model_profile import LayerCost, ModelProfile
 from penstock.schedule import Kind, Measurement
 from penstock.torch_private import storage_key
@@ -64,7 +64,7 @@ def _estimate_unit(unit: RecordedUnit, speed: float) -> LayerCost:
 
 
 def _estimate_layer_cost(unit: RecordedUnit, speed: float) -> LayerCost:
-    module = TensorFunctionModule(unit)
+    module = UnitWithTensorArguments(unit)
     parameters, arguments = list(unit.module.parameters()), list(map(_to_meta, module.argument_tensors()))
     parameter_keys = set(map(storage_key, parameters))
     saved_bytes: dict[int, int] = {}

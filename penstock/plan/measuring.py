@@ -185,7 +185,7 @@ def _border_bytes(cuttable: CuttableModel, example: tuple[Any, ...]) -> dict[int
     return carried
 
 
-class TensorFunctionModule(nn.Module):
+class UnitWithTensorArguments(nn.Module):
     """A unit as a module that takes the tensors of its arguments, and gives the tensors of its output that have a gradient."""
 
     def __init__(self, unit: RecordedUnit) -> None:
@@ -222,7 +222,7 @@ def _call_with_unit_as_stage(
             (parameter, hook) for parameter, some in zip(unit.module.parameters(), hooks, strict=True) for hook in some
         ]:
             parameter.register_hook(hook)
-        module = TensorFunctionModule(unit)
+        module = UnitWithTensorArguments(unit)
         inputs = trees.map_tensors(make, module.argument_tensors())
         stage = Stage(MIDDLE_STAGE, module, where, connections=StageConnections((MIDDLE_STAGE - 1,), ()))
         stage.begin_step()  # as before any step: it learns which parameters there are

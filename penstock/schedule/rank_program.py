@@ -65,9 +65,9 @@ class RankPrograms:
 
     def table(self, microbatches: int) -> Table:
         """Return the table whose first `microbatches` are run: the pipeline's, or a larger one of the same rule."""
-        return self._program_of(microbatches).schedule
+        return self._program_with_at_least(microbatches).schedule
 
-    def _program_of(self, microbatches: int) -> Program:
+    def _program_with_at_least(self, microbatches: int) -> Program:
         if microbatches > self.program.schedule.microbatches and self._build_larger is not None:
             return self._build_larger(microbatches)
         return self.program
@@ -75,7 +75,7 @@ class RankPrograms:
     def _lower_and_prove(
         self, training: bool, microbatches: int, forward_only_microbatches: frozenset[int], in_one_slice: bool
     ) -> RankProgram:
-        program = self._program_of(microbatches)
+        program = self._program_with_at_least(microbatches)
         schedule = program.schedule
         slices = 1 if in_one_slice else schedule.slices
 

@@ -10,7 +10,14 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.attention_hook import attention_context
 from penstock.errors import MismatchError
-from penstock.stage.aliasing import ALIASED_VALUE, SHARED_PARAMETER, Versions, check_unchanged, record_versions, unwrap_aliased
+from penstock.stage.aliasing import (
+    ALIASED_VALUE,
+    SHARED_PARAMETER,
+    Versions,
+    check_unchanged,
+    record_versions,
+    remove_alias_marks_and_list_aliased,
+)
 from penstock.stage.arguments import ForwardSignature
 from penstock.stage.auxiliary import AuxiliaryLossCollector
 from penstock.stage.backward.autograd_edges import Gradients, gradient_edge
@@ -155,7 +162,7 @@ class Stage:
             if self.index == 0:
                 arguments, received = self._signature.arguments_from_batch(*inputs), _NOTHING_RECEIVED
             else:
-                messages, aliased_inputs = unwrap_aliased(inputs)
+                messages, aliased_inputs = remove_alias_marks_and_list_aliased(inputs)
                 values, received = self._messages.attach_inputs(messages)
                 arguments = self._signature.arguments_from_values(values)
 

@@ -296,7 +296,7 @@ def test_the_guards_of_an_export_are_functions_of_what_it_is_called_with():
 
 def test_a_graph_without_gradients_inside_an_export_is_known():
     program = torch.export.export(RowCountModel(), (torch.ones(5, 2),), strict=False)
-    calls = [node for node in program.graph.nodes if torch_private.is_set_grad_call(node.target)]
+    calls = [node for node in program.graph.nodes if torch_private.is_wrap_with_set_grad_enabled(node.target)]
     assert [node.args[0] for node in calls] == [False]
 
 

@@ -21,7 +21,7 @@ def pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Return the function and its arguments as bytes, for `unpickle_call`. Raises PenstockError if they do not pickle."""
     by_value = _is_in_no_file(function)
     try:
-        return pickle_function(by_value)((function, args, _interactive_source_lines() if by_value else None))
+        return choose_pickle_dumps(by_value)((function, args, _interactive_source_lines() if by_value else None))
     except Exception as error:  # any: objects run code when they are pickled
         name = getattr(function, "__qualname__", repr(function))
         hint = "define it at the top level of a module, and pass arguments that pickle"
@@ -48,7 +48,7 @@ def unpickle_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], boo
     return function, args, True
 
 
-def pickle_function(by_value: bool) -> Callable[[Any], bytes]:
+def choose_pickle_dumps(by_value: bool) -> Callable[[Any], bytes]:
     """Return the `dumps` that pickles functions and classes by value (cloudpickle's), or by name (pickle's)."""
     if not by_value:
         return pickle.dumps
@@ -96,7 +96,7 @@ def _unpicklable_names(function: Any) -> list[str]:
         variables = inspect.getclosurevars(inspect.unwrap(function))
         for name, value in {**variables.globals, **variables.nonlocals}.items():
             try:
-                pickle_function(True)(value)
+                choose_pickle_dumps(True)(value)
             except Exception:
                 names.append(name)
     return names

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from penstock.comms.launch.forkserver import HELD_SIGNALS
-from penstock.comms.launch.pickling import pickle_function, unpickle_call
+from penstock.comms.launch.pickling import choose_pickle_dumps, unpickle_call
 from penstock.comms.preemption import catch_preemption
 from penstock.comms.rendezvous import FINISHED, publish_departure
 from penstock.comms.system import explain_error
@@ -121,7 +121,7 @@ def _num_threads() -> int:
 def _pickle_value(value: Any, rank: int, by_value: bool) -> bytes:
     """Return the RankResult of a function that returned `value`, as bytes. Raises PenstockError if it does not pickle."""
     try:
-        return pickle_function(by_value)(RankResult(True, value, steps_done=_steps_done()))
+        return choose_pickle_dumps(by_value)(RankResult(True, value, steps_done=_steps_done()))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise PenstockError(f"rank {rank} cannot send home what its function returned ({error}): it must pickle") from error
 
@@ -138,7 +138,7 @@ def _pickle_error(error: BaseException, rank: int, by_value: bool) -> bytes:
     lost_others = any(isinstance(cause, LostRankError) or is_transport_error(cause) for cause in causes)
     ranks = next((cause.ranks for cause in causes if isinstance(cause, PenstockError) and cause.ranks), ())
     try:
-        data = pickle_function(by_value)(RankResult(False, error, text, lost_others, ranks, _steps_done()))
+        data = choose_pickle_dumps(by_value)(RankResult(False, error, text, lost_others, ranks, _steps_done()))
         str(pickle.loads(data).value)
         return data
     except Exception:

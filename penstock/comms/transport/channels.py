@@ -103,16 +103,16 @@ def opening_order(channels: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 def open_sender(groups: ProcessGroups, name: str, peer: int, pending: PendingSends) -> Sender:
     """Open the sending end of a transport `name` to rank `peer`: NCCL between GPUs, memory on one machine, else Gloo."""
     sender = open_memory_sender(groups, peer, pending.failure) if groups.topology.backend != "nccl" else None
-    return sender or GroupSender(*_open_groups_of_two(groups, name, SOURCE_RANK), pending)
+    return sender or GroupSender(*_open_description_and_tensor_groups(groups, name, SOURCE_RANK), pending)
 
 
 def open_receiver(groups: ProcessGroups, name: str, peer: int) -> Receiver:
     """Open the receiving end of a transport `name` from rank `peer`."""
     receiver = open_memory_receiver(groups, peer) if groups.topology.backend != "nccl" else None
-    return receiver or GroupReceiver(*_open_groups_of_two(groups, name, DESTINATION_RANK))
+    return receiver or GroupReceiver(*_open_description_and_tensor_groups(groups, name, DESTINATION_RANK))
 
 
-def _open_groups_of_two(groups: ProcessGroups, name: str, rank: int) -> tuple[Any, Any, torch.device]:
+def _open_description_and_tensor_groups(groups: ProcessGroups, name: str, rank: int) -> tuple[Any, Any, torch.device]:
     """Open and return the group for descriptions, the group for tensors, and the device that those must be on."""
     gloo = groups.open_gloo_group(name, rank, 2)
     if groups.topology.backend != "nccl":

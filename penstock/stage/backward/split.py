@@ -128,7 +128,10 @@ class BackwardSplitter:
 
         # 3. The rest through autograd, which computes group by group, and takes over gradients that nothing else refers to.
         with torch.enable_grad():
-            roots = [_ComputeGradients.apply(partial(group.compute, pending, leftovers), *group.parameters) for group in groups]
+            roots = [
+                _ComputeGradientsFunction.apply(partial(group.compute, pending, leftovers), *group.parameters)
+                for group in groups
+            ]
         root_gradients = list(roots)
         if before_accumulation is not None:
             not_deferred = self._parameters_with_gradients_from_i()
@@ -206,7 +209,7 @@ class BackwardSplitter:
         return True
 
 
-class _ComputeGradients(torch.autograd.Function):
+class _ComputeGradientsFunction(torch.autograd.Function):
     """An empty tensor whose backward calls `compute` and gives `parameters` the gradients that it returns."""
 
     @staticmethod

@@ -105,14 +105,14 @@ class Work:
         self.kept = (lambda: tensor) if receives else weakref.ref(tensor)  # what is sent must be kept by the sender
         self.size, self.posted = tensor.numel() * tensor.itemsize, time.monotonic()
         self.begun, self.done = threading.Event(), threading.Event()
-        self.data = self.before = torch.empty(0, dtype=torch.uint8)  # what travels; what was in a buffer before
+        self.data = self.before = torch.empty(0, dtype=torch.uint8, device="cpu")  # what travels; what was in a buffer before
         self.digest = 0
 
     def begin(self) -> None:
         """The compute stream has come to it."""
         tensor = self.kept()
         if tensor is not None and self.receives:
-            self.before, self.data = _bytes(tensor).clone(), torch.empty(self.size, dtype=torch.uint8)
+            self.before, self.data = _bytes(tensor).clone(), torch.empty(self.size, dtype=torch.uint8, device="cpu")
             _bytes(tensor).fill_(POISON)
         elif tensor is not None:
             self.digest = _digest(tensor)
@@ -165,14 +165,14 @@ class NcclLike:
         return self._post(pair, Work(self, tensor, receives=True), self._receive, self.gloo[pair], int(peer > self.rank))
 
     def _send(self, work: Work, gloo: Any, peer: int) -> None:
-        gloo.recv([torch.zeros(1)], peer, ASKING).wait()
+        gloo.recv([torch.zeros(1, device="cpu")], peer, ASKING).wait()
         tensor = work.kept()
         intact = tensor is not None and _digest(tensor) == work.digest
         data = _bytes(tensor).clone() if intact else torch.full((work.size,), POISON, dtype=torch.uint8)
         gloo.send([data], peer, SENDING).wait()
 
     def _receive(self, work: Work, gloo: Any, peer: int) -> None:
-        asked = gloo.send([torch.ones(1)], peer, ASKING)
+        asked = gloo.send([torch.ones(1, device="cpu")], peer, ASKING)
         gloo.recv([work.data], peer, SENDING).wait()
         asked.wait()
 

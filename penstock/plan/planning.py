@@ -346,9 +346,8 @@ def _plan_from_candidate(candidate: Candidate, batch: int, layer_names: Sequence
     seconds = timeline.makespan + reduce_seconds if limits.cores >= table.ranks else best.seconds
 
     min_reduce_seconds = limits.gradient_reduce_seconds(sum(layer.parameters for layer in layers) / table.ranks)
-    bound = min_step_seconds(layers, table.ranks, table.microbatches, limits.cores, limits.speeds, table.slices)
-
-    bound += min_reduce_seconds
+    step_bound = min_step_seconds(layers, table.ranks, table.microbatches, limits.cores, limits.speeds, table.slices)
+    bound = step_bound + min_reduce_seconds
 
     unsimulated = partition_search.static_and_transient_bytes(best)
     peaks = [simulated + size for simulated, size in zip(timeline.peak_memory, unsimulated, strict=True)]

@@ -42,7 +42,7 @@ class ScheduleTimer:
         return KINDS.index(action.kind) * len(self.placement) + action.stage
 
     def makespan_lower_bound(self, costs: Sequence[float]) -> float:
-        """What `seconds` are not below: the work of a rank, what comes before its first action, and what after its last one."""
+        """What `makespan` is not below: the work of a rank, what comes before its first action, and what after its last one."""
         stages, costs = len(self.placement), self._costs_of_slice(costs)
         forwards, inputs = ([0.0, *accumulate(costs[first : first + stages])] for first in (0, 2 * stages))
         return max(

@@ -9,9 +9,9 @@ import tyro
 
 from penstock.commands.options import command
 from penstock.errors import PenstockError
-from penstock.learn.picture import drawn_in_parts
 from penstock.learn.puzzles.book import FAST_TRACK, NAMES, Folder, Puzzle, puzzle
 from penstock.learn.puzzles.judge import Missed
+from penstock.learn.timeline_parts import draw_in_parts
 from penstock.schedule import Timeline
 from penstock.view.terminal import colors, terminal_width
 
@@ -131,7 +131,7 @@ def _draw(timeline: Timeline | None, html: Path | None) -> None:
 
     if timeline is None:
         return
-    print(drawn_in_parts(timeline, terminal_width(), colors()))
+    print(draw_in_parts(timeline, terminal_width(), colors()))
     for path in write([Record((timeline,))], html) if html is not None else ():
         print(f"wrote {path}")
 

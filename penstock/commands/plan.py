@@ -18,7 +18,7 @@ from penstock.commands.traces import layer_costs, read_traces
 from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces
 from penstock.learn.puzzles.judge import Missed, fault, loaded
-from penstock.learn.written import FAULTS
+from penstock.learn.python_schedule import USER_CODE_ERRORS
 from penstock.plan import ModelProfile, Plan, parse_memory_size, plan, robustness
 from penstock.plan.estimating import COSTS_FILE
 from penstock.schedule.memory import format_bytes
@@ -219,7 +219,7 @@ def built(source: str) -> Sequence[Any]:
         raise PenstockError(str(error)) from error
     except PenstockError:
         raise
-    except FAULTS as error:
+    except USER_CODE_ERRORS as error:
         raise PenstockError(f"{name}() fails: {fault(error, Path(file))}") from error
     if not isinstance(result, tuple) or len(result) not in (2, 4):
         raise PenstockError(f"{source} must be a function that returns (model, args) or (model, args, loss_fn, target)")

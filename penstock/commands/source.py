@@ -30,10 +30,10 @@ def table_written_in(path: str, ranks: int, microbatches: int, **options: int | 
 
     Call it only for a path that the user has typed. Raises PenstockError if there is no schedule, and for options.
     """
-    from penstock.learn.written import table_in
+    from penstock.learn.python_schedule import table_from_file
 
     _check_file(path, options)
-    return table_in(path, ranks, microbatches)
+    return table_from_file(path, ranks, microbatches)
 
 
 def question_of(path: str, ranks: int, microbatches: int) -> dict[str, Any]:

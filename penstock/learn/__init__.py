@@ -1,14 +1,14 @@
-"""A pipeline made by hand, one step a lab: from one process to a schedule of your own, and to all axes a training has.
+"""The course: pipeline parallelism built by hand, from one process to schedules of your own and all axes of parallelism.
 
-`mini`      the whole idea in one file, to be read first: any table, on plain torch.distributed, with the engine's bits
-`catalog`   which labs there are, and how one prints its story
-`labs/`     a script for each, which checks itself and ends with what it measured
-`puzzles/`  a stub, a target and a check each: to be solved by writing
-`story`     what every lab needs: ranks to run on, a voice that speaks once, checks that can fail
-`emulated_device`   a stage that sleeps in the place of a device that is not there
-`devices`   devices that are not there: compute that sleeps, memory with a limit
-`buckets`   gradients that travel in buckets while the backward goes on
-`by_hand`   the collectives, from sends and receives
-`picture`   a timeline drawn so that every action has room for its name
-`written`   a schedule somebody wrote as a Python function, read into a table
+`mini`             pipeline parallelism in one file, to be read first: runs any table on plain torch.distributed
+`labs/`            scripts that explain an idea, check themselves and print what they measured
+`catalog`          lists and runs the labs
+`lab_helpers`      functions of all labs: run on ranks, print once, check
+`puzzles/`         exercises: a file to complete, a target in numbers, a check
+`emulated_device`  a stage that sleeps instead of computing, in place of a device
+`devices`          steps on emulated devices; a limit for a process's memory
+`buckets`          data parallelism with gradient buckets that are averaged during the backward
+`collectives`      collectives made of sends and receives
+`timeline_parts`   draws a timeline with room for every action's name
+`python_schedule`  reads a schedule that is a Python function
 """

@@ -1,4 +1,4 @@
-"""The list of the labs. A lab is run by its module's `main()`."""
+"""The list of the labs. A module's `main()` runs its lab."""
 
 import importlib
 from dataclasses import dataclass
@@ -17,32 +17,32 @@ class Lab:
     title: str
 
     def run(self, *words: str) -> None:
-        """Run this lab, with a file or `--fix` in `words`. Raises SystemExit, with the reason, if a check fails."""
+        """Run this lab; `words` may have a file or `--fix`. Raises SystemExit, with the reason, if a check fails."""
         importlib.import_module(self.module).main(*words)
 
 
 _TITLES = {
     "lab1_monolith": "one process, the whole model",
     "lab2_cut_by_hand": "two halves, the gradient carried over by hand, and the memory wall",
-    "lab3_ping_pong": "two processes, a message, and how two ranks stop for ever",
+    "lab3_ping_pong": "two processes, a message, and how two ranks deadlock",
     "lab4_naive": "a cut model without a schedule: one rank works, the others wait",
     "lab5_gpipe": "microbatches fill the pipeline",
-    "lab6_1f1b": "the same bubble with less memory, and a new way to stop for ever",
+    "lab6_1f1b": "the same bubble with less memory, and a new deadlock",
     "lab7_interleaved": "several stages on each rank: a smaller bubble, more messages",
-    "lab8_zero_bubble": "backward in two: where the bubble went, by two clocks",
+    "lab8_zero_bubble": "the backward in two halves: where the bubble went, by two clocks",
     "lab9_your_schedule": "a schedule of your own: proved, scored, run",
     "lab10_collectives": "collectives by hand on four ranks, and how much each rank sends",
     "lab11_data_parallel": "data parallel from one all-reduce",
     "lab12_tensor_parallel": "tensor parallel with its backward, by hand and declared",
     "lab13_two_axes": "two axes: 2 x 2, pipeline x data",
     "lab14_recompute_store_communicate": "recompute, store or communicate: three ways to have an activation",
-    "lab15_fsdp": "replicas without copies: FSDP by hand",
+    "lab15_fsdp": "FSDP by hand: replicas that each hold a shard of the weights",
     "lab16_transformer": "PyTorch's tutorial: a transformer cut by hand and by tracing",
-    "lab17_hardware": "the ladder from a core to a network, and what a link is worth",
+    "lab17_hardware": "bandwidths from a core to a network, and what a link is worth",
     "lab18_overlap": "time a message, then hide it behind compute",
-    "lab19_sequence": "the sequence axis: attention over ranks that have some of the tokens each",
+    "lab19_sequence": "the sequence axis: attention over ranks that each have a part of the tokens",
     "lab20_stale": "a pipeline that never drains, and what stale weights cost",
-    "lab21_lengths": "rows have lengths: as they arrive, sorted, planned",
+    "lab21_lengths": "rows of different lengths: as they arrive, sorted, planned",
 }
 
 LABS: dict[int, Lab] = {
@@ -50,20 +50,20 @@ LABS: dict[int, Lab] = {
 }
 
 
-ALONE, YOURS = 1, 9  # the lab without ranks, and the one with the learner's file
+SINGLE_PROCESS_LAB, SCHEDULE_LAB = 1, 9  # the one without ranks; the one that takes a learner's file
 
 
 def run(number: int, file: Path | None = None, fix: bool = False) -> None:
     """Run lab `number`. Raises PenstockError if there is none, SystemExit if a check fails."""
     if number not in LABS:
         raise PenstockError(f"there is no lab {number}: choose one of {', '.join(map(str, LABS))}")
-    if file is not None and number != YOURS:
-        raise PenstockError(f"lab {number} takes no file: leave {file} out, or choose lab {YOURS}")
-    if fix and number != YOURS:
-        raise PenstockError(f"lab {number} has nothing to mend: leave --fix out, or choose lab {YOURS}")
+    if file is not None and number != SCHEDULE_LAB:
+        raise PenstockError(f"lab {number} takes no file: leave {file} out, or choose lab {SCHEDULE_LAB}")
+    if fix and number != SCHEDULE_LAB:
+        raise PenstockError(f"lab {number} has nothing to mend: leave --fix out, or choose lab {SCHEDULE_LAB}")
     if fix and file is not None:
-        raise PenstockError(f"--fix is about the schedule that lab {YOURS} hands out: leave {file} out")
-    if number != ALONE:
+        raise PenstockError(f"--fix is about the schedule that lab {SCHEDULE_LAB} hands out: leave {file} out")
+    if number != SINGLE_PROCESS_LAB:
         start_forkserver_early()
     words = ["--fix"] if fix else [str(file)] if file is not None else []
     LABS[number].run(*words)

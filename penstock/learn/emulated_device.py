@@ -1,4 +1,4 @@
-"""A stage that sleeps in the place of a device that is not there."""
+"""A stage that sleeps instead of computing, in place of a device."""
 
 import time
 from typing import Any
@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 
 class EmulatedDevice(nn.Module):
-    """A stage that takes its time on no core, so that ranks that share the cores of one machine run as devices of their own do.
+    """A stage that sleeps instead of computing: ranks that share a machine's cores then run in parallel, as devices do.
 
-    F sleeps `forward` seconds, I `backward` and W `weights`, a full B both; the first stage too. It hands on the memory it
-    gets, so a message of any size costs nothing else. Its weight, of `parameters` numbers, gets a gradient.
-    I sleeps in a node that only the input's gradient passes, W in a hook of the weight: once each, in any engine.
+    F sleeps `forward` seconds, I `backward`, W `weights`, and B both; so does the first stage, whose input needs no gradient.
+    The output shares the input's memory, so nothing but the sleep takes time. Its weight has `parameters` elements and gets a
+    gradient. I sleeps in an autograd node of the input's gradient, W in a hook of the weight: once each, in any engine.
     """
 
     def __init__(self, forward: float, backward: float, weights: float = 0.0, parameters: int = 1) -> None:
@@ -23,35 +23,35 @@ class EmulatedDevice(nn.Module):
             self.weight.register_hook(lambda _: time.sleep(weights))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(rows, ..) -> the same values, in the same memory, later."""
-        return _Weighted.apply(self.busy(hidden), self.weight)
+        """Sleep. Return the same values in the same memory, (rows, ..)."""
+        return _UseWeight.apply(self.busy(hidden), self.weight)
 
     def busy(self, hidden: Tensor) -> Tensor:
-        """`hidden` later: what a device does without its weight. One that takes no time at all does nothing."""
+        """Sleep for the forward and, in the backward, for I. Return `hidden`; the weight takes no part."""
         if not any(self.seconds):
             return hidden
-        first = not hidden.requires_grad
-        return _Busy.apply(hidden.detach().requires_grad_() if first else hidden, *self.seconds, first)
+        is_batch = not hidden.requires_grad  # this is the first stage
+        return _Sleep.apply(hidden.detach().requires_grad_() if is_batch else hidden, *self.seconds, is_batch)
 
 
-class _Busy(torch.autograd.Function):
-    """Sleeps and hands on the memory it got, in both directions; nothing to the batch, before the first stage."""
+class _Sleep(torch.autograd.Function):
+    """Sleeps in the forward and in the backward; returns the memory it gets, and no gradient for a batch."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, forward: float, backward: float, first: bool) -> Tensor:
-        ctx.seconds, ctx.first = backward, first
+    def forward(ctx: Any, hidden: Tensor, forward: float, backward: float, is_batch: bool) -> Tensor:
+        ctx.seconds, ctx.is_batch = backward, is_batch
         time.sleep(forward)
-        return hidden.data  # not a view, which torch's own pipeline cannot detach in I
+        return hidden.data  # not a view, because torch's own pipeline cannot detach a view in I
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         time.sleep(ctx.seconds)
-        # A new view, not `gradient` itself: an engine that reads it from a leaf's `.grad` then gets it without a copy.
-        return None if ctx.first else gradient.view_as(gradient), None, None, None
+        # A new view of `gradient`: autograd would copy `gradient` itself into a leaf's `.grad`.
+        return None if ctx.is_batch else gradient.view_as(gradient), None, None, None
 
 
-class _Weighted(torch.autograd.Function):
-    """Where the weight comes in."""
+class _UseWeight(torch.autograd.Function):
+    """Returns `hidden`; gives the weight a gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:

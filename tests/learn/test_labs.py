@@ -15,7 +15,7 @@ from slow_cases import slow_except
 
 import penstock as ps
 from penstock import schedule
-from penstock.learn import buckets, catalog, emulated_device, story
+from penstock.learn import buckets, catalog, emulated_device, lab_helpers
 from penstock.learn.devices import EmulatedLayer, emulated_step
 from penstock.learn.labs import (
     lab1_monolith,
@@ -37,7 +37,7 @@ from penstock.learn.labs import (
     lab20_stale,
     lab21_lengths,
 )
-from penstock.learn.written import table_of
+from penstock.learn.python_schedule import table_from_source
 from penstock.schedule import Costs, Kind
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def judged(monkeypatch):
     facts: list[str] = []
     for number in JUDGE_TIMES:
         module = import_module(catalog.LABS[number].module)
-        monkeypatch.setattr(module, "settled", lambda measure, off, enough: measure())
+        monkeypatch.setattr(module, "best_of", lambda measure, error_of, good_enough: measure())
         monkeypatch.setattr(module, "check_time", lambda holds, fact, otherwise: facts.append(fact))
     return facts
 
@@ -152,8 +152,8 @@ def test_lab_4_fails_when_more_than_one_rank_works_at_a_time(monkeypatch):
 
 def test_what_is_disturbed_is_measured_again_but_not_for_ever():
     measured = iter(range(10))
-    assert story.settled(lambda: next(measured), lambda found: abs(found - 2), enough=0) == 2
-    assert story.settled(lambda: next(measured), abs, enough=0, tries=3) == 3
+    assert lab_helpers.best_of(lambda: next(measured), lambda found: abs(found - 2), good_enough=0) == 2
+    assert lab_helpers.best_of(lambda: next(measured), abs, good_enough=0, tries=3) == 3
     assert next(measured) == 6
 
 
@@ -161,7 +161,7 @@ def test_what_is_disturbed_is_measured_again_but_not_for_ever():
 def test_a_picture_names_every_action_in_80_columns(name, stages, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     table = schedule.build(name, ranks=4, microbatches=8)
-    drawn = story.picture(schedule.simulate(table, Costs(1 / stages, 1 / stages, 1 / stages)))
+    drawn = lab_helpers.drawing(schedule.simulate(table, Costs(1 / stages, 1 / stages, 1 / stages)))
     assert max(map(len, drawn.splitlines())) <= 80
     for action in {action for row in table.actions for action in row}:
         assert str(action)[0 if stages > 1 else 1 :] in drawn
@@ -324,21 +324,21 @@ def schedule(rank, ranks, microbatches):
     yield from (f"{rank}I{m}" for m in reversed(range(microbatches)))
     yield from (f"{rank}W{m * (rank + 2) % microbatches}" for m in range(microbatches))
 """
-    trials = story.on_ranks(lab9_your_schedule.run, 2, table_of("shuffled", rule, 2, 7))
+    trials = lab_helpers.on_ranks(lab9_your_schedule.run, 2, table_from_source("shuffled", rule, 2, 7))
     assert [(trial.gradients, trial.different) for trial in trials] == [(2, ()), (4, ())]
 
 
 def test_a_written_schedule_places_each_stage_where_its_actions_are():
     table = schedule.build("zb-v", ranks=3, microbatches=4)
     rule = f"def schedule(rank, ranks, microbatches): return {table.csv_rows()}[rank]"
-    assert table_of("zb-v", rule, 3, 4) == table
+    assert table_from_source("zb-v", rule, 3, 4) == table
 
 
 @pytest.mark.ranks
 def test_the_collectives_by_hand_are_those_of_torch_on_any_number_of_ranks():
-    for seen in story.on_ranks(lab10_collectives.see_all, 3):
+    for seen in lab_helpers.on_ranks(lab10_collectives.see_all, 3):
         assert [name for name, (result, backward) in seen.items() if not (result.as_torch and backward)] == []
-    assert [states[-1] for states in story.on_ranks(lab10_collectives.ring_of_ones, 3)] == ["3 3 3"] * 3
+    assert [states[-1] for states in lab_helpers.on_ranks(lab10_collectives.ring_of_ones, 3)] == ["3 3 3"] * 3
 
 
 def backward_of_an_all_gather(claimed: str) -> bool:
@@ -349,7 +349,7 @@ def backward_of_an_all_gather(claimed: str) -> bool:
 @pytest.mark.ranks
 def test_lab_10_tells_a_backward_from_another_collective():
     for claimed, holds in (("reduce-scatter", True), ("all-to-all", False)):
-        assert story.on_ranks(backward_of_an_all_gather, 3, claimed) == [holds] * 3
+        assert lab_helpers.on_ranks(backward_of_an_all_gather, 3, claimed) == [holds] * 3
 
 
 def test_lab_10_fails_when_torch_makes_something_else(monkeypatch):
@@ -381,16 +381,16 @@ def test_lab_11_fails_when_the_gradient_or_a_replica_is_another(monkeypatch):
 
 
 def test_some_buckets_are_better_than_one_and_than_one_for_each_layer():
-    ends = [buckets.planned(count)[-1].end for count in lab18_overlap.BUCKETS]
-    layers, backward = buckets.DEEP, buckets.BACKWARD
-    assert ends[0] == pytest.approx(layers * backward + buckets.wire(layers))
-    assert ends[-1] == pytest.approx(backward + layers * buckets.wire(1))
+    ends = [buckets.plan_backward(count)[-1].end for count in lab18_overlap.BUCKETS]
+    layers, backward = buckets.NUM_LAYERS, buckets.BACKWARD_SECONDS
+    assert ends[0] == pytest.approx(layers * backward + buckets.all_reduce_seconds(layers))
+    assert ends[-1] == pytest.approx(backward + layers * buckets.all_reduce_seconds(1))
     assert min(ends) not in (ends[0], ends[-1])
 
 
 @pytest.mark.ranks
 def test_ring_attention_is_that_of_one_process_on_any_number_of_ranks():
-    assert max(max(result.values()) for result in story.on_ranks(lab19_sequence.compare, 3)) < lab19_sequence.EXACT
+    assert max(max(result.values()) for result in lab_helpers.on_ranks(lab19_sequence.compare, 3)) < lab19_sequence.EXACT
 
 
 def test_a_mesh_with_its_pipeline_outermost_keeps_all_but_activations_within_a_machine():
@@ -416,7 +416,7 @@ def off_without_sum_gradients() -> list[str]:
 
 @pytest.mark.ranks
 def test_without_the_all_reduce_of_the_backward_only_the_gradient_of_the_input_is_wrong():
-    assert story.on_ranks(off_without_sum_gradients, 2) == [["X.grad"]] * 2
+    assert lab_helpers.on_ranks(off_without_sum_gradients, 2) == [["X.grad"]] * 2
 
 
 def test_lab_12_fails_when_a_gradient_is_off(monkeypatch):
@@ -463,7 +463,7 @@ def test_lab_14_fails_when_a_block_keeps_more_or_gradients_differ():
             r"mine.py, line 2: ModuleNotFoundError: No module named 'nothing_there', in schedule\(0, 2, 3\)",
         ),
         ("yield [][rank]", r"mine.py, line 2: IndexError: list index out of range, in schedule\(0, 2, 3\)"),
-        ("yield f'{rank}X0'", r"mine.py: cannot read '0X0' as an action: .* it is number 1 of what schedule\(0, 2, 3\) yields"),
+        ("yield f'{rank}X0'", r"mine.py: cannot read '0X0' as an action: .* it is action 1 that schedule\(0, 2, 3\) yields"),
         ("yield 3", r"mine.py: cannot read '3' as an action"),
         ("pass", r"mine.py: schedule\(0, 2, 3\) returns None: let it yield actions"),
         ("while True: yield '0F0'", r"mine.py: schedule\(0, 2, 3\) yields more than 10000 actions: does it ever end\?"),
@@ -472,7 +472,7 @@ def test_lab_14_fails_when_a_block_keeps_more_or_gradients_differ():
 )
 def test_what_is_wrong_with_a_written_schedule_is_told_in_one_line(body, message):
     with pytest.raises(ps.ScheduleError, match=message) as refused:
-        table_of("mine.py", f"def schedule(rank, ranks, microbatches):\n    {body}\n", 2, 3)
+        table_from_source("mine.py", f"def schedule(rank, ranks, microbatches):\n    {body}\n", 2, 3)
     assert "\n" not in str(refused.value)
 
 
@@ -480,7 +480,7 @@ def test_a_written_schedule_of_other_parameters_is_refused():
     with pytest.raises(
         ps.ScheduleError, match=r"mine.py: TypeError: schedule\(\) takes 1 positional argument but 3 were given"
     ):
-        table_of("mine.py", "def schedule(rank):\n    yield f'{rank}F0'\n", 2, 3)
+        table_from_source("mine.py", "def schedule(rank):\n    yield f'{rank}F0'\n", 2, 3)
 
 
 @pytest.mark.ranks
@@ -488,12 +488,12 @@ def test_a_lab_for_two_ranks_says_so_when_torchrun_started_three(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(SystemExit, match="runs on 2 ranks, torchrun started 3: use --nproc-per-node 2"):
-        story.on_ranks(lab3_ping_pong.ping_pong, 2)
+        lab_helpers.on_ranks(lab3_ping_pong.ping_pong, 2)
 
 
 def test_only_rank_0_speaks(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    story.say("hello")
+    lab_helpers.say("hello")
     assert capsys.readouterr().out == ""
 
 
@@ -514,7 +514,7 @@ def test_an_emulated_layer_takes_its_time_and_multiplies(monkeypatch):
 @pytest.mark.ranks
 def test_an_emulated_device_takes_the_time_of_its_weights_in_w():
     table = schedule.build("zb-h1", ranks=2, microbatches=3)
-    timeline = story.on_ranks(emulated_step, 2, table, 0.01, 0.02, 0.03)[0]
+    timeline = lab_helpers.on_ranks(emulated_step, 2, table, 0.01, 0.02, 0.03)[0]
     least = {Kind.F: 0.01, Kind.I: 0.02, Kind.W: 0.03, Kind.B: 0.05}
     assert {event.action.kind for event in timeline.events} == set(least)
     for event in timeline.events:

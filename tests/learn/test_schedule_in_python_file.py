@@ -9,7 +9,7 @@ from penstock import schedule
 from penstock.commands.cli import main
 from penstock.commands.source import table_of
 from penstock.learn.puzzles.book import puzzle
-from penstock.learn.written import table_in
+from penstock.learn.python_schedule import table_from_file
 
 GPIPE = """
 def schedule(rank, ranks, microbatches):
@@ -68,13 +68,13 @@ def test_only_who_shows_a_python_file_runs_it(tmp_path):
 def test_a_solved_puzzle_is_a_schedule(tmp_path, number, name):
     file = tmp_path / "solved.py"
     file.write_text(puzzle(number).solution)
-    assert table_in(str(file), 4, 8).actions == schedule.build(name, ranks=4, microbatches=8).actions
+    assert table_from_file(str(file), 4, 8).actions == schedule.build(name, ranks=4, microbatches=8).actions
 
 
 def test_so_is_one_that_is_told_the_costs(tmp_path):
     file = tmp_path / "solved.py"
     file.write_text(puzzle(20).solution)
-    schedule.verify(table_in(str(file), 3, 4))
+    schedule.verify(table_from_file(str(file), 3, 4))
     file.write_text("def rows(ranks, microbatches, costs):\n    return 1\n")
     with pytest.raises(ps.ScheduleError, match=r"solved.py, line \d+: TypeError|solved.py: TypeError.*in rows\(3, 4, costs\)"):
-        table_in(str(file), 3, 4)
+        table_from_file(str(file), 3, 4)

@@ -19,7 +19,7 @@ OTHERS = ("asking.js", "written.js", "worker.mjs", "playground.css")
 # What the worker imports: plain Python, without torch.
 PYTHON = (
     *("__init__.py", "errors.py", "lazy.py", "schedule/**/*.py", "plan/*.py", "view/**/*.py"),
-    *("learn/__init__.py", "learn/written.py"),
+    *("learn/__init__.py", "learn/python_schedule.py"),
 )
 POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src 'self'; style-src 'self'; connect-src 'self'; "

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nan
 
-from penstock.learn import by_hand
-from penstock.learn.by_hand import RankGroup
-from penstock.learn.story import check, on_ranks, ranks_here, say
+from penstock.learn import collectives
+from penstock.learn.collectives import RankGroup
+from penstock.learn.lab_helpers import check, on_ranks, ranks_here, say
 
 RANKS = 4
 LARGE, SMALL = 1_000_000, 1_000  # floats to sum over the ranks, about: a multiple of their number
@@ -50,14 +50,14 @@ class Collective:
 
 
 COLLECTIVES = {  # drawn in pairs
-    "broadcast": Collective(by_hand.broadcast, "root", "reduce"),
-    "reduce": Collective(by_hand.reduce, "all", "broadcast"),
-    "scatter": Collective(by_hand.scatter, "root", "gather"),
-    "gather": Collective(by_hand.gather, "piece", "scatter"),
-    "all-gather": Collective(by_hand.all_gather, "piece", "reduce-scatter"),
-    "reduce-scatter": Collective(by_hand.reduce_scatter, "all", "all-gather"),
-    "all-reduce": Collective(by_hand.all_reduce, "all", "all-reduce"),
-    "all-to-all": Collective(by_hand.all_to_all, "all", "all-to-all"),
+    "broadcast": Collective(collectives.broadcast, "root", "reduce"),
+    "reduce": Collective(collectives.reduce, "all", "broadcast"),
+    "scatter": Collective(collectives.scatter, "root", "gather"),
+    "gather": Collective(collectives.gather, "piece", "scatter"),
+    "all-gather": Collective(collectives.all_gather, "piece", "reduce-scatter"),
+    "reduce-scatter": Collective(collectives.reduce_scatter, "all", "all-gather"),
+    "all-reduce": Collective(collectives.all_reduce, "all", "all-reduce"),
+    "all-to-all": Collective(collectives.all_to_all, "all", "all-to-all"),
 }
 
 
@@ -182,7 +182,9 @@ def ring_of_ones() -> list[str]:
     """This rank's pieces after every step."""
     group, states = RankGroup.join(), list[str]()
     tensor = torch.ones(group.ranks, 1)
-    by_hand.ring_all_reduce(group, tensor, lambda pieces: states.append(" ".join(f"{piece:.0f}" for piece in pieces.flatten())))
+    collectives.ring_all_reduce(
+        group, tensor, lambda pieces: states.append(" ".join(f"{piece:.0f}" for piece in pieces.flatten()))
+    )
     return states
 
 
@@ -203,9 +205,9 @@ def torchs_all_reduce(group: RankGroup, tensor: Tensor) -> Tensor:
 
 
 WAYS: dict[str, Callable[[RankGroup, Tensor], Tensor]] = {
-    "one adds": by_hand.all_reduce,
-    "each sends all to all": by_hand.everything_to_everyone,
-    "a ring": by_hand.ring_all_reduce,
+    "one adds": collectives.all_reduce,
+    "each sends all to all": collectives.all_gather_and_sum,
+    "a ring": collectives.ring_all_reduce,
     "torch": torchs_all_reduce,
 }
 

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
-from penstock.learn.story import check, on_ranks, percent, ranks_here, say
+from penstock.learn.lab_helpers import check, on_ranks, percent, ranks_here, say
 
 RANKS, STEPS = 4, 20
 DIM, LAYERS, CLASSES, ROWS = 16, 4, 4, 3  # rank r has (r + 1) x ROWS rows

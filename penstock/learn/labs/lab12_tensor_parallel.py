@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import linear, mse_loss
 
 import penstock as ps
-from penstock.learn.story import check, on_ranks, ranks_here, say
+from penstock.learn.lab_helpers import check, on_ranks, ranks_here, say
 
 RANKS = 2
 ROWS, DIM, HIDDEN = 24, 64, 256  # HIDDEN is a multiple of the ranks

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 import penstock as ps
+from penstock.learn.lab_helpers import check, on_ranks, percent, say
 from penstock.learn.labs.lab11_data_parallel import flat, give
-from penstock.learn.story import check, on_ranks, percent, say
 
 STAGES, REPLICAS = 2, 2
 RANKS = STAGES * REPLICAS

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.learn.devices import DIM, EmulatedLayer, fastest_step
-from penstock.learn.story import check, check_time, is_narrator, megabytes, say, settled
+from penstock.learn.lab_helpers import best_of, check, check_time, is_printing_process, megabytes, say
 from penstock.schedule import Costs
 
 SIZES = {64: 1024, 512: 128}  # dim of the blocks -> rows: as many numbers
@@ -44,13 +44,13 @@ STORE, RECOMPUTE, COMMUNICATE = WAYS = "store", "recompute", "communicate"
 
 def main() -> None:
     """The three ways on one rank beside one that has room; which is best where; and in a pipeline."""
-    if not is_narrator():
+    if not is_printing_process():
         return  # this lab starts its own ranks: one of torchrun's is enough to tell it
     say("Lab 14: recompute, store or communicate\n")
     say(f"{BLOCKS} blocks, dim -> {WIDER} dim -> GELU -> dim: what rank 0 keeps for its backward, and rank 1 for it; the time")
     say("of a step, and how much more that is than if all is stored:\n")
     say("  dim x rows                   rank 0    rank 1      step      more   by arithmetic")
-    trials = {dim: settled(partial(try_both_ranks, dim, rows), worst_off, enough=1.5) for dim, rows in SIZES.items()}
+    trials = {dim: best_of(partial(try_both_ranks, dim, rows), worst_off, good_enough=1.5) for dim, rows in SIZES.items()}
     for dim, trial in trials.items():
         show(dim, trial)
     for dim, trial in trials.items():
@@ -305,7 +305,7 @@ def in_a_pipeline() -> tuple[float, float]:
     seconds = []
     for recompute, backward, content in ((None, BACKWARD, "activations"), ("stage", BACKWARD + FORWARD, "inputs")):
         plan = ps.schedule.simulate(table, Costs(FORWARD, backward / 2, backward / 2)).makespan
-        real = settled(partial(launched, recompute), float, enough=1.3 * plan)
+        real = best_of(partial(launched, recompute), float, good_enough=1.3 * plan)
         seconds.append(real)
         way = RECOMPUTE if recompute else STORE
         say(f"  {way:10}{1e3 * plan:9.0f} ms{1e3 * real:8.0f} ms   the {content} of {in_flight} microbatches")

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 import penstock as ps
-from penstock.learn import by_hand
-from penstock.learn.by_hand import RankGroup
-from penstock.learn.story import check, on_ranks, say
+from penstock.learn import collectives
+from penstock.learn.collectives import RankGroup
+from penstock.learn.lab_helpers import check, on_ranks, say
 
 RANKS = 4
 DIM, LAYERS, ROWS, STEPS = 32, 8, 8, 5  # rows of each rank; DIM is a multiple of the ranks
@@ -90,7 +90,7 @@ most_at_once = [0]
 
 def gathered(group: RankGroup, shard: Tensor) -> Tensor:
     """(out / ranks, in) of every rank -> (out, in)."""
-    weight = by_hand.all_gather(group, shard.detach()).flatten(0, 1)
+    weight = collectives.all_gather(group, shard.detach()).flatten(0, 1)
     whole_weights.append(weakref.ref(weight))
     most_at_once[0] = max(most_at_once[0], sum(value.nbytes for ref in whole_weights if (value := ref()) is not None))
     return weight
@@ -111,7 +111,7 @@ class ShardedLinear(torch.autograd.Function):
         """The gradients of x, of this rank's rows, and of the shard: the mean over the ranks."""
         x, shard = ctx.saved_tensors
         pieces = (gradient.t() @ x).unflatten(0, (ctx.group.ranks, -1))  # one for each rank
-        tensor = by_hand.reduce_scatter(ctx.group, pieces) / ctx.group.ranks
+        tensor = collectives.reduce_scatter(ctx.group, pieces) / ctx.group.ranks
         return gradient @ gathered(ctx.group, shard), tensor, None
 
 
@@ -160,7 +160,7 @@ def train_by_hand(group: RankGroup) -> tuple[dict[str, Tensor], int, int]:
         held_size += sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
         optimizer.zero_grad()
     return (
-        {name: by_hand.all_gather(group, shard.detach()).flatten(0, 1) for name, shard in shards.items()},
+        {name: collectives.all_gather(group, shard.detach()).flatten(0, 1) for name, shard in shards.items()},
         held_size,
         sent_size,
     )

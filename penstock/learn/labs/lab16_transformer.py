@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import penstock as ps
-from penstock.learn.story import check, on_ranks, say
+from penstock.learn.lab_helpers import check, on_ranks, say
 
 RANKS = 2
 VOCABULARY, WIDTH, HEADS, LAYERS = 50, 32, 4, 4

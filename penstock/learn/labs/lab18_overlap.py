@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import penstock as ps
-from penstock.learn.buckets import BACKWARD, DEEP, drawn, measured, planned, wire
-from penstock.learn.story import check, check_time, on_ranks, percent, ranks_here, say, settled
+from penstock.learn.buckets import BACKWARD_SECONDS, NUM_LAYERS, all_reduce_seconds, draw_spans, measure_backward, plan_backward
+from penstock.learn.lab_helpers import best_of, check, check_time, on_ranks, percent, ranks_here, say
 
 RANKS, REPEATS = 4, 5
 LATE = 0.03  # seconds that one rank comes late
@@ -63,7 +63,7 @@ class AllReduceTimes(NamedTuple):
 
 def how_to_time(ranks: int) -> None:
     """Three mistakes, on rank 0, and what each makes of the time."""
-    times = settled(lambda: on_ranks(timed, ranks)[0], lambda times: -min(times.waiting, times.done), enough=-0.9 * LATE)
+    times = best_of(lambda: on_ranks(timed, ranks)[0], lambda times: -min(times.waiting, times.done), good_enough=-0.9 * LATE)
     say("An all-reduce of 4 KB, timed on rank 0 in five ways:")
     say(f"  {1e3 * times.first:8.2f} ms   the first one: the ranks connect. So warm up")
     say(f"  {1e3 * times.waiting:8.2f} ms   another rank came {1e3 * LATE:.0f} ms late. So start together: a barrier")
@@ -117,7 +117,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 def behind_the_next_microbatch(ranks: int) -> tuple[float, float]:
     """A stage that hands microbatch after microbatch on. Returns the seconds with each send waited for, and without."""
-    waited, hidden = settled(lambda: on_ranks(hand_on, ranks)[0], lambda seconds: seconds[1] / seconds[0], enough=0.8)
+    waited, hidden = best_of(lambda: on_ranks(hand_on, ranks)[0], lambda seconds: seconds[1] / seconds[0], good_enough=0.8)
     took = f"{1e3 * TRAVEL:.0f} ms"
     say(f"\nA stage computes {MESSAGES} microbatches of {took} and hands each on. A message takes {took} as well (emulated:")
     say("between processes of one machine it is a copy, by the same cores; a network card or NVLink needs none):")
@@ -175,18 +175,20 @@ def receive_all() -> None:
 
 def behind_the_backward(ranks: int) -> tuple[float, float, int]:
     """The backward with its all-reduces in one bucket and in more. Returns the seconds of one, the fewest, in how many."""
-    backward, network = (f"{1e3 * seconds:.0f} ms" for seconds in (DEEP * BACKWARD, wire(DEEP)))
-    say(f"\nReplicas (lab 11): the backward of {DEEP} layers takes {backward}, an all-reduce of all their gradients {network}")
+    backward, network = (
+        f"{1e3 * seconds:.0f} ms" for seconds in (NUM_LAYERS * BACKWARD_SECONDS, all_reduce_seconds(NUM_LAYERS))
+    )
+    say(f"\nReplicas (lab 11): the backward of {NUM_LAYERS} layers takes {backward}, an all-reduce of all gradients {network}")
     say("(emulated). It need not wait for the end: the last layers' gradients are there first. They go in buckets, so many")
     say("layers' gradients together; in ms:\n")
     say("  buckets   simulated   measured   under way before the backward ends")
-    plans, real, sums, early = {count: planned(count) for count in BUCKETS}, {}, {}, {}
+    plans, real, sums, early = {count: plan_backward(count) for count in BUCKETS}, {}, {}, {}
     for count, plan in plans.items():
-        seconds, totals, early_counts = zip(*on_ranks(measured, ranks, count), strict=True)
+        seconds, totals, early_counts = zip(*on_ranks(measure_backward, ranks, count), strict=True)
         real[count], sums[count], early[count] = max(seconds), totals[0], early_counts[0]
         say(f"  {count:7} {1e3 * plan[-1].end:11.0f} {1e3 * real[count]:10.0f} {early[count]:10}")
     best = min(plans, key=lambda count: plans[count][-1].end)
-    say("".join(f"\n{drawn(plans[count])}" for count in (1, best)))
+    say("".join(f"\n{draw_spans(plans[count])}" for count in (1, best)))
     say("\nFew buckets begin late, many pay the latency each time. DDP's are of 25 MB (bucket_cap_mb).")
     check_time(
         all(count == early[count] + 1 for count in BUCKETS),

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import penstock as ps
-from penstock.learn.story import check, on_ranks, percent, ranks_here, say
+from penstock.learn.lab_helpers import check, on_ranks, percent, ranks_here, say
 from penstock.schedule import build, simulate
 
 RANKS, TOKENS, DIM = 4, 8, 16  # tokens of each rank

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 
 import penstock as ps
-from penstock.learn.story import check, megabytes, percent, say
+from penstock.learn.lab_helpers import check, megabytes, percent, say
 
 DIM, LAYERS, CLASSES = 128, 16, 4
 ROWS, STEPS = 64, 60

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from penstock import schedule
-from penstock.learn.story import check, percent, picture, say
+from penstock.learn.lab_helpers import check, drawing, percent, say
 from penstock.schedule import Schedule
 
 RANKS, MICROBATCHES, BATCHES = 4, 4, 3
@@ -33,7 +33,7 @@ def main() -> None:
     drained, endless = in_turn(), without_end()
     times = [schedule.simulate(value).makespan for value in (drained, endless)]
     say(f"{BATCHES} batches of {MICROBATCHES} microbatches, drained after each: {times[0]:g} steps")
-    say(f"{picture(schedule.simulate(drained))}\n\nand never drained: {times[1]:g}\n{picture(schedule.simulate(endless))}")
+    say(f"{drawing(schedule.simulate(drained))}\n\nand never drained: {times[1]:g}\n{drawing(schedule.simulate(endless))}")
     count = BATCHES * MICROBATCHES
     check(
         times == [3 * (count + BATCHES * (RANKS - 1)), 3 * (count + RANKS - 1)],

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import penstock as ps
 from penstock import schedule
-from penstock.learn.story import check, percent, picture, say
+from penstock.learn.lab_helpers import check, drawing, percent, say
 from penstock.schedule import Costs, Timeline
 from penstock.schedule.microbatch_order import plan_order
 
@@ -51,8 +51,8 @@ def order_of_few() -> None:
     orders = {order: step(order).makespan for order in sorted(set(permutations(FEW)))}
     arrival, rising, falling = step(FEW), step(sorted(FEW)), step(sorted(FEW, reverse=True))
     planned = step([FEW[index] for index in plan_order(FEW, table(len(FEW)))])
-    say(f"Six microbatches that cost {FEW}, as they arrive: {arrival.makespan:g}\n{picture(arrival)}\n")
-    say(f"planned: {planned.makespan:g}. Cheap ones run first and last:\n{picture(planned)}\n")
+    say(f"Six microbatches that cost {FEW}, as they arrive: {arrival.makespan:g}\n{drawing(arrival)}\n")
+    say(f"planned: {planned.makespan:g}. Cheap ones run first and last:\n{drawing(planned)}\n")
     say(f"sorted: {rising.makespan:g} with the most expensive one last, {falling.makespan:g} with it first")
     best = min(orders.values())
     check(

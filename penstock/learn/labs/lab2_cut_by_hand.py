@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import penstock as ps
 from penstock.learn.devices import CAN_LIMIT_MEMORY, limit_memory, warm_up
-from penstock.learn.story import check, is_narrator, megabytes, say
+from penstock.learn.lab_helpers import check, is_printing_process, megabytes, say
 
 LAYERS, CLASSES, ROWS, STEPS = 16, 4, 8, 2
 NARROW, WIDE = 64, 1024  # the model to watch, the model that does not fit
@@ -27,7 +27,7 @@ DEVICE = 200_000_000  # bytes a process may take for its part of the wide model
 
 def main() -> None:
     """The cut in one process, then the memory wall and two processes that get over it."""
-    if not is_narrator():
+    if not is_printing_process():
         return  # this lab starts its own ranks: one of torchrun's is enough to tell it
     say("Lab 2: two halves, cut by hand\n")
     gradients = watch_the_cut()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import penstock as ps
-from penstock.learn.story import check, check_time, is_narrator, on_ranks, say, settled
+from penstock.learn.lab_helpers import best_of, check, check_time, is_printing_process, on_ranks, say
 
 SIZES = [4**power for power in range(1, 12, 2)]  # floats: 16 bytes to 16 MB
 PATIENCE = 2.0  # seconds a rank waits in the part that stops for ever
@@ -32,7 +32,7 @@ Times = dict[int, float]  # bytes -> seconds one way
 def main() -> None:
     """Who starts whom, who is who, what a message costs, what happens when both send first, and what helps."""
     say("Lab 3: ping-pong\n")
-    if is_narrator():
+    if is_printing_process():
         watch_an_agent()
     ranks = on_ranks(who_is_who, 2)
     say("\nOn the ranks of this lab:\n  " + "\n  ".join(name for name, _ in ranks))
@@ -46,7 +46,7 @@ def main() -> None:
     say(f"GPUs, by the fastest link it finds. Here: {', '.join(backends())}.")
 
     measured: Times = {}
-    times = settled(lambda: shorter(measured, on_ranks(ping_pong, 2)[0]), apart, enough=2.0)
+    times = best_of(lambda: shorter(measured, on_ranks(ping_pong, 2)[0]), apart, good_enough=2.0)
     latency, bandwidth = fitted(times)
     say("\n  message       one way   latency + size / bandwidth")
     for size, seconds in times.items():
@@ -60,7 +60,7 @@ def main() -> None:
     )
     say(f"One of {words(int(latency * bandwidth))} pays as much for its way as for its size: send fewer and larger ones.")
 
-    if is_narrator():  # ranks that have stopped for ever cannot go on, so these are two others
+    if is_printing_process():  # ranks that have stopped for ever cannot go on, so these are two others
         messages = ps.launch(both_send_first, 2)
         say("\nBoth send first, then receive:\n  " + "\n  ".join(messages))
         check(

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import penstock as ps
 from penstock.learn.devices import emulated_step
-from penstock.learn.story import check, check_time, on_ranks, percent, picture, ranks_here, say, settled
+from penstock.learn.lab_helpers import best_of, check, check_time, drawing, on_ranks, percent, ranks_here, say
 
 RANKS, MICROBATCHES = 4, 3
 FORWARD, BACKWARD = 0.010, 0.020  # seconds of one microbatch on one rank
@@ -34,12 +34,12 @@ def main() -> None:
     say(f"Lab 4: {ranks} ranks without a schedule\n")
     table = ps.schedule.build("naive", ranks=ranks, microbatches=MICROBATCHES)
     planned = MICROBATCHES * ranks * (FORWARD + BACKWARD)
-    timeline = settled(
+    timeline = best_of(
         lambda: on_ranks(emulated_step, ranks, table, FORWARD, BACKWARD)[0],
         lambda timeline: timeline.makespan,
-        enough=1.2 * planned,
+        good_enough=1.2 * planned,
     )
-    say(picture(timeline))
+    say(drawing(timeline))
     utilisation = [busy / timeline.makespan for busy in timeline.busy]
     for rank, share in enumerate(utilisation):
         say(f"  rank {rank} works {percent(share)} of the step")
@@ -52,10 +52,10 @@ def main() -> None:
     )
 
     say("\nThe same with real work, one thread on each rank, as the system sees it:")
-    shares, gpu, losses, alone = settled(
+    shares, gpu, losses, alone = best_of(
         lambda: tuple(zip(*on_ranks(real_steps, ranks), strict=True)),
         lambda times: sum(times[0]),
-        enough=MOST_CORES,
+        good_enough=MOST_CORES,
     )
     for rank, share in enumerate(shares):
         watched = "" if gpu[rank] is None else f", its GPU {gpu[rank]} % (NVML)"

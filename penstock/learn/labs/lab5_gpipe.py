@@ -15,7 +15,7 @@ from functools import partial
 
 from penstock import schedule
 from penstock.learn.devices import emulated_step
-from penstock.learn.story import check_time, on_ranks, percent, picture, ranks_here, say, settled
+from penstock.learn.lab_helpers import best_of, check_time, drawing, on_ranks, percent, ranks_here, say
 from penstock.schedule import Costs, Timeline
 
 RANKS, MICROBATCHES = 4, (1, 2, 4, 8)
@@ -29,7 +29,7 @@ def main() -> None:
     say(f"Lab 5: GPipe over {ranks} ranks\n")
     planned = {count: simulated_step(ranks, count) for count in MICROBATCHES}
     measured = {
-        count: settled(partial(measured_step, ranks, count), partial(off, plan), enough=TOLERANCE / 2)
+        count: best_of(partial(measured_step, ranks, count), partial(off, plan), good_enough=TOLERANCE / 2)
         for count, plan in planned.items()
     }
 
@@ -54,8 +54,8 @@ def main() -> None:
         f"{high} microbatches took {measured[high].makespan:.3f} s, not less than {low}: {measured[low].makespan:.3f} s",
     )
 
-    say(f"\n{high} microbatches, simulated:\n{picture(planned[high])}")
-    say(f"and measured:\n{picture(measured[high])}")
+    say(f"\n{high} microbatches, simulated:\n{drawing(planned[high])}")
+    say(f"and measured:\n{drawing(measured[high])}")
     speedup = measured[low].makespan / measured[high].makespan
     say(
         f"\nMeasured: from {low} to {high} microbatches the bubble of {ranks} ranks falls from "

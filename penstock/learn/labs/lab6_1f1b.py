@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 
 import penstock as ps
 from penstock.learn.devices import DIM, EmulatedLayer, fastest_step
-from penstock.learn.story import check, check_time, in_lines, on_ranks, percent, picture, ranks_here, say, settled
+from penstock.learn.lab_helpers import best_of, check, check_time, drawing, on_ranks, percent, ranks_here, say, split_deadlock
 from penstock.schedule import Timeline
 
 RANKS, MICROBATCHES = 4, 8
@@ -36,7 +36,7 @@ def main() -> None:
     for name in ("gpipe", "1f1b"):
         timeline, peaks[name] = measured(name, ranks)
         bubbles[name] = timeline.bubble
-        say(f"{name}, measured: {1e3 * timeline.makespan:.0f} ms, bubble {percent(timeline.bubble)}\n{picture(timeline)}")
+        say(f"{name}, measured: {1e3 * timeline.makespan:.0f} ms, bubble {percent(timeline.bubble)}\n{drawing(timeline)}")
         say(f"  most microbatches in flight, rank by rank: {peaks[name]} counted, {timeline.peak_in_flight} by the table")
         check(
             peaks[name] == timeline.peak_in_flight,
@@ -53,7 +53,7 @@ def main() -> None:
     say("\nWith sends that block until they are received, as in lab 3:")
     say(f"  {ps.schedule.verify(build('gpipe', ranks), sends='blocking')}")
     circle = blocking_circle(ranks)
-    say(f"  {in_lines(circle)}")
+    say(f"  {split_deadlock(circle)}")
     check(bool(circle), "1f1b deadlocks, gpipe does not", "1f1b was proved with blocking sends, which it must not be")
     say("Penstock does not wait for its sends, and posts receives ahead:")
     say(f"  {ps.schedule.verify(build('1f1b', ranks))}")
@@ -68,10 +68,10 @@ def main() -> None:
 def measured(name: str, ranks: int) -> tuple[Timeline, tuple[int, ...]]:
     """A step of schedule `name`, and the most microbatches that autograd kept, rank by rank."""
     plan = ps.schedule.simulate(build(name, ranks)).bubble
-    results = settled(
+    results = best_of(
         lambda: on_ranks(watched_step, ranks, name),
         lambda results: abs(results[0][0].bubble - plan),
-        enough=TOLERANCE / 2,
+        good_enough=TOLERANCE / 2,
     )
     return results[0][0], tuple(peak for _, peak in results)
 

@@ -13,7 +13,7 @@ Try: four times the GROUPS. Does a longer batch bear slower messages?
 
 from penstock import schedule
 from penstock.learn.devices import emulated_step
-from penstock.learn.story import check, check_time, on_ranks, percent, picture, ranks_here, say, settled
+from penstock.learn.lab_helpers import best_of, check, check_time, drawing, on_ranks, percent, ranks_here, say
 from penstock.schedule import Costs, Schedule, Timeline
 
 RANKS, GROUPS = 4, 2  # M = GROUPS x P microbatches
@@ -83,12 +83,12 @@ def timed(table: Schedule, send: float = 0.0) -> Timeline:
 def measured(table: Schedule) -> Timeline:
     """`table` on emulated devices, drawn, its bubble checked."""
     plan = timed(table).bubble
-    timeline = settled(
+    timeline = best_of(
         lambda: on_ranks(emulated_step, table.ranks, table, FORWARD, BACKWARD)[0],
         lambda timeline: abs(timeline.bubble - plan),
-        enough=TOLERANCE / 2,
+        good_enough=TOLERANCE / 2,
     )
-    say(f"{table.name}, measured: {1e3 * timeline.makespan:.0f} ms, bubble {percent(timeline.bubble)}\n{picture(timeline)}")
+    say(f"{table.name}, measured: {1e3 * timeline.makespan:.0f} ms, bubble {percent(timeline.bubble)}\n{drawing(timeline)}")
     check_bubble(table, timeline)
     return timeline
 

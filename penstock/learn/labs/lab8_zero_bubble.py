@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import penstock as ps
 from penstock.learn.devices import emulated_step
-from penstock.learn.story import check, check_time, on_ranks, percent, picture, ranks_here, say, settled
+from penstock.learn.lab_helpers import best_of, check, check_time, drawing, on_ranks, percent, ranks_here, say
 from penstock.schedule import Action, Cause, Costs, Kind, Schedule, Timeline
 
 RANKS, GROUPS = 4, 2  # M = GROUPS x P microbatches
@@ -37,7 +37,7 @@ def main() -> None:
     tables = {name: ps.schedule.build(name, ranks=ranks, microbatches=GROUPS * ranks) for name in NAMES}
     say(f"Lab 8: backward in two, {ranks} ranks, {GROUPS * ranks} microbatches; F = I = W = 1, B = I + W = 2\n")
     for name, table in tables.items():
-        say(f"{name}: makespan {timed(table).makespan:g}, span {timed(table).span:g}\n{picture(timed(table))}")
+        say(f"{name}: makespan {timed(table).makespan:g}, span {timed(table).span:g}\n{drawing(timed(table))}")
     where_the_bubble_went(tables)
     two_clocks(tables)
     measured = really(tables)
@@ -95,8 +95,8 @@ def really(tables: dict[str, Schedule]) -> dict[str, Timeline]:
     measured, gradients = {}, {}
     for name, table in tables.items():
         plan = timed(table)
-        real, gradients[name] = settled(
-            partial(run_on_ranks, table), lambda result: result[0].makespan, enough=1.15 * UNIT * plan.makespan
+        real, gradients[name] = best_of(
+            partial(run_on_ranks, table), lambda result: result[0].makespan, good_enough=1.15 * UNIT * plan.makespan
         )
         measured[name] = real
         times = f"{1e3 * UNIT * plan.makespan:7.0f} {1e3 * real.makespan:8.0f}"

@@ -26,9 +26,9 @@ from torch.nn.functional import cross_entropy
 
 import penstock as ps
 from penstock.learn.devices import emulated_step
+from penstock.learn.lab_helpers import check, drawing, on_ranks, percent, ranks_here, say, split_deadlock, stop
 from penstock.learn.labs.lab8_zero_bubble import CLASSES, DIM, batch, gradients_of
-from penstock.learn.story import check, in_lines, on_ranks, percent, picture, ranks_here, say, stop
-from penstock.learn.written import table_of
+from penstock.learn.python_schedule import table_from_source
 from penstock.schedule import Costs, Kind, Schedule, Timeline
 
 RANKS, GROUPS = 4, 2  # M = GROUPS x P microbatches
@@ -81,12 +81,12 @@ def learners(path: Path, ranks: int, microbatches: int) -> Schedule:
     try:
         if not path.exists():
             hand_out(path)
-        table = table_of(str(path), path.read_text(encoding="utf-8"), ranks, microbatches)
+        table = table_from_source(str(path), path.read_text(encoding="utf-8"), ranks, microbatches)
         ps.schedule.verify(table)
     except OSError as error:
         stop(f"{path} cannot be read or written: {error.strerror or error}")
     except (ps.ScheduleError, UnicodeError) as error:
-        stop(in_lines(str(error) if str(path) in str(error) else f"{path}: {error}"))
+        stop(split_deadlock(str(error) if str(path) in str(error) else f"{path}: {error}"))
     return table
 
 
@@ -103,15 +103,17 @@ def tell(ranks: int, microbatches: int, mended: bool) -> str:
     broken = HANDED_OUT.read_text(encoding="utf-8")
     say("A table, written as a function: 0F3 is stage 0's forward of microbatch 3, 0B3 its backward. It has a mistake:\n")
     say(broken[broken.index("def ") :])
-    table = table_of("my_schedule.py", broken, ranks, microbatches)
+    table = table_from_source("my_schedule.py", broken, ranks, microbatches)
     say(f"{table}\n")
     refusal = why_refused(table)
-    say(in_lines(refusal))
+    say(split_deadlock(refusal))
     check("deadlocks" in refusal, "the broken table is refused, with the circle", f"nothing stops the broken table {refusal}")
     if mended:
         say("\nThe last rank has its first gradient at once, so it warms up with no forward at all, and every rank before it")
         say(f"with one more. The mistake counts from the wrong end:\n\n-{MISTAKE}+{REPAIR}")
-        measured, _ = judge(table_of("the mended my_schedule.py", broken.replace(MISTAKE, REPAIR), ranks, microbatches))
+        measured, _ = judge(
+            table_from_source("the mended my_schedule.py", broken.replace(MISTAKE, REPAIR), ranks, microbatches)
+        )
         return measured
     say("\nMended it is 1f1b, which is judged like this:\n")
     measured, _ = judge(ps.schedule.build("1f1b", ranks=ranks, microbatches=microbatches))
@@ -133,7 +135,7 @@ def why_refused(table: Schedule) -> str:
 def judge(table: Schedule) -> tuple[str, str]:
     """Prove, draw, score and run `table`. Returns what was measured, and by what it misses the target."""
     plan = timed(table)
-    say(f"{ps.schedule.verify(table)}\n{picture(plan)}\n")
+    say(f"{ps.schedule.verify(table)}\n{drawing(plan)}\n")
     shortfall = compare(table)
     trials = on_ranks(run, table.ranks, table)
     gradients, different = sum(trial.gradients for trial in trials), [name for trial in trials for name in trial.different]
@@ -143,7 +145,7 @@ def judge(table: Schedule) -> tuple[str, str]:
         f"{len(different)} of {gradients} gradients differ from one process: {', '.join(different[:4])}",
     )
     real = trials[0].timeline
-    say(f"\nOn emulated devices, a unit {1e3 * UNIT:g} ms:\n{picture(real)}")
+    say(f"\nOn emulated devices, a unit {1e3 * UNIT:g} ms:\n{drawing(real)}")
     if {event.action for event in real.events} != {event.action for event in plan.events}:
         say("  (an I with its W right behind it runs as one B where no other rank waits for the gradient)")
     return (

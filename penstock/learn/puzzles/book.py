@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.learn.puzzles.judge import Missed, Passed, fault, loaded
-from penstock.learn.written import FAULTS
+from penstock.learn.python_schedule import USER_CODE_ERRORS
 
 NAMES = (
     "p01_cut_by_hand", "p02_memory", "p03_swap", "p04_mean_of_means", "p05_naive", "p06_gpipe", "p07_bubble", "p08_circle",
@@ -121,7 +121,7 @@ class Folder:
             result = puzzle.check(loaded(path))
         except Missed:
             raise
-        except FAULTS as error:
+        except USER_CODE_ERRORS as error:
             raise Missed(fault(error, path)) from error
         self._write({**self.progress(), "passed": sorted({*self.passed(), puzzle.number})})
         return result

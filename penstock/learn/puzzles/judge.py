@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from penstock.errors import LostRankError, PenstockError, ScheduleError
-from penstock.learn.written import FAULTS, MOST
-from penstock.learn.written import fault as written_fault
+from penstock.learn.python_schedule import MAX_ACTIONS, USER_CODE_ERRORS
+from penstock.learn.python_schedule import one_line_error as one_line_error_of_file
 from penstock.schedule import Costs, Schedule, Timeline, from_rows, simulate, verify
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ def loaded(path: Path) -> Any:
     try:
         # not imported: Python would take what it has compiled for a file of the same length that was saved in the same second
         exec(compile(path.read_bytes(), place, "exec"), module.__dict__)
-    except FAULTS as error:
+    except USER_CODE_ERRORS as error:
         raise Missed(fault(error, path)) from error
     return module
 
 
 def fault(error: BaseException, path: Path) -> str:
     """Return `error` in one line, with the line of the file that raised it."""
-    return written_fault(error, path.name, str(path.absolute()))
+    return one_line_error_of_file(error, path.name, str(path.absolute()))
 
 
 def written(answer: Any, name: str) -> Any:
@@ -73,9 +73,9 @@ def table(
     for rank in range(ranks):
         numbers = rank, ranks, microbatches, *more
         call = f"{name}({', '.join(map(str, numbers))})"
-        rows.append(list(islice(written(rule(*numbers), call), MOST + 1)))
-        if len(rows[-1]) > MOST:
-            raise Missed(f"{call} yields more than {MOST} actions: does it ever end?")
+        rows.append(list(islice(written(rule(*numbers), call), MAX_ACTIONS + 1)))
+        if len(rows[-1]) > MAX_ACTIONS:
+            raise Missed(f"{call} yields more than {MAX_ACTIONS} actions: does it ever end?")
     where = f"{ranks} ranks, {microbatches} microbatches"
     try:
         schedule = from_rows(f"your table ({where})", rows, placement)

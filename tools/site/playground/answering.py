@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.learn.written import table_of
+from penstock.learn.python_schedule import table_from_source
 from penstock.view.studio import question
 from penstock.view.studio.answers import MOST, answer
 
@@ -29,6 +29,6 @@ def answered(body: str, tell: Callable[[str], object]) -> str:
 def _table(asked: Mapping[str, Any]) -> dict[str, object]:
     """The question for the table that a function makes for so many ranks and microbatches, at the same costs."""
     ranks, microbatches = (question.whole(asked, what, MOST[what]) for what in ("ranks", "microbatches"))
-    made = table_of("your schedule", asked["python"], ranks, microbatches)
+    made = table_from_source("your schedule", asked["python"], ranks, microbatches)
     others = {name: value for name, value in asked.items() if name not in ("python", "ranks", "microbatches")}
     return {**others, "rows": made.csv_rows(), "placement": list(made.placement), "name": made.name}

@@ -10,24 +10,24 @@ from typing import NoReturn, TypeVar
 
 import penstock as ps
 from penstock.comms.encoding import all_gather_values
-from penstock.learn.picture import drawn_in_parts
+from penstock.learn.timeline_parts import draw_in_parts
 from penstock.schedule import Timeline
 
 T = TypeVar("T")
 
 
 def ranks_here(default: int) -> int:
-    """Return the number of ranks of the lab: torchrun's, or `default`."""
+    """Return the lab's number of ranks: torchrun's if it was started by torchrun, else `default`."""
     return int(os.environ.get("WORLD_SIZE", default))
 
 
-def is_narrator() -> bool:
-    """Return whether this process prints: the only process, or rank 0 of torchrun's."""
+def is_printing_process() -> bool:
+    """Return whether this process prints the lab's text: it is the only one, or torchrun's rank 0."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def on_ranks(function: Callable[..., T], ranks: int, *args: object) -> list[T]:
-    """Run `function(*args)` on every rank and return the results. Under torchrun this process is already one of them.
+    """Run `function(*args)` on every rank and return the results. Under torchrun this process is one of the ranks.
 
     Raises SystemExit if torchrun has started another number of ranks.
     """
@@ -41,8 +41,8 @@ def on_ranks(function: Callable[..., T], ranks: int, *args: object) -> list[T]:
 
 
 def say(text: str = "") -> None:
-    """Print `text` once, on the process that prints."""
-    if is_narrator():
+    """Print `text` once: only on the process that prints."""
+    if is_printing_process():
         print(text, flush=True)
 
 
@@ -54,17 +54,17 @@ def check(holds: bool, fact: str, otherwise: str) -> None:
 
 
 def check_time(holds: bool, fact: str, otherwise: str) -> None:
-    """Check a measured time as `check` does; on a busy machine it may fail without a fault."""
+    """Check a measured time as `check` does; on a busy machine it may fail though nothing is wrong."""
     check(holds, fact, otherwise)
 
 
 def stop(reason: str) -> NoReturn:
     """End the lab, and print `reason` once. Raises SystemExit."""
-    raise SystemExit(reason if is_narrator() else 1)
+    raise SystemExit(reason if is_printing_process() else 1)
 
 
-def in_lines(refusal: str) -> str:
-    """Return the error of `verify` with a line for each rank of a deadlock's circle; other texts unchanged."""
+def split_deadlock(refusal: str) -> str:
+    """Return the error text of `verify` with one line for each rank of a deadlock; other texts unchanged."""
     name, deadlocks, circle = refusal.partition(" deadlocks: ")
     return "\n    ".join([f"{name} deadlocks:", *circle.split("; ")]) if deadlocks else refusal
 
@@ -79,20 +79,20 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:.1f} MB"
 
 
-def settled(measure: Callable[[], T], off: Callable[[T], float], enough: float, tries: int = 5) -> T:
-    """Of some measurements the one that is least `off` what is expected; as soon as one is by no more than `enough`, that one.
+def best_of(measure: Callable[[], T], error_of: Callable[[T], float], good_enough: float, tries: int = 5) -> T:
+    """Measure until `error_of` the result is at most `good_enough`, at most `tries` times; return the result of least error.
 
-    A busy machine disturbs a measurement, and seldom all of them.
+    A busy machine disturbs some measurements, but seldom all of them.
     """
     result = measure()
     for _ in range(tries - 1):
-        if off(result) <= enough:
+        if error_of(result) <= good_enough:
             break
-        result = min(result, measure(), key=off)
+        result = min(result, measure(), key=error_of)
     return result
 
 
-def picture(timeline: Timeline) -> str:
-    """`timeline` drawn for the terminal, if there is one, else for a text file."""
+def drawing(timeline: Timeline) -> str:
+    """Return `timeline` drawn as text, as wide as the terminal, or 98 columns if there is none."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 120) - 2
-    return indent(drawn_in_parts(timeline, width, color=sys.stdout.isatty()), "  ")
+    return indent(draw_in_parts(timeline, width, color=sys.stdout.isatty()), "  ")

@@ -126,16 +126,18 @@ def test_lab_1_fails_when_the_model_learns_nothing(monkeypatch):
 
 def test_lab_3_fits_latency_and_bandwidth_to_the_times_of_messages():
     times = {size: 50e-6 + size / 2e9 for size in (16, 4096, 2**20, 2**24)}
-    latency, bandwidth = lab3_ping_pong.fitted(times)
+    latency, bandwidth = lab3_ping_pong.fit_latency_and_bandwidth(times)
     assert latency == pytest.approx(50e-6)
     assert bandwidth == pytest.approx(2e9)
-    assert lab3_ping_pong.apart(times) == pytest.approx(1)
-    assert lab3_ping_pong.apart({**times, 4096: 10 * times[4096]}) > lab3_ping_pong.APART
+    assert lab3_ping_pong.fit_error(times) == pytest.approx(1)
+    assert lab3_ping_pong.fit_error({**times, 4096: 10 * times[4096]}) > lab3_ping_pong.MAX_FIT_ERROR
 
 
 def test_lab_3s_agent_ends_all_ranks_when_one_has_failed():
-    assert lab3_ping_pong.agent(2, "import os, sys\nsys.exit(int(os.environ['RANK']) > 9)") == [0, 0]
-    first, second = lab3_ping_pong.agent(2, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)")
+    assert lab3_ping_pong.run_agent(2, "import os, sys\nsys.exit(int(os.environ['RANK']) > 9)") == [0, 0]
+    first, second = lab3_ping_pong.run_agent(
+        2, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)"
+    )
     assert (first < 0, second) == (True, 7)
 
 
@@ -188,7 +190,7 @@ def test_lab_6_fails_when_an_activation_outlives_its_backward(monkeypatch):
 
 def test_lab_7_fails_when_the_bubble_is_not_divided(monkeypatch):
     def without_interleaving(function, ranks, table, forward, backward):
-        return [lab7_interleaved.timed(lab7_interleaved.build(ranks, 1))] * ranks
+        return [lab7_interleaved.simulate_table(lab7_interleaved.build(ranks, 1))] * ranks
 
     monkeypatch.setattr(lab7_interleaved, "on_ranks", without_interleaving)
     monkeypatch.setattr(lab7_interleaved, "TOLERANCE", 0.1)
@@ -198,9 +200,9 @@ def test_lab_7_fails_when_the_bubble_is_not_divided(monkeypatch):
 
 def test_lab_7_finds_the_send_cost_from_which_interleaving_is_slower():
     plain, interleaved = lab7_interleaved.build(4, 1), lab7_interleaved.build(4, 2)
-    limit = lab7_interleaved.break_even(plain, interleaved)
+    limit = lab7_interleaved.break_even_send_seconds(plain, interleaved)
     for send, pays in ((0.99 * limit, True), (1.01 * limit, False)):
-        times = [lab7_interleaved.timed(table, send).makespan for table in (interleaved, plain)]
+        times = [lab7_interleaved.simulate_table(table, send).makespan for table in (interleaved, plain)]
         assert (times[0] < times[1]) is pays
 
 
@@ -238,9 +240,9 @@ def test_lab_8_fails_when_the_bubble_stays(monkeypatch):
 
 def test_two_steps_back_to_back_take_each_rank_its_own_time():
     table = schedule.build("zb-h2", ranks=4, microbatches=8)
-    once, twice = (schedule.simulate(value) for value in (table, lab8_zero_bubble.back_to_back(table)))
+    once, twice = (schedule.simulate(value) for value in (table, lab8_zero_bubble.two_steps(table)))
     assert (once.makespan, once.span, twice.makespan) == (27, 24, 51)
-    schedule.verify(lab8_zero_bubble.back_to_back(table))
+    schedule.verify(lab8_zero_bubble.two_steps(table))
 
 
 ZB_H1 = """
@@ -285,7 +287,7 @@ def test_lab_9_hands_out_a_schedule_that_deadlocks_and_never_overwrites_one(tmp_
 
 def test_lab_9_says_how_far_the_target_is(monkeypatch, tmp_path, capsys):
     def run(function, ranks, table):
-        return [lab9_your_schedule.Trial(lab9_your_schedule.timed(table), 2, ())] * ranks
+        return [lab9_your_schedule.Trial(lab9_your_schedule.simulate_table(table), 2, ())] * ranks
 
     monkeypatch.setattr(lab9_your_schedule, "on_ranks", run)
     file = tmp_path / "gpipe.py"
@@ -309,7 +311,7 @@ def test_lab_9_hides_what_mends_its_schedule_until_asked(monkeypatch, capsys):
 
 def test_lab_9_fails_when_a_gradient_differs_from_one_process(monkeypatch):
     def run(function, ranks, table):
-        return [lab9_your_schedule.Trial(lab9_your_schedule.timed(table), 2, ("0.weight",))] * ranks
+        return [lab9_your_schedule.Trial(lab9_your_schedule.simulate_table(table), 2, ("0.weight",))] * ranks
 
     monkeypatch.setattr(lab9_your_schedule, "on_ranks", run)
     with pytest.raises(SystemExit, match=r"4 of 8 gradients differ from one process: 0.weight, "):
@@ -324,8 +326,8 @@ def schedule(rank, ranks, microbatches):
     yield from (f"{rank}I{m}" for m in reversed(range(microbatches)))
     yield from (f"{rank}W{m * (rank + 2) % microbatches}" for m in range(microbatches))
 """
-    trials = lab_helpers.on_ranks(lab9_your_schedule.run, 2, table_from_source("shuffled", rule, 2, 7))
-    assert [(trial.gradients, trial.different) for trial in trials] == [(2, ()), (4, ())]
+    trials = lab_helpers.on_ranks(lab9_your_schedule.run_on_rank, 2, table_from_source("shuffled", rule, 2, 7))
+    assert [(trial.num_gradients, trial.different_names) for trial in trials] == [(2, ()), (4, ())]
 
 
 def test_a_written_schedule_places_each_stage_where_its_actions_are():

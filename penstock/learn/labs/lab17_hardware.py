@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.learn.lab_helpers import best_of, check, on_ranks, percent, say
-from penstock.learn.labs.lab3_ping_pong import Times, fitted, ping_pong, shorter, words
+from penstock.learn.labs.lab3_ping_pong import Times, fit_latency_and_bandwidth, keep_shorter_times, ping_pong, size_text
 
 RANKS = 2
 SIZES = (2**20, 64 * 2**20)  # bytes to add up: from a cache, and from memory
@@ -66,10 +66,14 @@ def this_machine() -> tuple[float, float, float]:
     say(f"  {'this machine: products of matrices':36} {operations / 1e9:8.1f} GFLOP/s")
     for size in SIZES:
         memory = size / best(torch.ones(size // 4).sum)
-        say(f"  {'  adding up ' + words(size):36} {memory / 1e9:8.1f} GB/s")
+        say(f"  {'  adding up ' + size_text(size):36} {memory / 1e9:8.1f} GB/s")
     measured: Times = {}
-    times = best_of(lambda: shorter(measured, on_ranks(ping_pong, RANKS)[0]), lambda times: -fitted(times)[1], good_enough=-1.0)
-    _, link = fitted(times)
+    times = best_of(
+        lambda: keep_shorter_times(measured, on_ranks(ping_pong, RANKS)[0]),
+        lambda times: -fit_latency_and_bandwidth(times)[1],
+        good_enough=-1.0,
+    )
+    _, link = fit_latency_and_bandwidth(times)
     check(link > 0, "larger messages take longer, so there is a bandwidth", f"the bandwidth of {times} is {link}")
     say(f"  {'  to another process':36} {link / 1e9:8.1f} GB/s, {operations / link:.0f} operations for each byte")
     return operations, memory, link

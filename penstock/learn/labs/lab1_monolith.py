@@ -1,6 +1,6 @@
 """Lab 1: one process, the whole model.
 
-Everything later is measured against this: a model of 16 layers, a plain training loop, one process. What does a step take,
+All later labs are compared with this one: a model of 16 layers, a plain training loop, one process. How long does a step take,
 and where does the time go? What does training keep in memory besides the weights?
 
     penstock lab 1
@@ -24,7 +24,7 @@ ROWS, STEPS = 64, 60
 
 
 def main() -> None:
-    """Train the monolith on classes that can be learnt; say what it costs in time and memory."""
+    """Train the monolith on separable classes; print the time of a step and the memory it takes."""
     say("Lab 1: one process, the whole model\n")
     torch.manual_seed(0)
     model = ps.model.mlp(DIM, LAYERS, CLASSES)
@@ -44,18 +44,18 @@ def main() -> None:
     )
 
     say("\nWhat training keeps in memory:")
-    table = memory(model, optimizer)
-    for memory_part, size in table.items():
-        say(f"  {memory_part:30} {megabytes(size):>9}")
+    table = memory_by_kind(model, optimizer)
+    for kind, size in table.items():
+        say(f"  {kind:30} {megabytes(size):>9}")
     states = table["gradients"] + table["Adam's two averages"]
     check(
         states >= 3 * table["weights"],
-        "gradients and Adam make of the weights four times the weights",
+        "weights, gradients and Adam's averages together are four times the weights",
         f"gradients and Adam's averages take {megabytes(states)}, not three times the weights' {megabytes(table['weights'])}",
     )
 
     total = sum(seconds.values())
-    shares = ", ".join(f"{memory_part} {percent(part / total)}" for memory_part, part in seconds.items())
+    shares = ", ".join(f"{phase} {percent(phase_seconds / total)}" for phase, phase_seconds in seconds.items())
     say(
         f"\nMeasured: a step of {ROWS} rows takes {1e3 * total:.2f} ms ({shares}); the loss fell from {first_loss:.2f} to "
         f"{last_loss:.2f}, and training holds {sum(table.values()) / table['weights']:.1f} times the weights."
@@ -63,13 +63,13 @@ def main() -> None:
 
 
 def batch(centres: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Points scattered around the centre of their class: (rows, dim) inputs, (rows,) targets."""
+    """Return points scattered around `centres` (classes, dim), one for each class: inputs (rows, dim), targets (rows,)."""
     targets = torch.randint(len(centres), (rows,))
     return centres[targets] + torch.randn(rows, centres.shape[1]), targets
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[float], dict[str, float]]:
-    """The loop everybody knows. Returns the losses, and the median seconds of each part of a step."""
+    """Run a plain training loop. Returns the loss of each step, and the median seconds of each phase of a step."""
     centres = torch.randn(CLASSES, DIM)
     losses, times = [], []
     for _ in range(STEPS):
@@ -83,22 +83,22 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[floa
         optimizer.zero_grad()
         times.append([forward - start, backward - forward, time.perf_counter() - backward])
         losses.append(loss.item())
-    medians = torch.tensor(times).median(dim=0).values.tolist()  # the first steps, and a busy machine, do not count
+    medians = torch.tensor(times).median(dim=0).values.tolist()  # a median ignores slow first steps and a busy machine
     return losses, dict(zip(("forward", "backward", "optimizer"), medians, strict=True))
 
 
-def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of everything that training holds at the end of a forward and backward."""
+def memory_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the bytes that each kind of tensor takes in a training step, by the name that is printed."""
     inputs, targets = batch(torch.randn(CLASSES, DIM), ROWS)
     weights = {parameter.data_ptr() for parameter in model.parameters()}
-    saved: dict[int, int] = {}  # address -> bytes of what the forward keeps for the backward, the weights left out
+    saved: dict[int, int] = {}  # address -> bytes of a tensor that the forward saves for the backward, weights left out
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record_saved(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in weights:
             saved[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_tensors_hooks(record_saved, lambda tensor: tensor):
         loss = cross_entropy(model(inputs), targets)
     loss.backward()
     averages = [value for state in optimizer.state.values() for value in state.values() if value.dim()]

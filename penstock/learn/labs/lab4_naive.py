@@ -1,9 +1,9 @@
 """Lab 4: a cut model without a schedule. One rank works, the others wait.
 
-The model of lab 2, over P ranks, one microbatch at a time all the way down and back up: the schedule `naive`. It fits, at
-the price of (P-1) M T idle time on every rank, T the forward and backward of one microbatch on one rank: a share of
-(P-1)/P. Emulated devices first (a layer that sleeps), since P ranks would compete for the cores of this machine; then
-real work, watched from outside.
+The schedule `naive` runs the model of lab 2 on P ranks, one microbatch at a time through all forwards and back through all
+backwards. The model fits, but every rank idles for (P-1) M T, a share of (P-1)/P. T is the time of forward and backward of one
+microbatch on one rank. The lab first runs emulated devices (layers that sleep), because P ranks would compete for the cores of
+this machine. Then ranks compute, and the lab measures the share of a core that each uses.
 
     penstock lab 4
     python -m penstock.learn.labs.lab4_naive
@@ -24,12 +24,12 @@ from penstock.learn.lab_helpers import best_of, check, check_time, drawing, on_r
 
 RANKS, MICROBATCHES = 4, 3
 FORWARD, BACKWARD = 0.010, 0.020  # seconds of one microbatch on one rank
-WIDE = 512  # of the model that really computes
-MOST_CORES = 1.4  # of all ranks together: one computes, and all handle messages
+DIM = 512  # of the model that computes
+MAX_CORES = 1.4  # that all ranks together may use: one computes, and all handle messages
 
 
 def main() -> None:
-    """The naive schedule on emulated devices, then the CPU shares of ranks that really compute."""
+    """Run the naive schedule on emulated devices; then measure the CPU share of ranks that compute."""
     ranks = ranks_here(RANKS)
     say(f"Lab 4: {ranks} ranks without a schedule\n")
     table = ps.schedule.build("naive", ranks=ranks, microbatches=MICROBATCHES)
@@ -44,76 +44,79 @@ def main() -> None:
     for rank, share in enumerate(utilisation):
         say(f"  rank {rank} works {percent(share)} of the step")
     mean = sum(utilisation) / ranks
-    say(f"  (P-1) M T says 1/P = {percent(1 / ranks)}, and a step of M P T = {1e3 * planned:.0f} ms")
+    say(f"  with (P-1) M T idle it should be 1/P = {percent(1 / ranks)}, of a step of M P T = {1e3 * planned:.0f} ms")
     check_time(
         0.7 / ranks < mean <= 1 / ranks + 1e-6,
         f"each of {ranks} ranks works about 1/{ranks} of the time, and never two at once",
         f"the ranks work {percent(mean)} of the step, expected about {percent(1 / ranks)}; a very busy machine? run it again",
     )
 
-    say("\nThe same with real work, one thread on each rank, as the system sees it:")
-    shares, gpu, losses, alone = best_of(
-        lambda: tuple(zip(*on_ranks(real_steps, ranks), strict=True)),
+    say("\nThe same with a model that computes, one thread on each rank; CPU time as the operating system counts it:")
+    shares, gpu_utilisations, losses, uncut_losses = best_of(
+        lambda: tuple(zip(*on_ranks(measure_real_steps, ranks), strict=True)),
         lambda times: sum(times[0]),
-        good_enough=MOST_CORES,
+        good_enough=MAX_CORES,
     )
     for rank, share in enumerate(shares):
-        watched = "" if gpu[rank] is None else f", its GPU {gpu[rank]} % (NVML)"
-        say(f"  rank {rank}: {percent(share)} of one core{watched}")
+        gpu_text = "" if gpu_utilisations[rank] is None else f", its GPU {gpu_utilisations[rank]} % (NVML)"
+        say(f"  rank {rank}: {percent(share)} of one core{gpu_text}")
     check_time(
-        sum(shares) <= MOST_CORES,
+        sum(shares) <= MAX_CORES,
         f"{ranks} processes that compute use {sum(shares):.2f} cores together: one works, the others wait",
         f"the ranks use {sum(shares):.2f} cores together: more than one of them works at a time",
     )
     check(
-        losses == alone,
-        "every rank knows the loss, and it has the bits of one process",
-        f"the ranks' losses are {losses}, that of one process is {alone[0]}",
+        losses == uncut_losses,
+        "every rank has the loss, and it has the bits of one process",
+        f"the ranks' losses are {losses}, that of one process is {uncut_losses[0]}",
     )
     say(
         f"\nMeasured: with {ranks} ranks each works {percent(mean)} of a step of {1e3 * timeline.makespan:.0f} ms, and the "
-        f"processes that really compute use {sum(shares):.2f} cores together: {ranks} devices, the speed of one."
+        f"processes that compute use {sum(shares):.2f} cores together: {ranks} devices, the speed of one."
     )
 
 
 def model() -> nn.Sequential:
-    """What really computes, the same in every process."""
+    """Build the model that computes, the same in every process."""
     torch.manual_seed(0)
-    return ps.model.mlp(WIDE)
+    return ps.model.mlp(DIM)
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """(rows, wide) inputs and (rows,) targets, always the same."""
+    """Return inputs (rows, dim) and targets (rows,), always the same."""
     generator, rows = torch.Generator().manual_seed(1), 256 * MICROBATCHES
-    return torch.randn(rows, WIDE, generator=generator), torch.randint(2, (rows,), generator=generator)
+    return torch.randn(rows, DIM, generator=generator), torch.randint(2, (rows,), generator=generator)
 
 
-def real_steps() -> tuple[float, int | None, float, float]:
-    """The share of a core this process used in some steps of a real model, its GPU's utilisation if it has one; the loss of
-    the first, and the same by one process.
+def measure_real_steps() -> tuple[float, int | None, float, float]:
+    """Run steps of a model that computes.
+
+    Returns the share of a core that this process used, its GPU's utilisation in percent (None without a GPU), the loss of the
+    first step, and that loss without a pipeline.
     """
     topology = ps.comms.init_distributed()
     torch.set_num_threads(1)
     pipe = ps.Pipeline(model(), nn.CrossEntropyLoss(), schedule="naive", microbatches=MICROBATCHES)
     inputs, target = batch()
-    loss = pipe.step(inputs, target=target)  # the first one is slower: in it the ranks agree on the shapes
+    loss = pipe.step(inputs, target=target)  # the first step is slower: in it the ranks agree on the shapes
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(4):
         pipe.step(inputs, target=target)
     share = (time.process_time() - cpu) / (time.perf_counter() - wall)
-    return share, gpu_utilisation(topology.device), loss.item(), one_process(topology.device)
+    return share, gpu_utilisation(topology.device), loss.item(), uncut_loss(topology.device)
 
 
-def one_process(device: torch.device) -> float:
-    """The loss of the same batch, in the same microbatches, without a pipeline."""
+def uncut_loss(device: torch.device) -> float:
+    """Return the loss of the same batch, in the same microbatches, without a pipeline."""
     uncut = model().to(device)
-    pieces = zip(*(microbatch.to(device).chunk(MICROBATCHES) for microbatch in batch()), strict=True)
+    microbatches = zip(*(tensor.to(device).chunk(MICROBATCHES) for tensor in batch()), strict=True)
     with torch.no_grad():
-        return sum((cross_entropy(uncut(inputs), target) / MICROBATCHES for inputs, target in pieces), torch.zeros(())).item()
+        losses = [cross_entropy(uncut(inputs), target) / MICROBATCHES for inputs, target in microbatches]
+    return sum(losses, torch.zeros(())).item()
 
 
 def gpu_utilisation(device: torch.device) -> int | None:
-    """What NVML says of `device`, in percent; None on the CPU, or without the nvidia-ml-py package."""
+    """Return NVML's utilisation of `device` in percent; None on the CPU, or without the nvidia-ml-py package."""
     if device.type != "cuda":
         return None
     try:

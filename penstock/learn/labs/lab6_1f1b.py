@@ -1,9 +1,9 @@
 """Lab 6: the same bubble with less memory, and a new way to stop for ever.
 
-GPipe keeps the activations of all M microbatches until the first backward. 1F1B lets a microbatch go back as soon as it
-can: one forward, one backward. The bubble is the same, but rank r keeps at most P-r microbatches in flight. What autograd
-really keeps is counted here, tensor by tensor. The price: neighbours now send to each other at the same time, and with
-sends that block, that is the mistake of lab 3 again.
+GPipe keeps the activations of all M microbatches until the first backward. 1F1B starts the backward of a microbatch as soon as
+it can: one forward, one backward. The bubble is the same, but rank r keeps at most P-r microbatches in flight. The lab counts
+the tensors that autograd keeps. The price: neighbours now send to each other at the same time, which deadlocks if sends
+block, as in lab 3.
 
     penstock lab 6
     python -m penstock.learn.labs.lab6_1f1b
@@ -25,16 +25,16 @@ from penstock.schedule import Timeline
 
 RANKS, MICROBATCHES = 4, 8
 FORWARD, BACKWARD = 0.005, 0.010  # seconds of one microbatch on one rank
-TOLERANCE = 0.12  # of the step
+TOLERANCE = 0.12  # a share of the step
 
 
 def main() -> None:
-    """Both schedules measured side by side, then both under sends that block."""
+    """Measure time and memory of GPipe and 1F1B; then verify both with sends that block."""
     ranks = ranks_here(RANKS)
     say(f"Lab 6: 1F1B against GPipe, {ranks} ranks, {MICROBATCHES} microbatches\n")
     bubbles, peaks = {}, {}
     for name in ("gpipe", "1f1b"):
-        timeline, peaks[name] = measured(name, ranks)
+        timeline, peaks[name] = measure(name, ranks)
         bubbles[name] = timeline.bubble
         say(f"{name}, measured: {1e3 * timeline.makespan:.0f} ms, bubble {percent(timeline.bubble)}\n{drawing(timeline)}")
         say(f"  most microbatches in flight, rank by rank: {peaks[name]} counted, {timeline.peak_in_flight} by the table")
@@ -52,10 +52,10 @@ def main() -> None:
 
     say("\nWith sends that block until they are received, as in lab 3:")
     say(f"  {ps.schedule.verify(build('gpipe', ranks), sends='blocking')}")
-    circle = blocking_circle(ranks)
-    say(f"  {split_deadlock(circle)}")
-    check(bool(circle), "1f1b deadlocks, gpipe does not", "1f1b was proved with blocking sends, which it must not be")
-    say("Penstock does not wait for its sends, and posts receives ahead:")
+    deadlock = deadlock_with_blocking_sends(ranks)
+    say(f"  {split_deadlock(deadlock)}")
+    check(bool(deadlock), "1f1b deadlocks, gpipe does not", "1f1b should deadlock with blocking sends, but was proved")
+    say("Penstock does not wait for sends, and posts receives ahead:")
     say(f"  {ps.schedule.verify(build('1f1b', ranks))}")
     max_peaks = {name: max(rank_peaks) for name, rank_peaks in peaks.items()}
     say(
@@ -65,24 +65,24 @@ def main() -> None:
     )
 
 
-def measured(name: str, ranks: int) -> tuple[Timeline, tuple[int, ...]]:
-    """A step of schedule `name`, and the most microbatches that autograd kept, rank by rank."""
-    plan = ps.schedule.simulate(build(name, ranks)).bubble
+def measure(name: str, ranks: int) -> tuple[Timeline, tuple[int, ...]]:
+    """Measure a step of schedule `name`. Returns its timeline, and the most microbatches that autograd kept on each rank."""
+    planned_bubble = ps.schedule.simulate(build(name, ranks)).bubble
     results = best_of(
-        lambda: on_ranks(watched_step, ranks, name),
-        lambda results: abs(results[0][0].bubble - plan),
+        lambda: on_ranks(step_with_activation_count, ranks, name),
+        lambda results: abs(results[0][0].bubble - planned_bubble),
         good_enough=TOLERANCE / 2,
     )
     return results[0][0], tuple(peak for _, peak in results)
 
 
 def build(name: str, ranks: int) -> ps.schedule.Schedule:
-    """The table of schedule `name`."""
+    """Build the table of schedule `name`."""
     return ps.schedule.build(name, ranks=ranks, microbatches=MICROBATCHES)
 
 
-def blocking_circle(ranks: int) -> str:
-    """Return how 1F1B stops when sends block: which rank waits for which. Empty if it does not stop."""
+def deadlock_with_blocking_sends(ranks: int) -> str:
+    """Return the error that names the deadlock of 1F1B with blocking sends: which rank waits for which. Empty without one."""
     try:
         ps.schedule.verify(build("1f1b", ranks), sends="blocking")
     except ps.ScheduleError as error:
@@ -90,8 +90,8 @@ def blocking_circle(ranks: int) -> str:
     return ""
 
 
-def watched_step(name: str) -> tuple[Timeline, int]:
-    """The timeline of a step, measured, and the most microbatches autograd kept on this rank at once."""
+def step_with_activation_count(name: str) -> tuple[Timeline, int]:
+    """Run a step of schedule `name`. Returns its timeline, and the most microbatches autograd kept on this rank at once."""
     topology = ps.comms.init_distributed(backend="gloo")
     stages = [ActivationCounter(EmulatedLayer(DIM, FORWARD, BACKWARD)) for _ in range(topology.world_size)]
     timeline = fastest_step(ps.Pipeline(stages, mse_loss, schedule=name, microbatches=MICROBATCHES))
@@ -107,26 +107,26 @@ class ActivationCounter(nn.Module):
         self.alive = self.peak = 0
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(rows, dim) -> the same."""
-        with saved_tensors_hooks(partial(Kept, self), lambda kept: kept.tensor):
+        """Run the layer: (rows, dim) -> (rows, dim)."""
+        with saved_tensors_hooks(partial(SavedTensor, self), lambda saved_tensor: saved_tensor.tensor):
             return self.layer(hidden)
 
     def count(self, change: int) -> None:
-        """One activation more, or one less."""
+        """Add `change` to the number of activations that are alive, and update the peak."""
         self.alive += change
         self.peak = max(self.peak, self.alive)
 
 
-class Kept:
-    """What the autograd graph holds in place of a saved tensor: gone when the graph lets it go."""
+class SavedTensor:
+    """Holds a saved tensor in the autograd graph, and counts it until the graph frees it."""
 
-    def __init__(self, watched: ActivationCounter, tensor: Tensor) -> None:
-        self.watched, self.tensor = watched, tensor
+    def __init__(self, counter: ActivationCounter, tensor: Tensor) -> None:
+        self.counter, self.tensor = counter, tensor
         self.activations = 0 if isinstance(tensor, nn.Parameter) else 1  # the layer also saves its weight
-        watched.count(self.activations)
+        counter.count(self.activations)
 
     def __del__(self) -> None:
-        self.watched.count(-self.activations)
+        self.counter.count(-self.activations)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Lab 8: backward in two, and where the bubble went.
 
-Backward does two things: the gradient of the input (I), which the rank before is waiting for, and the gradient of the weights
-(W), which nobody waits for before the optimizer does. So I goes first, and W fills the time a rank would be idle. What is left
-of the bubble depends on the clock: from the first action of any rank to the last (makespan), or of one rank (span)?
+A backward computes two things: the gradient of the input (I), for which the previous rank waits, and the gradient of the
+weights (W), which only the optimizer needs. So I runs first, and W fills time in which a rank would idle. The bubble that
+remains depends on the clock: makespan, from the first action of any rank to the last, or span, the same for one rank?
 
     penstock lab 8
     python -m penstock.learn.labs.lab8_zero_bubble
     torchrun --nproc-per-node 2 -m penstock.learn.labs.lab8_zero_bubble
 
-Try: v-half and v-min among the NAMES. What do they pay with, and what do they get for it?
+Try: v-half and v-min among the NAMES. What do they save, and what does it cost?
 """
 
 import statistics
@@ -25,59 +25,61 @@ from penstock.schedule import Action, Cause, Costs, Kind, Schedule, Timeline
 
 RANKS, GROUPS = 4, 2  # M = GROUPS x P microbatches
 NAMES = ("1f1b", "zb-h1", "zb-h2", "zb-v")
-FORWARD, INPUTS, WEIGHTS = 1, 1, 1  # of one microbatch on one rank, in units
-UNIT = 0.010  # seconds
-TOLERANCE = 0.5  # of the step: a busy machine adds to it
+FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = 1, 1, 1  # of one microbatch on one rank, in units
+UNIT_SECONDS = 0.010
+TOLERANCE = 0.5  # a share of the step: a busy machine adds to it
 DIM, CLASSES, ROWS = 16, 4, 3  # of the model whose gradients are compared; rows of a microbatch
 
 
 def main() -> None:
-    """1F1B and three zero-bubble schedules: drawn, by two clocks, measured, their gradients compared."""
+    """Draw, simulate and measure 1F1B and three zero-bubble schedules, and compare their gradients."""
     ranks = ranks_here(RANKS)
     tables = {name: ps.schedule.build(name, ranks=ranks, microbatches=GROUPS * ranks) for name in NAMES}
     say(f"Lab 8: backward in two, {ranks} ranks, {GROUPS * ranks} microbatches; F = I = W = 1, B = I + W = 2\n")
     for name, table in tables.items():
-        say(f"{name}: makespan {timed(table).makespan:g}, span {timed(table).span:g}\n{drawing(timed(table))}")
-    where_the_bubble_went(tables)
-    two_clocks(tables)
-    measured = really(tables)
+        plan = simulate_table(table)
+        say(f"{name}: makespan {plan.makespan:g}, span {plan.span:g}\n{drawing(plan)}")
+    show_idle_causes(tables)
+    show_makespan_and_span(tables)
+    results = measure_all(tables)
     bubbles = ", ".join(
-        f"{name} {percent(real.bubble)} ({percent(real.bubble_by_span)} by span)" for name, real in measured.items()
+        f"{name} {percent(result.bubble)} ({percent(result.bubble_by_span)} by span)" for name, result in results.items()
     )
-    old, new = 1e3 * measured["1f1b"].makespan, 1e3 * measured["zb-v"].makespan
+    step_ms = {name: f"{1e3 * result.makespan:.0f}" for name, result in results.items()}
     say(
-        f"\nMeasured: bubbles of {ranks} ranks: {bubbles}; the same gradients take {old:.0f} ms with 1f1b, {new:.0f} with zb-v."
+        f"\nMeasured: bubbles of {ranks} ranks: {bubbles}; the same gradients take {step_ms['1f1b']} ms with 1f1b, "
+        f"{step_ms['zb-v']} with zb-v."
     )
 
 
-def where_the_bubble_went(tables: dict[str, Schedule]) -> None:
-    """What is left of the idle time, and what the rest was paid with."""
+def show_idle_causes(tables: dict[str, Schedule]) -> None:
+    """Print each schedule's idle time while the pipeline fills and drains, and its microbatches in flight."""
     say("\nA rank's idle time, on average, while the pipeline fills and drains; its microbatches in flight, at most:")
     say("         filling  draining   in flight")
     for name, table in tables.items():
-        plan = timed(table)
+        plan = simulate_table(table)
         fill, drain = (plan.makespan * plan.causes[cause] for cause in (Cause.FILL, Cause.DRAIN))
-        in_flight = max(plan.peak_in_flight) * table.ranks / table.num_stages  # a stage's activation is a part of its rank's
+        in_flight = max(plan.peak_in_flight) * table.ranks / table.num_stages  # with two stages on a rank each counts 1/2
         say(f"  {name:6}  {fill:6.2f}   {drain:7.2f}   {in_flight:9g}")
-    say("zb-h1: while the pipeline drains, a rank has W to do. zb-h2: while it fills, a rank has more forwards to do, so")
-    say("it holds almost twice as many microbatches. zb-v: the stages go down the ranks and back up; each is half as large,")
-    say("so the ranks have work after half the time.")
+    say("zb-h1: while the pipeline drains, a rank runs W. zb-h2: while it fills, a rank also runs more forwards, so it holds")
+    say("almost twice as many microbatches. zb-v: the stages go down the ranks and back up; each is half as large, so the")
+    say("ranks have work after half the time.")
 
 
-def two_clocks(tables: dict[str, Schedule]) -> None:
-    """Makespan and span, and which of them a step takes."""
-    say("\nTwo clocks. With a barrier between two steps, such as one norm over all gradients, a step takes its makespan.")
-    say("Without it, a rank that is done goes on with the next step: how much later does that one end?")
+def show_makespan_and_span(tables: dict[str, Schedule]) -> None:
+    """Print makespan and span, and which of them a step takes."""
+    say("\nTwo clocks. With a barrier between steps, for example a norm over all gradients, a step takes its makespan.")
+    say("Without a barrier a rank that is done begins the next step: how much later does that step end?")
     say("         makespan   span   a second step later")
-    plans, more = {name: timed(table) for name, table in tables.items()}, {}
+    plans, extra = {name: simulate_table(table) for name, table in tables.items()}, {}
     for name, plan in plans.items():
-        more[name] = timed(back_to_back(tables[name])).makespan - plan.makespan
-        say(f"  {name:6} {plan.makespan:8g} {plan.span:6g} {more[name]:21g}")
-    work = tables["1f1b"].microbatches * (FORWARD + INPUTS + WEIGHTS)
+        extra[name] = simulate_table(two_steps(tables[name])).makespan - plan.makespan
+        say(f"  {name:6} {plan.makespan:8g} {plan.span:6g} {extra[name]:21g}")
+    work = tables["1f1b"].microbatches * (FORWARD + BACKWARD_INPUT + BACKWARD_WEIGHT)
     h1, h2, v = plans["zb-h1"], plans["zb-h2"], plans["zb-v"]
     check(
-        h2.span == more["zb-h2"] == work and h2.makespan == h1.makespan > work,
-        f"zb-h2's zero bubble is a span, {work}; with a barrier it takes as long as zb-h1, {h2.makespan:g}",
+        h2.span == extra["zb-h2"] == work and h2.makespan == h1.makespan > work,
+        f"zb-h2 has no bubble by span, {work}; with a barrier it takes as long as zb-h1, {h2.makespan:g}",
         f"zb-h2 should have the span {work} and the makespan of zb-h1, {h1.makespan:g}; it has {h2.span:g} and {h2.makespan:g}",
     )
     check(
@@ -87,52 +89,52 @@ def two_clocks(tables: dict[str, Schedule]) -> None:
     )
 
 
-def really(tables: dict[str, Schedule]) -> dict[str, Timeline]:
-    """All of them measured, name -> timeline, and their gradients compared."""
-    say(f"\nRun on emulated devices, a unit {1e3 * UNIT:g} ms, and on a model that really computes, for its gradients:")
+def measure_all(tables: dict[str, Schedule]) -> dict[str, Timeline]:
+    """Measure all tables and compare their gradients. Returns the timelines by name."""
+    say(f"\nOn emulated devices, with a unit of {1e3 * UNIT_SECONDS:g} ms; a model that computes then compares gradients:")
     say("           makespan in ms        bubble         by span")
     say("         planned measured   planned measured   measured")
-    measured, gradients = {}, {}
+    results, gradients = {}, {}
     for name, table in tables.items():
-        plan = timed(table)
-        real, gradients[name] = best_of(
-            partial(run_on_ranks, table), lambda result: result[0].makespan, good_enough=1.15 * UNIT * plan.makespan
+        plan = simulate_table(table)
+        result, gradients[name] = best_of(
+            partial(run_on_ranks, table), lambda result: result[0].makespan, good_enough=1.15 * UNIT_SECONDS * plan.makespan
         )
-        measured[name] = real
-        times = f"{1e3 * UNIT * plan.makespan:7.0f} {1e3 * real.makespan:8.0f}"
-        say(f"  {name:6} {times}   {percent(plan.bubble):>7} {percent(real.bubble):>8}   {percent(real.bubble_by_span):>8}")
+        results[name] = result
+        times = f"{1e3 * UNIT_SECONDS * plan.makespan:7.0f} {1e3 * result.makespan:8.0f}"
+        say(f"  {name:6} {times}   {percent(plan.bubble):>7} {percent(result.bubble):>8}   {percent(result.bubble_by_span):>8}")
     for name, table in tables.items():
-        check_measured(name, timed(table), measured[name])
+        check_step_time(name, simulate_table(table), results[name])
         check_gradients(name, gradients[name], gradients["1f1b"])
-    check_halves(measured["zb-h1"])
-    slowest = max(measured, key=lambda name: measured[name].makespan)
+    check_split_backward(results["zb-h1"])
+    slowest = max(results, key=lambda name: results[name].makespan)
     check_time(
         slowest == "1f1b",
-        "with its backward in two, each of the others is faster than 1f1b",
+        "with the backward in two, each schedule is faster than 1f1b",
         f"the slowest is {slowest}, not 1f1b; a very busy machine? run it again",
     )
-    return measured
+    return results
 
 
 def run_on_ranks(table: Schedule) -> tuple[Timeline, dict[str, Tensor]]:
-    """A step of `table`, measured, and all ranks' gradients of the model that computes."""
-    timelines, parts = zip(*on_ranks(run, table.ranks, table, 4 * table.ranks), strict=True)
-    return timelines[0], {name: gradient for part in parts for name, gradient in part.items()}
+    """Run a step of `table`. Returns its timeline, and the gradients of all ranks of the model that computes."""
+    timelines, rank_gradients = zip(*on_ranks(run_on_rank, table.ranks, table, 4 * table.ranks), strict=True)
+    return timelines[0], {name: gradient for gradients in rank_gradients for name, gradient in gradients.items()}
 
 
-def is_near(plan: Timeline, real: Timeline) -> bool:
-    """Whether a step took what the plan says, and little more: devices that sleep are never early."""
-    return 0.999 * UNIT * plan.makespan <= real.makespan < (1 + TOLERANCE) * UNIT * plan.makespan
+def is_near(plan: Timeline, result: Timeline) -> bool:
+    """Return whether a step took the planned time or little more; devices that sleep are never early."""
+    return 0.999 * UNIT_SECONDS * plan.makespan <= result.makespan < (1 + TOLERANCE) * UNIT_SECONDS * plan.makespan
 
 
-def timed(table: Schedule) -> Timeline:
-    """`table` simulated, in units; every stage has its part of its rank's work."""
-    part = table.ranks / table.num_stages
-    return ps.schedule.simulate(table, Costs(part * FORWARD, part * INPUTS, part * WEIGHTS))
+def simulate_table(table: Schedule) -> Timeline:
+    """Simulate `table`, in units; every stage has an equal share of its rank's work."""
+    share = table.ranks / table.num_stages
+    return ps.schedule.simulate(table, Costs(share * FORWARD, share * BACKWARD_INPUT, share * BACKWARD_WEIGHT))
 
 
-def back_to_back(table: Schedule) -> Schedule:
-    """Two steps of `table`, every rank beginning the second when it is done with the first."""
+def two_steps(table: Schedule) -> Schedule:
+    """Return a table of two steps of `table`, without a barrier between them."""
     rows = [
         [*row, *(Action(kind, stage, table.microbatches + microbatch) for kind, stage, microbatch, _ in row)]
         for row in table.actions
@@ -140,13 +142,13 @@ def back_to_back(table: Schedule) -> Schedule:
     return ps.schedule.from_rows(table.name, rows, table.placement)
 
 
-def check_measured(name: str, plan: Timeline, real: Timeline) -> None:
-    """The step takes the time that was planned."""
-    planned, took = 1e3 * UNIT * plan.makespan, 1e3 * real.makespan
+def check_step_time(name: str, plan: Timeline, result: Timeline) -> None:
+    """Check that the step takes about the planned time."""
+    planned_ms, measured_ms = 1e3 * UNIT_SECONDS * plan.makespan, 1e3 * result.makespan
     check_time(
-        is_near(plan, real),
-        f"{name}: the step takes {took:.0f} ms, planned were {planned:.0f}",
-        f"{name} should take {planned:.0f} ms and little more, it took {took:.0f}; a very busy machine? run it again",
+        is_near(plan, result),
+        f"{name}: the step takes {measured_ms:.0f} ms, the plan says {planned_ms:.0f}",
+        f"{name} should take {planned_ms:.0f} ms and little more, it took {measured_ms:.0f}; a very busy machine? run it again",
     )
 
 
@@ -160,28 +162,29 @@ def check_gradients(name: str, gradients: dict[str, Tensor], reference: dict[str
     )
 
 
-def check_halves(real: Timeline) -> None:
-    """I and W take their own time each."""
-    took = {
-        kind: statistics.median(event.end - event.start for event in real.events if event.action.kind is kind)
+def check_split_backward(result: Timeline) -> None:
+    """Check that an I and a W each take the time of their half of the backward."""
+    input_ms, weight_ms = (
+        1e3 * statistics.median(event.end - event.start for event in result.events if event.action.kind is kind)
         for kind in (Kind.I, Kind.W)
-    }
-    inputs, weights = 1e3 * took[Kind.I], 1e3 * took[Kind.W]
+    )
+    planned_input_ms, planned_weight_ms = 1e3 * UNIT_SECONDS * BACKWARD_INPUT, 1e3 * UNIT_SECONDS * BACKWARD_WEIGHT
     check_time(
-        0.9 * INPUTS < took[Kind.I] / UNIT < INPUTS + WEIGHTS / 2
-        and 0.9 * WEIGHTS < took[Kind.W] / UNIT < WEIGHTS + INPUTS / 2,
-        f"zb-h1: an I takes {inputs:.1f} ms, a W {weights:.1f} ms: the backward really is in two",
-        f"an I takes {inputs:.1f} ms and a W {weights:.1f} ms, not {1e3 * UNIT * INPUTS:g} and {1e3 * UNIT * WEIGHTS:g}",
+        0.9 * planned_input_ms < input_ms < planned_input_ms + planned_weight_ms / 2
+        and 0.9 * planned_weight_ms < weight_ms < planned_weight_ms + planned_input_ms / 2,
+        f"zb-h1: an I takes {input_ms:.1f} ms, a W {weight_ms:.1f} ms: the backward is in two",
+        f"an I takes {input_ms:.1f} ms and a W {weight_ms:.1f} ms, not {planned_input_ms:g} and {planned_weight_ms:g}",
     )
 
 
-def run(table: Schedule, layers: int) -> tuple[Timeline, dict[str, Tensor]]:
-    """A step of `table` on emulated devices, and this rank's gradients of a step of a model that computes."""
-    return emulated_step(table, FORWARD * UNIT, INPUTS * UNIT, WEIGHTS * UNIT), gradients_of(table, layers)
+def run_on_rank(table: Schedule, layers: int) -> tuple[Timeline, dict[str, Tensor]]:
+    """Run a step of `table` on emulated devices, then one of a model that computes. Returns that timeline, these gradients."""
+    seconds = (UNIT_SECONDS * units for units in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
+    return emulated_step(table, *seconds), gradients_of(table, layers)
 
 
 def gradients_of(table: Schedule, layers: int) -> dict[str, Tensor]:
-    """This rank's gradients after one step of an MLP, by their names in the whole model."""
+    """Run one step of an MLP. Returns this rank's gradients, by their names in the whole model."""
     ps.comms.init_distributed(backend="gloo")
     torch.manual_seed(0)
     pipe = ps.Pipeline(ps.model.mlp(DIM, layers, CLASSES), cross_entropy, schedule=table)
@@ -191,7 +194,7 @@ def gradients_of(table: Schedule, layers: int) -> dict[str, Tensor]:
 
 
 def batch(microbatches: int) -> tuple[Tensor, Tensor]:
-    """(rows, dim) inputs and (rows,) targets, always the same."""
+    """Return inputs (rows, dim) and targets (rows,), always the same."""
     generator = torch.Generator().manual_seed(1)
     rows = ROWS * microbatches
     return torch.randn(rows, DIM, generator=generator), torch.randint(CLASSES, (rows,), generator=generator)

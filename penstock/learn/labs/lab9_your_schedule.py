@@ -1,18 +1,19 @@
 """Lab 9: a schedule of your own.
 
-A schedule is a table, and a table is easily written: a function that says, rank by rank, what comes after what. The lab hands
-out one with a mistake, and a target to reach. Yours is proved, or refused with the reason; drawn; scored; and run: on
-emulated devices for its time, on a model that computes for its gradients, which are compared with those of one process.
+A schedule is a table, written as a function that yields the actions of one rank. The lab hands out a schedule with a mistake
+and a target to reach. It proves your schedule or refuses it with the reason, draws it, and scores it. Then it runs it on
+emulated devices, to measure its time, and on a model that computes, to compare its gradients with one process.
 
     penstock lab 9
     penstock lab 9 my_schedule.py
     penstock lab 9 --fix
     torchrun --nproc-per-node 2 -m penstock.learn.labs.lab9_your_schedule my_schedule.py
 
-The first tells the story. The second judges `my_schedule.py`, and ends with exit code 1 if the target is missed; if there is
-no such file it hands one out. Edit it, and run it again. The third says what mends the one that is handed out.
+The first command explains the lab. The second judges `my_schedule.py`, and ends with exit code 1 if it misses the target; if
+the file does not exist, it writes the schedule with the mistake. Edit the file and run the command again. The third command
+shows how to mend the mistake.
 
-Try: the target without a look at how zb-h1 reaches it. Then fewer microbatches in flight, whatever the steps.
+Try: the target without a look at how zb-h1 reaches it. Then fewer microbatches in flight, in any number of steps.
 """
 
 import sys
@@ -32,16 +33,16 @@ from penstock.learn.python_schedule import table_from_source
 from penstock.schedule import Costs, Kind, Schedule, Timeline
 
 RANKS, GROUPS = 4, 2  # M = GROUPS x P microbatches
-UNIT = 0.010  # seconds
-HANDED_OUT = Path(__file__).with_name("my_schedule.py")
+UNIT_SECONDS = 0.010
+BROKEN_SCHEDULE_PATH = Path(__file__).with_name("my_schedule.py")
 MISTAKE, REPAIR = "    warmup = rank\n", "    warmup = ranks - 1 - rank\n"
-FIX = "--fix"
-KNOWN = ("gpipe", "1f1b", "zb-h1", "zb-v")  # to compare with
+FIX_FLAG = "--fix"
+REFERENCE_NAMES = ("gpipe", "1f1b", "zb-h1", "zb-v")  # schedules to compare with
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a table achieves at F = I = W = 1 of a rank: its makespan, and the most microbatches a rank has in flight."""
+    """A table's makespan and its most microbatches in flight on a rank, if F, I and W of a rank take 1 each."""
 
     steps: float
     in_flight: float
@@ -51,36 +52,36 @@ class Score:
 
 
 class Trial(NamedTuple):
-    """What a table came to when it ran."""
+    """The result of a table on one rank."""
 
     timeline: Timeline  # on emulated devices
-    gradients: int  # that this rank has
-    different: tuple[str, ...]  # of these, those that do not have the bits of one process
+    num_gradients: int  # on this rank
+    different_names: tuple[str, ...]  # of gradients that do not have the bits of one process
 
 
 def main(path: str | None = None) -> None:
-    """The story, with what mends the broken schedule for `--fix`; or the judgement of the schedule in the file `path`.
+    """Explain the lab, show how to mend the broken schedule if `path` is `--fix`, or judge the schedule in the file `path`.
 
-    Raises SystemExit, with the reason, if that is refused or misses the target.
+    Raises SystemExit, with the reason, if that schedule is refused or misses the target.
     """
     ranks = ranks_here(RANKS)
     microbatches = GROUPS * ranks
     say(f"Lab 9: a schedule of your own for {ranks} ranks, {microbatches} microbatches; F = I = W = 1, B = I + W = 2")
     say(f"The target: {target(ranks, microbatches)}\n")
-    if path is None or path == FIX:
-        measured, shortfall = tell(ranks, microbatches, mended=path == FIX), ""
+    if path is None or path == FIX_FLAG:
+        measured, shortfall = show_broken_schedule(ranks, microbatches, show_repair=path == FIX_FLAG), ""
     else:
-        measured, shortfall = judge(learners(Path(path), ranks, microbatches))
+        measured, shortfall = judge(read_table(Path(path), ranks, microbatches))
     say(f"\nMeasured: {measured}")
     if shortfall:
         stop(f"{path} misses the target: {shortfall}")
 
 
-def learners(path: Path, ranks: int, microbatches: int) -> Schedule:
-    """The table in the file `path`, proved; the broken one, handed out, where there is no file."""
+def read_table(path: Path, ranks: int, microbatches: int) -> Schedule:
+    """Read the table in the file `path`, and verify it. Writes the broken schedule to the file first if it does not exist."""
     try:
         if not path.exists():
-            hand_out(path)
+            write_broken_schedule(path)
         table = table_from_source(str(path), path.read_text(encoding="utf-8"), ranks, microbatches)
         ps.schedule.verify(table)
     except OSError as error:
@@ -90,41 +91,40 @@ def learners(path: Path, ranks: int, microbatches: int) -> Schedule:
     return table
 
 
-def hand_out(path: Path) -> None:
+def write_broken_schedule(path: Path) -> None:
     """Write the broken schedule to `path`."""
     if ranks_here(1) > 1:
-        stop(f"{path} does not exist: run the lab without torchrun first, then it is written")
-    path.write_text(HANDED_OUT.read_text(encoding="utf-8"), encoding="utf-8")
-    say(f"{path} is new: 1F1B with a mistake. Edit it, and run this again.\n")
+        stop(f"{path} does not exist: run the lab without torchrun first, which writes it")
+    path.write_text(BROKEN_SCHEDULE_PATH.read_text(encoding="utf-8"), encoding="utf-8")
+    say(f"{path} is new: 1F1B with a mistake. Edit it, and run this command again.\n")
 
 
-def tell(ranks: int, microbatches: int, mended: bool) -> str:
-    """A broken schedule, what is wrong with it, and how to go on; or what mends it. Returns what was measured."""
-    broken = HANDED_OUT.read_text(encoding="utf-8")
+def show_broken_schedule(ranks: int, microbatches: int, show_repair: bool) -> str:
+    """Show the broken schedule and its error, then how to go on, or with `show_repair` the repair. Returns the measurements."""
+    broken = BROKEN_SCHEDULE_PATH.read_text(encoding="utf-8")
     say("A table, written as a function: 0F3 is stage 0's forward of microbatch 3, 0B3 its backward. It has a mistake:\n")
     say(broken[broken.index("def ") :])
     table = table_from_source("my_schedule.py", broken, ranks, microbatches)
     say(f"{table}\n")
-    refusal = why_refused(table)
+    refusal = verify_error(table)
     say(split_deadlock(refusal))
-    check("deadlocks" in refusal, "the broken table is refused, with the circle", f"nothing stops the broken table {refusal}")
-    if mended:
-        say("\nThe last rank has its first gradient at once, so it warms up with no forward at all, and every rank before it")
-        say(f"with one more. The mistake counts from the wrong end:\n\n-{MISTAKE}+{REPAIR}")
+    check("deadlocks" in refusal, "the broken table is refused, with the circle", f"verify accepts the broken table {refusal}")
+    if show_repair:
+        say("\nThe last rank has its first gradient at once, so it needs no forward to warm up; each rank before it needs one")
+        say(f"more. The mistake counts from the wrong end:\n\n-{MISTAKE}+{REPAIR}")
         measured, _ = judge(
             table_from_source("the mended my_schedule.py", broken.replace(MISTAKE, REPAIR), ranks, microbatches)
         )
         return measured
-    say("\nMended it is 1f1b, which is judged like this:\n")
+    say("\nMended, it is 1f1b. The lab judges 1f1b like this:\n")
     measured, _ = judge(ps.schedule.build("1f1b", ranks=ranks, microbatches=microbatches))
-    say("\nNow you: mend it, then reach the target. This hands the broken one out, unless the file is there, and judges it:")
-    say("  penstock lab 9 my_schedule.py")
-    say("How to mend it: penstock lab 9 --fix")
+    say("\nNow you: mend it, then reach the target. This command judges the file; if it does not exist, it writes the broken")
+    say("schedule to it:\n  penstock lab 9 my_schedule.py\nHow to mend it: penstock lab 9 --fix")
     return measured
 
 
-def why_refused(table: Schedule) -> str:
-    """What `verify` has against `table`; empty if nothing."""
+def verify_error(table: Schedule) -> str:
+    """Return the error of `verify` for `table`; empty if it is accepted."""
     try:
         ps.schedule.verify(table)
     except ps.ScheduleError as error:
@@ -133,84 +133,88 @@ def why_refused(table: Schedule) -> str:
 
 
 def judge(table: Schedule) -> tuple[str, str]:
-    """Prove, draw, score and run `table`. Returns what was measured, and by what it misses the target."""
-    plan = timed(table)
+    """Prove, draw, score and run `table`. Returns the measurements, and by how much it misses the target."""
+    plan = simulate_table(table)
     say(f"{ps.schedule.verify(table)}\n{drawing(plan)}\n")
-    shortfall = compare(table)
-    trials = on_ranks(run, table.ranks, table)
-    gradients, different = sum(trial.gradients for trial in trials), [name for trial in trials for name in trial.different]
+    shortfall = compare_scores(table)
+    trials = on_ranks(run_on_rank, table.ranks, table)
+    num_gradients = sum(trial.num_gradients for trial in trials)
+    different_names = [name for trial in trials for name in trial.different_names]
     check(
-        gradients > 0 and not different,
-        f"all {gradients} gradients of a model that computes have the bits of one process",
-        f"{len(different)} of {gradients} gradients differ from one process: {', '.join(different[:4])}",
+        num_gradients > 0 and not different_names,
+        f"all {num_gradients} gradients of a model that computes have the bits of one process",
+        f"{len(different_names)} of {num_gradients} gradients differ from one process: {', '.join(different_names[:4])}",
     )
-    real = trials[0].timeline
-    say(f"\nOn emulated devices, a unit {1e3 * UNIT:g} ms:\n{drawing(real)}")
-    if {event.action for event in real.events} != {event.action for event in plan.events}:
-        say("  (an I with its W right behind it runs as one B where no other rank waits for the gradient)")
+    result = trials[0].timeline
+    say(f"\nOn emulated devices, with a unit of {1e3 * UNIT_SECONDS:g} ms:\n{drawing(result)}")
+    if {event.action for event in result.events} != {event.action for event in plan.events}:
+        say("  (an I directly before its W runs as one B if no other rank waits for the gradient)")
     return (
-        f"{table.name} takes {1e3 * real.makespan:.0f} ms (simulated: {1e3 * UNIT * plan.makespan:.0f} ms), its bubble is "
-        f"{percent(real.bubble)} ({percent(plan.bubble)}), and all {gradients} gradients are equal to one process, bit by bit.",
+        f"{table.name} takes {1e3 * result.makespan:.0f} ms (simulated: {1e3 * UNIT_SECONDS * plan.makespan:.0f} ms), its "
+        f"bubble is {percent(result.bubble)} ({percent(plan.bubble)}), and all {num_gradients} gradients are equal to one "
+        "process, bit by bit.",
         shortfall,
     )
 
 
-def compare(table: Schedule) -> str:
-    """The score of `table` beside the target and the schedules there are. Returns by what it misses the target."""
+def compare_scores(table: Schedule) -> str:
+    """Print the score of `table`, the target, and the scores of known schedules. Returns by how much it misses the target."""
     ranks, microbatches = table.ranks, table.microbatches
-    own_score, aim = score(table), target(ranks, microbatches)
-    known = {name: score(ps.schedule.build(name, ranks=ranks, microbatches=microbatches)) for name in KNOWN}
-    width = max(map(len, ("the target", table.name, *KNOWN)))
-    for name, row_score in {"the target": aim, **known, table.name: own_score}.items():
+    own_score, target_score = score(table), target(ranks, microbatches)
+    references = {name: score(ps.schedule.build(name, ranks=ranks, microbatches=microbatches)) for name in REFERENCE_NAMES}
+    width = max(map(len, ("the target", table.name, *REFERENCE_NAMES)))
+    for name, row_score in {"the target": target_score, **references, table.name: own_score}.items():
         say(f"  {name:{width}}  {row_score}")
     check(
-        known["zb-h1"] == aim, "the target can be reached", f"zb-h1 should reach the target, {aim}; it takes {known['zb-h1']}"
+        references["zb-h1"] == target_score,
+        "the target can be reached",
+        f"zb-h1 should reach the target, {target_score}; it takes {references['zb-h1']}",
     )
-    over = {"steps": own_score.steps - aim.steps, "in flight": own_score.in_flight - aim.in_flight}
-    shortfall = " and ".join(f"{amount:g} {quantity} too many" for quantity, amount in over.items() if amount > 1e-9)
+    excess = {"steps": own_score.steps - target_score.steps, "in flight": own_score.in_flight - target_score.in_flight}
+    shortfall = " and ".join(f"{amount:g} {quantity} too many" for quantity, amount in excess.items() if amount > 1e-9)
     say(f"  {table.name}: {shortfall or 'the target is reached'}")
     return shortfall
 
 
 def target(ranks: int, microbatches: int) -> Score:
-    """What a schedule should achieve: M T and a bubble of P - 1, with no more in flight than 1F1B."""
+    """Return the score to reach: a makespan of 3 M + P - 1, with no more microbatches in flight than 1F1B."""
     return Score(3 * microbatches + ranks - 1, ranks)
 
 
-def timed(table: Schedule) -> Timeline:
-    """`table` simulated, in units; every stage has an equal part of the work."""
-    part = table.ranks / table.num_stages
-    return ps.schedule.simulate(table, Costs(part, part, part))
+def simulate_table(table: Schedule) -> Timeline:
+    """Simulate `table`, in units; every stage has an equal share of the work."""
+    share = table.ranks / table.num_stages
+    return ps.schedule.simulate(table, Costs(share, share, share))
 
 
 def score(table: Schedule) -> Score:
-    """What `table` achieves; a stage's activation is a part of its rank's."""
-    plan = timed(table)
+    """Return the score of `table`; one microbatch on one of V stages of a rank counts 1/V."""
+    plan = simulate_table(table)
     return Score(plan.makespan, max(plan.peak_in_flight) * table.ranks / table.num_stages)
 
 
-def run(table: Schedule) -> Trial:
+def run_on_rank(table: Schedule) -> Trial:
     """Run `table`, both on emulated devices and on an MLP with a layer for each stage."""
-    timeline = emulated_step(table, UNIT, UNIT, UNIT)
-    trained, alone = gradients_of(table, table.num_stages), one_process(table)
-    return Trial(timeline, len(trained), tuple(name for name, value in trained.items() if not torch.equal(value, alone[name])))
+    timeline = emulated_step(table, UNIT_SECONDS, UNIT_SECONDS, UNIT_SECONDS)
+    trained, uncut = gradients_of(table, table.num_stages), uncut_gradients(table)
+    return Trial(timeline, len(trained), tuple(name for name, value in trained.items() if not torch.equal(value, uncut[name])))
 
 
-def one_process(table: Schedule) -> dict[str, Tensor]:
-    """The gradients of the same model and batch without a pipeline, by name.
+def uncut_gradients(table: Schedule) -> dict[str, Tensor]:
+    """Return the gradients of the same model and batch without a pipeline, by name.
 
-    Where bits are to be equal, so must be the order of a sum: the gradients of the microbatches are added in the order in
-    which `table` makes them on their stage.
+    Bits depend on the order of a sum. So the gradients of the microbatches are added in the order in which `table` computes
+    them on their stage.
     """
     torch.manual_seed(0)
     model = ps.model.mlp(DIM, table.num_stages, CLASSES)
-    microbatch_gradients = of_each_microbatch(model, table.microbatches)
+    microbatch_gradients = gradients_by_microbatch(model, table.microbatches)
     total: dict[str, Tensor] = {}
     for stage, module in enumerate(ps.partition.split(model, table.num_stages)):
         order = [
             microbatch
-            for kind, where, microbatch, _ in table.actions[table.placement[stage]]
-            if where == stage and kind in (Kind.B, Kind.W)
+            for kind, action_stage, microbatch, _ in table.actions[table.placement[stage]]
+            if action_stage == stage and kind in (Kind.B, Kind.W)
         ]
         for name, _ in module.named_parameters():
             first_gradient, *other_gradients = (microbatch_gradients[microbatch][name] for microbatch in order)
@@ -218,8 +222,8 @@ def one_process(table: Schedule) -> dict[str, Tensor]:
     return total
 
 
-def of_each_microbatch(model: nn.Module, microbatches: int) -> list[dict[str, Tensor]]:
-    """For every microbatch, what it adds to the gradients of the batch, by name."""
+def gradients_by_microbatch(model: nn.Module, microbatches: int) -> list[dict[str, Tensor]]:
+    """Return for each microbatch its share of the batch's gradients, by name."""
     parameters, gradients = dict(model.named_parameters()), []
     for inputs, target in zip(*(tensor.chunk(microbatches) for tensor in batch(microbatches)), strict=True):
         loss = cross_entropy(model(inputs), target)

@@ -27,14 +27,14 @@ class StudioCommand:
 
     def run(self) -> None:
         """Serve until Ctrl-C."""
-        from penstock.view.studio.opened import Opened
+        from penstock.view.studio.opened_file import OpenedFile
         from penstock.view.studio.server import serve
 
         opened = None
         if self.file:
             read = partial(question_of, self.file, self.ranks, self.microbatches)
             read()  # raises here, before anything is served
-            opened = Opened(Path(self.file), read)
+            opened = OpenedFile(Path(self.file), read)
         serve(self.port, self.browser, opened)
 
 

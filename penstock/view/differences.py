@@ -11,27 +11,27 @@ MAX_NAME_CHARACTERS = 20
 
 
 def differences(run_a: Record, run_b: Record, work: Sequence[Mapping[str, object]] = ({}, {})) -> str:
-    """Two records in numbers, side by side, and what the second has more or less; a warning where their work was not the same.
+    """Return a table of two records in numbers with their differences, and a warning if their work was not the same.
 
-    `work`: what else each is known to have done, by name: its model, its batch.
+    `work`: for each run, option -> value, such as its model and its batch.
 
-    Raises PenstockError where base is in seconds and the changed is not.
+    Raises PenstockError if only one of the runs is in seconds.
     """
     if run_a.unit != run_b.unit:
         units = (f"{record.name} is {'in seconds' if record.unit else 'in units of its costs'}" for record in (run_a, run_b))
         raise PenstockError(f"{', and '.join(units)}: compare two runs or plans, or two schedules")
     base, changed = run_a.usual, run_b.usual
-    different = [
+    work_differences = [
         f"{name} ({a} and {b})"
         for name, a, b in (
             ("ranks", base.ranks, changed.ranks),
-            ("microbatches", _microbatches(base), _microbatches(changed)),
+            ("microbatches", _num_microbatches(base), _num_microbatches(changed)),
             *((option, work[0][option], work[1][option]) for option in work[0] if option in work[1]),
         )
         if a != b
     ]
     rows = [
-        ("", *(_short(record.name) for record in (run_a, run_b)), "difference"),
+        ("", *(_shorten(record.name) for record in (run_a, run_b)), "difference"),
         (
             "makespan",
             format_time(base.makespan, run_a.unit),
@@ -54,15 +54,19 @@ def differences(run_a: Record, run_b: Record, work: Sequence[Mapping[str, object
     lines = (
         (row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))) for row in rows
     )
-    warning = f"\nthese differ in {' and '.join(different)}: their times are those of different work" if different else ""
+    warning = (
+        f"\nthese differ in {' and '.join(work_differences)}: their times are those of different work"
+        if work_differences
+        else ""
+    )
     return "\n".join("  ".join(line).rstrip() for line in lines) + warning
 
 
-def _microbatches(timeline: Timeline) -> int:
+def _num_microbatches(timeline: Timeline) -> int:
     return len({event.action.microbatch for event in timeline.events})
 
 
-def _short(name: str) -> str:
+def _shorten(name: str) -> str:
     """Shorten a name for a table of 80 columns."""
     return name if len(name) <= MAX_NAME_CHARACTERS else f"{name[: MAX_NAME_CHARACTERS - 2]}.."
 
@@ -76,12 +80,12 @@ def _memory_change(base: Timeline, changed: Timeline) -> str:
 
 
 def _relative_change(base: float, changed: float) -> str:
-    return _signed(changed / base - 1, "%") if base else ""
+    return _format_change(changed / base - 1, "%") if base else ""
 
 
 def _point_change(base: float, changed: float) -> str:
-    return _signed(changed - base, " points")
+    return _format_change(changed - base, " points")
 
 
-def _signed(share: float, unit: str) -> str:
+def _format_change(share: float, unit: str) -> str:
     return "same" if abs(share) < 5e-4 else f"{100 * share:+.1f}{unit}"

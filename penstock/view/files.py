@@ -17,14 +17,14 @@ def write(
     embed: bool = False,
     extras: Collection[str] = (),
 ) -> Iterator[Path]:
-    """Write the files that are not None, and yield each path once it is written. All but the page show the last record.
+    """Write each file that is not None, and yield its path. The HTML page shows all records, other files the last one.
 
-    `embed`: write the chart alone, to be framed by another page. `extras`: figures also show "memory", "path" or "arrows".
+    `embed`: write only the chart, for a frame in another page. `extras`: figures also show "memory", "path" or "arrows".
 
     Raises PenstockError if a file cannot be written.
     """
     from penstock.view.figure.png import save_png
-    from penstock.view.figure.svg import svg as drawn
+    from penstock.view.figure.svg import svg as svg_text
     from penstock.view.figure.timeline import figure
     from penstock.view.html import page
     from penstock.view.perfetto import trace
@@ -32,7 +32,7 @@ def write(
     writers: tuple[tuple[Path | None, Callable[[Path], object]], ...] = (
         (html, lambda path: path.write_text(page(records, embed), encoding="utf-8")),
         (perfetto, lambda path: path.write_text(trace(records[-1]), encoding="utf-8")),
-        (svg, lambda path: path.write_text(drawn(figure(records[-1], extras)), encoding="utf-8")),
+        (svg, lambda path: path.write_text(svg_text(figure(records[-1], extras)), encoding="utf-8")),
         (png, lambda path: save_png(figure(records[-1], extras), path)),
     )
     for path, writer in writers:
@@ -44,7 +44,7 @@ def write(
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turn an OSError of the block that writes `path` into a PenstockError."""
+    """Turn an OSError of the block, which writes `path`, into a PenstockError."""
     try:
         yield
     except OSError as error:

@@ -14,7 +14,7 @@ from penstock.view.record import Record
 
 SCRIPTS = (  # of `page/`; later ones use earlier ones
     "element.js",
-    *("data/timeline.js", "data/record.js", "data/words.js"),  # the data
+    *("data/timeline.js", "data/record.js", "data/words.js"),  # data
     *("chart/colors.js", "chart/strip.js", "chart/rows.js", "chart/lanes.js", "chart/memory.js"),  # the canvas
     *("chart/labels.js", "chart/path.js", "chart/marks.js", "chart/overview.js", "chart/chart.js"),
     *("reading/figures.js", "reading/tables.js", "reading/selection.js", "reading/tooltips.js"),  # texts and numbers
@@ -24,49 +24,49 @@ SCRIPTS = (  # of `page/`; later ones use earlier ones
 
 
 def page(records: Sequence[Record], embed: bool = False) -> str:
-    """Return a page with one record, or with several one above the other on one time axis.
+    """Return a page with the charts of the records, one above the other on one time axis.
 
-    `embed`: return the chart alone, to be framed by another page, whose theme it takes. The content security policy allows only
+    `embed`: return only the chart, for a frame in another page, whose theme it takes. The content security policy allows only
     the script and style inside the page.
     """
-    script, style = "\n".join(map(_part, SCRIPTS)), _part("page.css")
+    script, style = "\n".join(map(_read_page_file, SCRIPTS)), _read_page_file("page.css")
     data = json.dumps([_data(record) for record in records], separators=(",", ":"))
-    return Template(_part("page.html")).substitute(
+    return Template(_read_page_file("page.html")).substitute(
         title=html.escape(" and ".join(record.name for record in records)),
         style=style,
         embed=' class="embed"' if embed else "",
-        style_hash=_allowed(style),
+        style_hash=_csp_hash(style),
         script=script,
-        script_hash=_allowed(script),
+        script_hash=_csp_hash(script),
         records=data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
     )
 
 
 def _data(record: Record) -> Data:
-    """Return the record as JSON data; for a step with too many actions, its sums."""
+    """Return the record as JSON data, with sums if the step has too many actions."""
     if not is_huge(record.usual):
-        return packed(record.data())
+        return with_event_columns(record.data())
     step = {"label": record.label, "timeline": sums_data(record.usual)}
     return {"name": record.name, "unit": record.unit, "planned": None, "steps": [step], "usual": 0, "verdict": None}
 
 
-def packed(record: Data) -> Data:
-    """Return a record as JSON data with the events of each rank as columns, which is half the text and reads faster."""
+def with_event_columns(record: Data) -> Data:
+    """Return a record's data with the events of each rank as columns, which is half as long and faster to parse."""
     planned, verdict = record["planned"], record["verdict"]
     return record | {
-        "planned": planned and _packed(planned),
-        "steps": [step | {"timeline": _packed(step["timeline"])} for step in record["steps"]],
+        "planned": planned and _columnar(planned),
+        "steps": [step | {"timeline": _columnar(step["timeline"])} for step in record["steps"]],
         "verdict": verdict
-        and verdict | {"findings": [finding | {"timeline": _packed(finding["timeline"])} for finding in verdict["findings"]]},
+        and verdict | {"findings": [finding | {"timeline": _columnar(finding["timeline"])} for finding in verdict["findings"]]},
     }
 
 
-def _packed(timeline: Data) -> Data:
+def _columnar(timeline: Data) -> Data:
     return timeline | {"ranks": [row | {"events": _columns(row["events"])} for row in timeline["ranks"]]}
 
 
 def _columns(events: list[Data]) -> Data:
-    """Return a text or list for each field of the events; messages of all events in order, and their number for each event."""
+    """Return the events as columns; the messages of all events in one list, and their number for each event."""
     receives = [event.get("receives", []) for event in events]
     senders = [[message["action"] for message in messages] for messages in receives]
     return {
@@ -84,10 +84,10 @@ def _columns(events: list[Data]) -> Data:
     }
 
 
-def _part(name: str) -> str:
+def _read_page_file(name: str) -> str:
     return (files("penstock.view") / "page" / name).read_text(encoding="utf-8")
 
 
-def _allowed(text: str) -> str:
-    """Return the name of an inline script or style in a content security policy."""
+def _csp_hash(text: str) -> str:
+    """Return the hash that allows an inline script or style in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -19,9 +19,9 @@ MAX_REASON_CHARACTERS = 300
 
 
 def load(path: str | PathLike[str]) -> Record:
-    """Read what `save` wrote, from the file or from the folder of its run.
+    """Read the record that `save` wrote, from its file or from the folder of its run.
 
-    Raises PenstockError if the file does not exist, or is no timeline of Penstock.
+    Raises PenstockError if the file does not exist, or is not a timeline of Penstock.
     """
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     if not file.is_file():
@@ -34,7 +34,7 @@ def load(path: str | PathLike[str]) -> Record:
 
 
 def _why_missing(folder: Path) -> str:
-    """Return why the folder of a run has no timeline, and how to get one; of another folder that it has no traces either."""
+    """Return why the folder of a run has no timeline, and how to get one; for another folder, that it has no traces either."""
     try:
         is_finished = "losses" in json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
@@ -48,13 +48,13 @@ def _why_missing(folder: Path) -> str:
 
 
 def read(text: str | bytes, file: str) -> Record:
-    """Return the record in `text`. Raises PenstockError, which names the `file`, if it is none."""
+    """Return the record in `text`. Raises PenstockError, which names `file`, if there is none."""
     try:
         data = json.loads(text)
         if not isinstance(data, dict):
             raise ValueError("it is no JSON object")
         if data.get("format") != FORMAT:
-            raise ValueError(_other_format(data))
+            raise ValueError(_format_error(data))
         name, planned = str(data["name"]), data["planned"]
         steps = tuple(_timeline(name, step["timeline"]) for step in data["steps"])
         if not steps:
@@ -73,22 +73,22 @@ def read(text: str | bytes, file: str) -> Record:
         raise PenstockError(f"{file} is not a timeline that Penstock wrote: {why}") from error
 
 
-def _other_format(data: Data) -> str:
+def _format_error(data: Data) -> str:
     if "traceEvents" in data:
         return "it is a trace, for ui.perfetto.dev; what Penstock reads is the timeline.json of a run"
     return f"its format is {data.get('format')!r}, not {FORMAT!r}"
 
 
-# ---- its timelines
+# ---- timelines
 
 
 def _timeline(name: str, data: Data) -> MeasuredTimeline:
     rows = tuple(tuple(_read_event(rank, event) for event in row["events"]) for rank, row in enumerate(data["ranks"]))
     overlaps = frozenset((Action.parse(first), Action.parse(second)) for first, second in data["overlaps"])
     borders = tuple(MessageCost(*map(float, border)) for border in data["borders"])
-    skips = {(int(lower), int(upper)): MessageCost(float(time), float(on)) for lower, upper, time, on in data["skips"]}
+    skips = {(int(low), int(high)): MessageCost(float(busy), float(latency)) for low, high, busy, latency in data["skips"]}
     sizes = tuple(ActivationSize(*map(float, size)) for size in data["sizes"])
-    unit = str(data.get("memory_unit", ""))  # this and the next five are not in older files
+    unit = str(data.get("memory_unit", ""))  # older files have neither this nor the next five
     between, averaging, factors = (
         tuple(map(float, data.get(key, ()))) for key in ("between", "averaging", "microbatch_factors")
     )
@@ -120,30 +120,30 @@ def _finding(data: Data) -> Improvement:
 
 
 def check_timeline(timeline: Timeline) -> None:
-    """Raise ValueError for a timeline that no step can have."""
+    """Raise ValueError for a timeline that is impossible."""
     stages = 1 + max((event.action.stage for event in timeline.events), default=-1)
     _check_order(timeline, stages)
     _check_amounts(timeline, stages)
 
 
 def _check_order(timeline: Timeline, stages: int) -> None:
-    """Check that events and their dependencies have no circle, so that chains of events end."""
-    homes: dict[int, int] = {}
-    needs: dict[Action, set[Action]] = {}
+    """Check that events and their dependencies have no cycle, so that the critical path ends."""
+    ranks: dict[int, int] = {}  # stage -> its rank
+    predecessors: dict[Action, set[Action]] = {}
     for event in timeline.events:
-        if homes.setdefault(event.action.stage, event.rank) != event.rank:
-            raise ValueError(f"stage {event.action.stage} is on rank {homes[event.action.stage]} and on rank {event.rank}")
-        if event.action in needs:
+        if ranks.setdefault(event.action.stage, event.rank) != event.rank:
+            raise ValueError(f"stage {event.action.stage} is on rank {ranks[event.action.stage]} and on rank {event.rank}")
+        if event.action in predecessors:
             raise ValueError(f"{event.action} occurs twice")
-        needs[event.action] = {
+        predecessors[event.action] = {
             action for group in dependencies(event.action, stages, timeline.skips, timeline.slices) for action in group
         }
     neighbours = [pair for row in timeline.rows for pair in pairwise(row)]
     for previous, event in neighbours:
         if event.start < previous.start or event.end < previous.end:
             raise ValueError(f"rank {event.rank} has {event.action} out of order")
-        needs[event.action].add(previous.action)
-    TopologicalSorter(needs).prepare()  # a CycleError is a ValueError
+        predecessors[event.action].add(previous.action)
+    TopologicalSorter(predecessors).prepare()  # a CycleError is a ValueError
     for first, second in timeline.overlaps - {(previous.action, event.action) for previous, event in neighbours}:
         raise ValueError(f"{first} and {second} are no pair, they do not follow each other")
 

@@ -1,4 +1,4 @@
-"""The record: the timelines of a run's steps, or of a schedule. Every picture is drawn from one."""
+"""Record the timelines of a run's steps, or of a schedule. Every picture is drawn from a record."""
 
 import json
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from penstock.schedule import Explanation, Improvement, MeasuredTimeline, Measur
 from penstock.view.data.timeline import Data, timeline_data, verdict_data
 
 FORMAT = "penstock timeline 1"
-FILE = "timeline.json"  # its name in the folder of a run
+FILE = "timeline.json"  # in the folder of a run
 
 
 @dataclass(frozen=True)
 class Record:
-    """The timelines of one or several steps, in order, and the planned timeline to compare them with, if there is one."""
+    """The timelines of one or several steps in order, and a planned timeline to compare them with."""
 
     steps: tuple[Timeline, ...]
     planned: Timeline | None = None
     unit: str = ""  # of time: "s", or "" for the unit of the costs
     labels: tuple[str, ...] = ()  # the names of the steps
-    layers: tuple[float, ...] = ()  # share of the model on each stage; empty: equal shares
-    findings: tuple[Improvement, ...] = ()  # what a trace says of the usual step beyond its timeline
+    layers: tuple[float, ...] = ()  # share of the model on each stage; empty if equal
+    findings: tuple[Improvement, ...] = ()  # what a trace shows of the usual step besides its timeline
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ class Record:
 
     @cached_property
     def _usual(self) -> int:
-        return sorted(range(len(self.steps)), key=lambda place: self.steps[place].makespan)[len(self.steps) // 2]
+        return sorted(range(len(self.steps)), key=lambda index: self.steps[index].makespan)[len(self.steps) // 2]
 
     @cached_property
     def explanation(self) -> Explanation | None:
@@ -50,8 +50,8 @@ class Record:
         if self.unit != "s" or not isinstance(self.usual, MeasuredTimeline):
             return None
         try:
-            explained = self.usual.explain(Measurement.from_timelines(*self.steps, layers=self.layers))
-            return replace(explained, findings=self.findings)
+            explanation = self.usual.explain(Measurement.from_timelines(*self.steps, layers=self.layers))
+            return replace(explanation, findings=self.findings)
         except ScheduleError:
             return None
 
@@ -88,7 +88,7 @@ def save(
 ) -> None:
     """Write the measured timelines of one or several steps, in seconds, to the JSON file `path`.
 
-    `planned`: a timeline in seconds to compare them with. `labels`: the names of the steps. `layers`: the share of the model on
+    `planned`: a timeline in seconds to compare them with. `labels`: names of the steps. `layers`: the share of the model on
     each stage, if they differ.
     """
     steps = (timeline,) if isinstance(timeline, Timeline) else tuple(timeline)

@@ -1,4 +1,4 @@
-"""A timeline as text: a row for each rank, time from left to right."""
+"""Draw a timeline as text: a row for each rank, time from left to right."""
 
 import math
 import os
@@ -22,36 +22,36 @@ COLOR = {
 }
 RESET = "\033[0m"
 IDLE = "."
-SLACK = 1e-9  # of a column: rounding is no idle time
+ROUNDING_COLUMNS = 1e-9  # less is not idle time
 MAX_DRAWN_RANKS = 64
 
 
 def draw(timeline: Timeline, width: int = 80, color: bool = False, same_scale: Sequence[Timeline] = ()) -> str:
     """Draw `timeline` in at most `width` columns: a row for each rank, actions as kind and microbatch, idle time as dots.
 
-    If actions are too narrow, a column shows the action that takes most of its time. With more than 64 ranks only every n-th is
-    drawn, and a last line says so.
+    If actions are too narrow, a column shows the action that takes most of its time. Of more than 64 ranks, only every n-th is
+    drawn, and the last line says so.
 
-    If a rank has several stages, the stage stands first: `2F3`. An overlapped pair is one block in braces, `{F3B1}`, or `&` if
-    it is narrow. `color`: mark kinds with ANSI colours. `same_scale`: timelines that must fit at the same scale.
+    If a rank has several stages, names begin with the stage: `2F3`. An overlapped pair is one block in braces, `{F3B1}`, or `&`
+    if it is narrow. `color`: mark kinds with ANSI colours. `same_scale`: timelines that must fit at the same scale.
     """
     timelines = (timeline, *same_scale)
     label = max(len(f"rank {drawn.ranks - 1} |") for drawn in timelines)
     columns = max(width - label, 10)
     scale = _scale(timelines, columns)
     columns = round(scale * timeline.makespan)
-    several = any(len({event.action.stage for event in row}) > 1 for row in timeline.rows)
-    lines, every = [], math.ceil(timeline.ranks / MAX_DRAWN_RANKS)
-    for rank in range(0, timeline.ranks, every):
-        blocks = "".join(_blocks(timeline, rank, scale, columns, several, color))
+    show_stage = any(len({event.action.stage for event in row}) > 1 for row in timeline.rows)
+    lines, stride = [], math.ceil(timeline.ranks / MAX_DRAWN_RANKS)
+    for rank in range(0, timeline.ranks, stride):
+        blocks = "".join(_blocks(timeline, rank, scale, columns, show_stage, color))
         lines.append(f"rank {rank}".ljust(label - 1) + "|" + blocks)
-    if every > 1:
-        lines.append(f"one in {every} of the {timeline.ranks} ranks is drawn")
+    if stride > 1:
+        lines.append(f"one in {stride} of the {timeline.ranks} ranks is drawn")
     return "\n".join(lines)
 
 
 def _scale(timelines: Sequence[Timeline], columns: int) -> float:
-    """Return columns for a unit of time: a whole number for the shortest action, unless that wastes much room."""
+    """Return columns for a unit of time: a whole number for the shortest action, unless that wastes much space."""
     times = (event.end - event.start for timeline in timelines for event in timeline.events)
     min_time = min((time for time in times if time > 0), default=0.0)
     if not min_time:
@@ -61,23 +61,23 @@ def _scale(timelines: Sequence[Timeline], columns: int) -> float:
     return columns_per_unit if columns_per_unit > 0.6 * fits else fits
 
 
-def _blocks(timeline: Timeline, rank: int, scale: float, columns: int, several: bool, color: bool) -> list[str]:
-    """Return the blocks of a row, actions and idle time, `columns` wide together."""
+def _blocks(timeline: Timeline, rank: int, scale: float, columns: int, show_stage: bool, color: bool) -> list[str]:
+    """Return the blocks of a row, for actions and idle times, `columns` wide in total."""
     cells = list(timeline.cells(rank))
-    runs = groupby(_shown(timeline, cells, scale, columns))
-    return [IDLE * width if number is None else _block(cells[number], width, several, color)
+    runs = groupby(_longest_cells(timeline, cells, scale, columns))
+    return [IDLE * width if number is None else _block(cells[number], width, show_stage, color)
             for number, width in ((number, len(list(run))) for number, run in runs)]  # fmt: skip
 
 
-def _shown(timeline: Timeline, cells: Sequence[tuple[Event, ...]], scale: float, columns: int) -> Iterator[int | None]:
-    """Yield for each column the number of the cell to show, which takes most of its time; None for idle time."""
+def _longest_cells(timeline: Timeline, cells: Sequence[tuple[Event, ...]], scale: float, columns: int) -> Iterator[int | None]:
+    """Yield for each column the index of the cell that takes most of its time; None for idle time."""
     slices: list[dict[int, float]] = [{} for _ in range(columns)]
     for number, cell in enumerate(cells):
         start, end = ((time - timeline.start) * scale for time in (cell[0].start, cell[-1].end))
         for column in range(int(start), min(columns, math.ceil(end))):
             slices[column][number] = min(end, column + 1) - max(start, column)
     for times in slices:
-        kinds: dict[Kind | str | None, float] = {IDLE: 1 - sum(times.values()) - SLACK}
+        kinds: dict[Kind | str | None, float] = {IDLE: 1 - sum(times.values()) - ROUNDING_COLUMNS}
         for number, time in times.items():
             kind = _kind(cells[number])
             kinds[kind] = kinds.get(kind, 0.0) + time
@@ -91,20 +91,23 @@ def _kind(cell: tuple[Event, ...]) -> Kind | None:
     return cell[0].action.kind if len(cell) == 1 else None
 
 
-def _block(cell: tuple[Event, ...], width: int, several: bool, color: bool) -> str:
+def _block(cell: tuple[Event, ...], width: int, show_stage: bool, color: bool) -> str:
     kind = _kind(cell)
-    text = next(text for text in _texts(cell, several) if len(text) <= width)
+    text = next(text for text in _texts(cell, show_stage) if len(text) <= width)
     if not color:
-        return _filled(text, width, FILL[kind])
+        return _pad(text, width, FILL[kind])
     gap = " " * (width > len(text))
-    return f"{COLOR[kind]}{_filled(text, width - len(gap), ' ')}{RESET}{gap}"
+    return f"{COLOR[kind]}{_pad(text, width - len(gap), ' ')}{RESET}{gap}"
 
 
-def _texts(cell: tuple[Event, ...], several: bool) -> Iterator[str]:
+def _texts(cell: tuple[Event, ...], show_stage: bool) -> Iterator[str]:
     """Yield the names of a cell, from the longest to a single character."""
     actions = [event.action for event in cell]
-    kinds, places = "".join(a.kind.value for a in actions), "".join(f"{a.kind.value}{a.microbatch_text}" for a in actions)
-    names = [" ".join(map(str, actions))] * several + [places, kinds]
+    kinds, microbatch_names = (
+        "".join(a.kind.value for a in actions),
+        "".join(f"{a.kind.value}{a.microbatch_text}" for a in actions),
+    )
+    names = [" ".join(map(str, actions))] * show_stage + [microbatch_names, kinds]
     if len(cell) == 1:
         yield from names
     else:
@@ -112,7 +115,7 @@ def _texts(cell: tuple[Event, ...], several: bool) -> Iterator[str]:
         yield "&"
 
 
-def _filled(text: str, width: int, fill: str) -> str:
+def _pad(text: str, width: int, fill: str) -> str:
     """Pad `text` to `width`, inside its braces if it has them."""
     brace = "}" * text.endswith("}")
     return text.removesuffix("}").ljust(width - len(brace), fill) + brace
@@ -147,20 +150,20 @@ def shown_causes(timeline: Timeline) -> dict[Cause, float]:
 
 
 def format_time(time: float, unit: str = "") -> str:
-    """Return a time as text: 12.3 ms if the unit is `s`, otherwise the number and its unit."""
+    """Return a time as text: 12.3 ms if the unit is `s`, else the number and its unit."""
     if unit != "s":
-        return f"{_bare(time)}{unit and ' '}{unit}"
+        return f"{_plain(time)}{unit and ' '}{unit}"
     factor, unit = (1.0, "s") if time >= 1 else (1e3, "ms") if time >= 1e-3 else (1e6, "µs")
     return f"{time * factor:.4g} {unit}"
 
 
 def format_memory(amount: float, unit: str = "") -> str:
-    """Return memory as text: 12.3 MB if the unit is `bytes`, otherwise the number."""
-    return format_bytes(amount) if unit == "bytes" else _bare(amount)
+    """Return memory as text: 12.3 MB if the unit is `bytes`, else the number."""
+    return format_bytes(amount) if unit == "bytes" else _plain(amount)
 
 
-def _bare(number: float) -> str:
-    """Return a number with six digits and without an exponent, as the page does."""
+def _plain(number: float) -> str:
+    """Return a number with six digits and no exponent, as the page does."""
     return f"{float(f'{number:.6g}'):.15g}"
 
 

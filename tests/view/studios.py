@@ -15,10 +15,10 @@ from penstock.view.record import Record
 def served(opened=None) -> Iterator[int]:
     """The port at which the studio answers meanwhile, opened with a file if one is given."""
     pytest.importorskip("werkzeug")
-    from penstock.view.studio.server import server
+    from penstock.view.studio.server import make_server
     from penstock.view.studio.worker import Workers
 
-    with closing(Workers()) as workers, server(0, opened, workers) as serving:
+    with closing(Workers()) as workers, make_server(0, opened, workers) as serving:
         thread = threading.Thread(target=serving.serve_forever, args=(0.05,))
         thread.start()
         try:

@@ -89,5 +89,5 @@ def test_texts_have_the_contrast_of_wcag_aa(theme):
 
 
 def test_figures_have_the_colours_of_the_page():
-    for name, value in {**figure.KINDS, **figure.CAUSES}.items():
+    for name, value in {**figure.KIND_COLORS, **figure.CAUSE_COLORS}.items():
         assert value == color(name, 0)

@@ -12,19 +12,28 @@ from timelines import COSTS, measured, two_ranks
 from penstock.errors import PenstockError
 from penstock.schedule import ActivationSize, Costs, Timeline, build, simulate
 from penstock.view.figure.png import save_png
-from penstock.view.figure.shapes import Box, Line, Text, hatching
+from penstock.view.figure.shapes import Box, Line, Text, hatch_lines
 from penstock.view.figure.svg import svg
-from penstock.view.figure.timeline import CAUSES, HATCHES, KINDS, LABEL, MEMORY, ROW, SHADE, figure
+from penstock.view.figure.timeline import (
+    CAUSE_COLORS,
+    CAUSE_HATCHES,
+    KIND_COLORS,
+    LABEL_WIDTH,
+    MEMORY_COLOR,
+    MEMORY_HEIGHT,
+    ROW_HEIGHT,
+    figure,
+)
 from penstock.view.record import Record
 
 SPACE = "{http://www.w3.org/2000/svg}"
 
 
 def test_the_figure_has_each_action_at_its_time_idle_time_in_its_colour_and_an_axis():
-    drawn = figure(Record((two_ranks(),)), width=LABEL + 8 + 110)  # 10 pixels a unit of time
-    boxes = [(round((s.x - LABEL) / 10, 6), round(s.width / 10, 6), s.color) for s in drawn.shapes if isinstance(s, Box)]
-    fill, drain, wire = CAUSES["fill"], CAUSES["drain"], CAUSES["communication"]
-    forward, backward = KINDS["F"], KINDS["B"]
+    drawn = figure(Record((two_ranks(),)), width=LABEL_WIDTH + 8 + 110)  # 10 pixels a unit of time
+    boxes = [(round((s.x - LABEL_WIDTH) / 10, 6), round(s.width / 10, 6), s.color) for s in drawn.shapes if isinstance(s, Box)]
+    fill, drain, wire = CAUSE_COLORS["fill"], CAUSE_COLORS["drain"], CAUSE_COLORS["communication"]
+    forward, backward = KIND_COLORS["F"], KIND_COLORS["B"]
     assert boxes[:7] == [
         (2, 3, fill),
         (5, 1, wire),
@@ -51,9 +60,9 @@ def test_the_figure_has_each_action_at_its_time_idle_time_in_its_colour_and_an_a
 
 def test_memory_that_is_known_in_bytes_is_a_curve_below_each_rank():
     known = replace(two_ranks(), activation_sizes=(ActivationSize(3e6, 3e6), ActivationSize(2e6, 2e6)), memory_unit="bytes")
-    drawn = figure(Record((known,)), width=LABEL + 8 + 110)  # 10 pixels a unit of time
-    curve = [s for s in drawn.shapes if isinstance(s, Box) and s.color == SHADE][:-1]  # the last stands in the legend
-    heights = [(round((s.x - LABEL) / 10), round(s.width / 10), round(s.height / MEMORY * 6)) for s in curve]
+    drawn = figure(Record((known,)), width=LABEL_WIDTH + 8 + 110)  # 10 pixels a unit of time
+    curve = [s for s in drawn.shapes if isinstance(s, Box) and s.color == MEMORY_COLOR][:-1]  # the last stands in the legend
+    heights = [(round((s.x - LABEL_WIDTH) / 10), round(s.width / 10), round(s.height / MEMORY_HEIGHT * 6)) for s in curve]
     assert heights == [(0, 1, 3), (1, 7, 6), (8, 3, 3), (2, 3, 2), (5, 3, 2)]
     texts = [shape.text for shape in drawn.shapes if isinstance(shape, Text)]
     assert texts.count("6 MB") == texts.count("2 MB") == 1
@@ -75,14 +84,14 @@ def test_memory_path_and_arrows_are_drawn_if_asked():
     count = [sum(isinstance(shape, Line) for shape in drawn.shapes) for drawn in (plain, result)]
     between = sum(one.rank != other.rank for one, other in pairwise(timeline.critical_path))
     assert count[1] - count[0] == 4 + between + 2 * len(timeline.critical_path)  # four messages; an outline is two lines
-    assert sum(isinstance(shape, Box) and shape.color == SHADE for shape in result.shapes) > 4
+    assert sum(isinstance(shape, Box) and shape.color == MEMORY_COLOR for shape in result.shapes) > 4
 
 
 def test_idle_time_is_hatched_by_its_cause_within_its_box():
     hatches = {shape.hatch for shape in figure(Record((two_ranks(),))).shapes if isinstance(shape, Box) and shape.hatch}
-    assert hatches == {HATCHES[cause] for cause in ("fill", "drain", "communication")}
-    for hatch in HATCHES.values():
-        lines = list(hatching(Box(10, 20, 30, 12, "#6c2507", hatch=hatch)))
+    assert hatches == {CAUSE_HATCHES[cause] for cause in ("fill", "drain", "communication")}
+    for hatch in CAUSE_HATCHES.values():
+        lines = list(hatch_lines(Box(10, 20, 30, 12, "#6c2507", hatch=hatch)))
         assert lines
         assert all(10 <= line.x <= line.to_x <= 40.8 and 20 <= line.y <= 32 and 20 <= line.to_y <= 32 for line in lines), hatch
 
@@ -92,10 +101,10 @@ def test_where_actions_are_denser_than_pixels_the_parts_of_each_slice_of_time_ar
     drawn = figure(Record((timeline,)))
     boxes = [shape for shape in drawn.shapes if isinstance(shape, Box)]
     assert len(boxes) < 2 * 256 * 4
-    whole = drawn.width - LABEL - 8
+    whole = drawn.width - LABEL_WIDTH - 8
     took = sum(event.end - event.start for event in timeline.events if event.action.kind.value == "B")
-    area = sum(box.width * box.height for box in boxes if box.color == KINDS["B"] and box.width < 10)  # not the legend
-    assert area / (2 * whole * ROW) == pytest.approx(took / (2 * timeline.makespan), abs=2e-3)
+    area = sum(box.width * box.height for box in boxes if box.color == KIND_COLORS["B"] and box.width < 10)  # not the legend
+    assert area / (2 * whole * ROW_HEIGHT) == pytest.approx(took / (2 * timeline.makespan), abs=2e-3)
     texts = [shape.text for shape in drawn.shapes if isinstance(shape, Text)]
     assert {"forward", "backward", "idle: fill", "idle: drain", "idle: communication"} <= set(texts)
     with pytest.raises(
@@ -125,9 +134,9 @@ def test_the_png_is_the_figure_painted(tmp_path):
     save_png(drawn, tmp_path / "a.png")
     image = image_module.open(tmp_path / "a.png")
     assert image.size == (round(drawn.width * 3), round(drawn.height * 3))
-    first = next(shape for shape in drawn.shapes if isinstance(shape, Box) and shape.color == KINDS["F"])
+    first = next(shape for shape in drawn.shapes if isinstance(shape, Box) and shape.color == KIND_COLORS["F"])
     pixel = image.getpixel((round(3 * first.x) + 4, round(3 * first.y) + 4))
-    assert "#{:02x}{:02x}{:02x}".format(*pixel) == KINDS["F"]
+    assert "#{:02x}{:02x}{:02x}".format(*pixel) == KIND_COLORS["F"]
 
 
 def test_without_pillow_the_error_says_what_to_install(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import penstock as ps
 from penstock.commands.source import table_of
 from penstock.schedule import Schedule, build, simulate
 from penstock.schedule.pytorch_csv import script_from_compute_comms_csv
-from penstock.view import reading, record, serving
+from penstock.view import local_server, reading, record
 from penstock.view.studio import worker
 from penstock.view.studio.answers import answer
 
@@ -154,8 +154,8 @@ def test_a_page_from_elsewhere_is_not_answered(port, origin):
 
 
 def test_a_client_that_says_nothing_or_little_is_let_go(monkeypatch):
-    monkeypatch.setattr(serving, "PIECE_TIMEOUT_SECONDS", 0.3)
-    monkeypatch.setattr(serving, "REQUEST_TIMEOUT_SECONDS", 1000)
+    monkeypatch.setattr(local_server, "READ_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(local_server, "REQUEST_TIMEOUT_SECONDS", 1000)
     with served() as port:
         for bit in (b"", b"GET / HT", b"POST /answer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"):
             with socket.create_connection(("127.0.0.1", port)) as client:
@@ -165,14 +165,14 @@ def test_a_client_that_says_nothing_or_little_is_let_go(monkeypatch):
 
 
 def test_a_client_that_goes_on_without_end_is_let_go(monkeypatch):
-    monkeypatch.setattr(serving, "PIECE_TIMEOUT_SECONDS", 1000)
-    monkeypatch.setattr(serving, "REQUEST_TIMEOUT_SECONDS", 0.6)
+    monkeypatch.setattr(local_server, "READ_TIMEOUT_SECONDS", 1000)
+    monkeypatch.setattr(local_server, "REQUEST_TIMEOUT_SECONDS", 0.6)
     with served() as port:
         with socket.create_connection(("127.0.0.1", port)) as client, suppress(OSError):
             while True:
                 client.sendall(b"a")
                 time.sleep(0.1)
-        monkeypatch.setattr(serving, "REQUEST_TIMEOUT_SECONDS", 1000)
+        monkeypatch.setattr(local_server, "REQUEST_TIMEOUT_SECONDS", 1000)
         assert status(port, "GET", "/")[0] == 200
 
 

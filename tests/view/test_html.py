@@ -12,7 +12,7 @@ from timelines import COSTS, measured, two_ranks
 
 from penstock.schedule import Costs, Timeline, build, simulate
 from penstock.view.data import sums
-from penstock.view.html import packed, page
+from penstock.view.html import page, with_event_columns
 from penstock.view.record import Record
 
 EMPTY = {"meta", "link"}  # elements without an end
@@ -110,7 +110,7 @@ def test_columns_of_events_say_what_the_events_say():
         )
         for timeline in (step, sent):
             data = json.loads(json.dumps(Record((timeline,), None, "s").data()))
-            assert unpacked(json.loads(json.dumps(packed(data)))) == data
+            assert unpacked(json.loads(json.dumps(with_event_columns(data)))) == data
 
 
 def test_the_same_records_make_the_same_text():
@@ -120,7 +120,7 @@ def test_the_same_records_make_the_same_text():
 
 
 def test_a_huge_step_is_there_as_sums_that_add_up(monkeypatch):
-    monkeypatch.setattr(sums, "MOST", 10)
+    monkeypatch.setattr(sums, "MAX_PAGE_ACTIONS", 10)
     timeline = simulate(build("dualpipe-v", 2, 6), Costs(1, 1, 2, send=0.5))
     [record] = json.loads(Outline(page([Record((timeline,))])).texts["script"][0])
     data = record["steps"][0]["timeline"]
@@ -128,10 +128,10 @@ def test_a_huge_step_is_there_as_sums_that_add_up(monkeypatch):
     assert sum(data["kinds"].values()) == pytest.approx(1 - timeline.idle_share, abs=1e-3)
     for row, busy in zip(data["ranks"], timeline.busy, strict=True):
         parts = row["sums"]["parts"]
-        assert sum(sum(parts.get(kind, ())) for kind in "FBIW") / sums.SLICES == pytest.approx(
+        assert sum(sum(parts.get(kind, ())) for kind in "FBIW") / sums.NUM_BINS == pytest.approx(
             busy / timeline.makespan, abs=1e-3
         )
-        assert [sum(slices) for slices in zip(*parts.values(), strict=True)] == pytest.approx([1] * sums.SLICES, abs=4e-3)
+        assert [sum(slices) for slices in zip(*parts.values(), strict=True)] == pytest.approx([1] * sums.NUM_BINS, abs=4e-3)
 
 
 def test_a_page_for_a_frame_is_the_chart_alone():

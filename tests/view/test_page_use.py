@@ -384,7 +384,7 @@ def test_what_cannot_be_answered_is_told_in_a_sentence(opened, words, message):
 
 
 def test_a_step_of_too_many_actions_answers_with_its_sums(visit, folder, monkeypatch):
-    monkeypatch.setattr(sums, "MOST", 10)
+    monkeypatch.setattr(sums, "MAX_PAGE_ACTIONS", 10)
     step = simulate(build("1f1b", 4, 8))
     (folder / "sums.html").write_text(page([Record((step,))]))
     browser = visit("sums.html")

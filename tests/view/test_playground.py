@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.view.studio.answers import MOST, answer
+from penstock.view.studio.answers import LIMITS, answer
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "site"))
 playground, pyodide = import_module("playground"), import_module("pyodide")
@@ -24,10 +24,10 @@ ALONE = f"""
 import sys
 sys.modules |= dict.fromkeys({BLOCKED})
 sys.path.insert(0, sys.argv[1])
-from answering import answered
+from answering import answer_json
 for line in sys.stdin:
     told = []
-    print(answered(line, told.append))
+    print(answer_json(line, told.append))
 print(told[-1])
 print(*{{name.partition(".")[0] for name in sys.modules}} - sys.stdlib_module_names)
 """
@@ -54,7 +54,7 @@ def test_its_files_answer_alone_as_the_studio_does(tmp_path):
     same = [*questions[:2], {"rows": rows, "name": "your schedule", "costs": {"forward": 2}}]
     assert answers == [
         *(json.loads(json.dumps(answer(question))) for question in same),
-        {"error": f"microbatches is 2.5: the studio takes a whole number from 1 to {MOST['microbatches']}"},
+        {"error": f"microbatches is 2.5: the studio takes a whole number from 1 to {LIMITS['microbatches']}"},
         {"error": "your schedule, line 2: ZeroDivisionError: division by zero, in schedule(0, 2, 2)"},
         {"error": "your schedule, line 1: invalid syntax"},
     ]

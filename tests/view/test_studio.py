@@ -24,7 +24,7 @@ from penstock.view.reading import read
 from penstock.view.record import Record
 from penstock.view.studio import answers
 from penstock.view.studio.answers import answer
-from penstock.view.studio.opened import Opened
+from penstock.view.studio.opened_file import OpenedFile
 from penstock.view.studio.worker import Workers
 
 CIRCLE = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
@@ -239,7 +239,7 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(question, sentence):
 
 
 def test_the_largest_question_is_built_proved_and_timed_once(monkeypatch):
-    calls = {name: Mock(side_effect=getattr(answers, name)) for name in ("build", "verify", "timed")}
+    calls = {name: Mock(side_effect=getattr(answers, name)) for name in ("build", "verify", "simulate_at_page_costs")}
     for name, call in calls.items():
         monkeypatch.setattr(answers, name, call)
     found = asked("interleaved-zb", 16, 32, stages_per_rank=4)
@@ -312,7 +312,7 @@ def test_a_process_that_dies_is_told_and_the_next_question_is_answered():
 def test_a_file_it_was_opened_with_is_read_again_when_it_has_changed(tmp_path, port):
     path, rule = tmp_path / "mine.py", "def schedule(rank, ranks, microbatches):\n    return ['0F0', '0{}0']\n"
     path.write_text(rule.format("B"))
-    opened = Opened(path, partial(question_of, str(path), 1, 1))
+    opened = OpenedFile(path, partial(question_of, str(path), 1, 1))
     with served(opened) as own:
         first, again = (json.loads(request(own, path="/opened")[1]) for _ in range(2))
         assert again == first == {"changed": first["changed"], "rows": [["0F0", "0B0"]], "placement": [0], "name": "mine.py"}
@@ -369,17 +369,17 @@ def test_bad_requests_get_a_line_and_the_server_goes_on(port):
 
 
 def test_only_this_machine_can_connect(port):
-    from penstock.view.studio.server import server
+    from penstock.view.studio.server import make_server
 
-    with server() as serving:
+    with make_server() as serving:
         assert serving.socket.getsockname() == ("127.0.0.1", serving.port)
 
 
 def test_a_port_that_is_taken_is_told(port):
-    from penstock.view.studio.server import server
+    from penstock.view.studio.server import make_server
 
     with pytest.raises(PenstockError, match=f"--port {port} cannot be used: .*leave it out"):
-        server(port)
+        make_server(port)
 
 
 @pytest.mark.ranks

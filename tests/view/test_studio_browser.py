@@ -14,7 +14,7 @@ from studios import run_of, served
 
 from penstock.commands.source import question_of
 from penstock.schedule import Costs, build, simulate
-from penstock.view.studio.opened import Opened
+from penstock.view.studio.opened_file import OpenedFile
 
 pytestmark = NEEDS_CHROMIUM
 
@@ -107,7 +107,7 @@ def test_sliders_change_picture_figures_and_proof(studio):
 def test_a_file_it_was_opened_with_is_shown_again_when_it_has_changed(browser, tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0B0\n")
-    with served(Opened(path, partial(question_of, str(path), 4, 8))) as own:
+    with served(OpenedFile(path, partial(question_of, str(path), 4, 8))) as own:
         browser.get(f"http://127.0.0.1:{own}/")
         for text, shown in (("0F0,0B0\n", "0F0 0B0"), ("0F0,0F1,0B0,0B1\n", "0F0 0F1 0B0 0B1")):
             path.write_text(text)

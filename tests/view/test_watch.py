@@ -8,8 +8,8 @@ from prompt import penstock
 from studios import run_of
 
 from penstock.view.reading import load
-from penstock.view.watch.growing import GrowingRun
-from penstock.view.watch.server import watched
+from penstock.view.watch.live_run import LiveRun
+from penstock.view.watch.server import serve_in_background
 
 RECORD = {"loss": 2.5, "seconds": 0.1, "tokens_per_second": 1000.0, "bubble": 0.2, "bubble_of_the_table": 0.1}
 
@@ -24,7 +24,7 @@ def got(address, path, method="GET", **headers):
 
 
 def test_a_run_is_seen_from_its_first_line_on(tmp_path):
-    run = GrowingRun(tmp_path)
+    run = LiveRun(tmp_path)
     assert run.state()["last"] is None
     lines = [json.dumps({"step": step, **RECORD}) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n" + lines[2][:20])  # the third is being written
@@ -33,11 +33,11 @@ def test_a_run_is_seen_from_its_first_line_on(tmp_path):
     assert found["losses"] == [(1, 2.5), (2, 2.5)]
     assert found["timeline"] is None
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**RECORD, "step": step}) + "\n" for step in range(3000)))
-    assert len(GrowingRun(tmp_path).state()["losses"]) <= 400
+    assert len(LiveRun(tmp_path).state()["losses"]) <= 400
 
 
 def test_what_was_read_of_a_run_is_not_read_again_until_the_run_begins_another_file(tmp_path):
-    file, run = tmp_path / "metrics.jsonl", GrowingRun(tmp_path)
+    file, run = tmp_path / "metrics.jsonl", LiveRun(tmp_path)
     text = "".join(json.dumps({"step": step, **RECORD}) + "\n" for step in (1, 2))
     file.write_text(text)
     assert run.state()["last"]["step"] == 2
@@ -54,7 +54,7 @@ def test_what_was_read_of_a_run_is_not_read_again_until_the_run_begins_another_f
 
 def test_the_page_is_for_this_machine_and_only_reads(tmp_path):
     pytest.importorskip("werkzeug")
-    with watched(tmp_path) as address:
+    with serve_in_background(tmp_path) as address:
         for path in ("/", "/watch.js", "/words.js", "/watch.css", "/page.css", "/state"):
             assert got(address, path)[0] == 200
         status, result = got(address, "/timeline")
@@ -81,4 +81,4 @@ def test_a_run_that_is_watched_leaves_timelines_while_it_trains(tmp_path):
     assert "watch it at http://127.0.0.1:" in done.stdout
     (folder,) = (tmp_path / "runs").iterdir()
     assert load(folder).label == "step 10"
-    assert GrowingRun(folder).state()["last"]["step"] == 11
+    assert LiveRun(folder).state()["last"]["step"] == 11

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 import pyodide
 
-from penstock.view.studio.server import DRAWN_BY, OWN, STYLES, page, part
+from penstock.view.studio.server import DRAWING_SCRIPTS, STUDIO_SCRIPTS, STYLES, page, read_page_file
 
 HERE, HOUSE = Path(__file__).parent / "playground", Path(__file__).parents[2] / "penstock"
 OTHERS = ("asking.js", "written.js", "worker.mjs", "playground.css")
@@ -30,9 +30,9 @@ POLICY = (
 def build(folder: Path, kept: Path) -> None:
     """The playground in `folder`; Pyodide's package is kept in the folder `kept`. Raises pyodide.Missing if there is none."""
     pyodide.unpacked(folder / "pyodide", kept)
-    for name in (*DRAWN_BY, *OWN, *STYLES):
+    for name in (*DRAWING_SCRIPTS, *STUDIO_SCRIPTS, *STYLES):
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(part(name), encoding="utf-8")
+        (folder / name).write_text(read_page_file(name), encoding="utf-8")
     for name in OTHERS:
         shutil.copy(HERE / name, folder)
     pack(folder / "penstock.zip")

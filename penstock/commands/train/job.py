@@ -32,7 +32,7 @@ from penstock.schedule import Costs, Timeline, simulate
 from penstock.schedule.timing.measurement import Measurement
 from penstock.view.files import write
 from penstock.view.record import FILE, Record, save
-from penstock.view.watch.server import watched
+from penstock.view.watch.server import serve_in_background
 
 EXPLAINED_STEPS = 5  # last steps, whose timelines are written and explained
 CHECKPOINT_STEPS, RESTART_CHECKPOINT_STEPS = 100, 10  # between checkpoints; the second for runs that may restart
@@ -83,7 +83,7 @@ def _page_served(config: TrainConfig, folder: Path) -> Iterator[None]:
     if not config.watch or os.environ.get("RANK", "0") != "0":
         yield
         return
-    with watched(folder) as address:
+    with serve_in_background(folder) as address:
         print(f"watch it at {address}", flush=True)
         yield
 

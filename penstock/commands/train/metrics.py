@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.checkpoint.files import json_lines
 from penstock.view.files import writing
-from penstock.view.watch.growing import METRICS
+from penstock.view.watch.live_run import METRICS
 
 
 def recorded(folder: Path, steps: int) -> list[dict[str, Any]]:

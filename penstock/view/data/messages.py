@@ -7,31 +7,30 @@ from penstock.schedule import Event, Timeline
 
 
 class Message(NamedTuple):
-    """What one rank hands to another: made by `source`, there at `arrival`."""
+    """A message to another rank: `source` made it, and it arrived at the time `arrival`."""
 
     source: Event
     arrival: float
 
 
 class ActionStart(NamedTuple):
-    """An event, for how long its rank was idle before it, and the messages that it needed, from other ranks."""
+    """An event, how long its rank was idle before it, and the messages that it needed from other ranks."""
 
     event: Event
     waited: float
     messages: tuple[Message, ...]
 
     @property
-    def last(self) -> Message | None:
-        """What came last of what the rank was idle for."""
+    def last_message(self) -> Message | None:
+        """Return the message that arrived last; None if the rank was not idle before the event."""
         return max(self.messages, key=lambda message: message.arrival) if self.waited and self.messages else None
 
 
-def begun(timeline: Timeline, rank: int) -> Iterator[ActionStart]:
-    """The events of `rank`, in order.
+def action_starts(timeline: Timeline, rank: int) -> Iterator[ActionStart]:
+    """Yield the events of `rank` in order, with the messages that they needed.
 
-    Where what messages cost is known, their arrival is what the simulator says. In a measured timeline the events alone are
-    known: a message that was made while its taker stood idle arrived, at the latest, when the taker began, and any other
-    counts as there when it was made.
+    If message costs are known, the simulator gives arrivals. A measured timeline only has events. There a message that was made
+    while its receiver was idle counts as arrived when the receiver began, any other when it was made.
     """
     free = timeline.start
     for cell in timeline.cells(rank):
@@ -40,10 +39,13 @@ def begun(timeline: Timeline, rank: int) -> Iterator[ActionStart]:
         free = max(free, cell[0].end, cell[-1].end)
 
 
-def _messages(timeline: Timeline, taker: Event, free: float) -> list[Message]:
-    """What `taker` needed from other ranks, on a rank that had nothing to run since `free`."""
-    remote = [source for source in timeline.needed_events(taker) if source.rank != taker.rank]
+def _messages(timeline: Timeline, receiver: Event, idle_since: float) -> list[Message]:
+    """Return the messages that `receiver` needed from other ranks; its rank was idle from `idle_since`."""
+    remote = [source for source in timeline.needed_events(receiver) if source.rank != receiver.rank]
     if timeline.message_costs:
-        return [Message(source, timeline.arrivals[source.action, taker.action.stage].time) for source in remote]
-    last_end = max((source.end for source in remote), default=free)
-    return [Message(source, max(last_end, taker.start) if source.end == last_end >= free else source.end) for source in remote]
+        return [Message(source, timeline.arrivals[source.action, receiver.action.stage].time) for source in remote]
+    last_end = max((source.end for source in remote), default=idle_since)
+    return [
+        Message(source, max(last_end, receiver.start) if source.end == last_end >= idle_since else source.end)
+        for source in remote
+    ]

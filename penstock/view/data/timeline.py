@@ -1,17 +1,17 @@
-"""One timeline as plain data, counted from its first start, and the verdict on it."""
+"""Turn a timeline, and the verdict on it, into JSON data. Times count from the first start."""
 
 from typing import Any
 
 from penstock.schedule import Explanation, Timeline
-from penstock.view.data.messages import ActionStart, begun
+from penstock.view.data.messages import ActionStart, action_starts
 
-Data = dict[str, Any]  # what JSON can say
+Data = dict[str, Any]  # a JSON object
 
 
 def timeline_data(timeline: Timeline) -> Data:
-    """Return a timeline as data, with times from its first start and everything computed from it."""
+    """Return a timeline as data, with everything that is computed from its events."""
     return {
-        "makespan": _since(timeline, timeline.end),
+        "makespan": _offset(timeline, timeline.end),
         "span": timeline.span,
         "idle_share": timeline.idle_share,
         "bubble": timeline.bubble,
@@ -31,17 +31,17 @@ def timeline_data(timeline: Timeline) -> Data:
         "pairs_send_together": timeline.pairs_send_together,
         "between": [round(time, 9) for time in timeline.between_steps],
         "averaging": [round(time, 9) for time in timeline.averaging],
-        "ranks": [_row(timeline, rank) for rank in range(timeline.ranks)],
+        "ranks": [_rank_data(timeline, rank) for rank in range(timeline.ranks)],
     }
 
 
-def _row(timeline: Timeline, rank: int) -> Data:
+def _rank_data(timeline: Timeline, rank: int) -> Data:
     """Return a rank's events, its idle times with their causes, and its memory."""
     memory = dict(timeline.memory_after_actions(rank))
     return {
-        "events": [_event(timeline, start, memory[start.event.action]) for start in begun(timeline, rank)],
-        "idle": [[_since(timeline, start), _since(timeline, end), str(cause)] for start, end, cause in timeline.idle[rank]],
-        "memory": [[_since(timeline, time), amount] for time, amount in timeline.memory(rank)],
+        "events": [_event(timeline, start, memory[start.event.action]) for start in action_starts(timeline, rank)],
+        "idle": [[_offset(timeline, start), _offset(timeline, end), str(cause)] for start, end, cause in timeline.idle[rank]],
+        "memory": [[_offset(timeline, time), amount] for time, amount in timeline.memory(rank)],
     }
 
 
@@ -57,25 +57,25 @@ def verdict_data(explanation: Explanation) -> Data:
     return {"text": explanation.verdict_text, "basis": explanation.verdict_basis, "findings": findings, "others": alternatives}
 
 
-def _event(timeline: Timeline, begun: ActionStart, memory: float) -> Data:
-    event, last = begun.event, begun.last
-    data: Data = {"action": str(event.action), "start": _since(timeline, event.start), "end": _since(timeline, event.end)}
+def _event(timeline: Timeline, start: ActionStart, memory: float) -> Data:
+    event, last_message = start.event, start.last_message
+    data: Data = {"action": str(event.action), "start": _offset(timeline, event.start), "end": _offset(timeline, event.end)}
     if event.sent is not None:
-        data["sent"] = _since(timeline, event.sent)
+        data["sent"] = _offset(timeline, event.sent)
     data["held"] = memory
-    if begun.waited:
-        data["waited"] = round(begun.waited, 9)
-    if last is not None:
-        data["waited_for"] = str(last.source.action)
-    if begun.messages:
+    if start.waited:
+        data["waited"] = round(start.waited, 9)
+    if last_message is not None:
+        data["waited_for"] = str(last_message.source.action)
+    if start.messages:
         data["receives"] = [
-            {"action": str(source.action), "rank": source.rank, "arrived": _since(timeline, arrival)}
-            for source, arrival in begun.messages
+            {"action": str(source.action), "rank": source.rank, "arrived": _offset(timeline, arrival)}
+            for source, arrival in start.messages
         ]
     return data
 
 
-def _since(timeline: Timeline, time: float) -> float:
+def _offset(timeline: Timeline, time: float) -> float:
     """Return a time from the first start, to the nanosecond; a whole number stays an int."""
-    since = round(time - timeline.start, 9)
-    return int(since) if since == int(since) else since
+    offset = round(time - timeline.start, 9)
+    return int(offset) if offset == int(offset) else offset

@@ -1,8 +1,8 @@
-"""Figures for papers: shapes with places and colours, and what puts them on paper.
+"""Figures for papers: boxes, lines and texts, written as SVG or PNG.
 
-`shapes`     boxes, lines and texts, and a figure made of them
-`timeline`   a timeline as a figure
-`curves`     curves over a logarithmic axis as one
-`svg`        a figure as SVG
-`png`        a figure as PNG, painted with Pillow
+`shapes`     boxes, lines, texts, and the figure that holds them
+`timeline`   draws a timeline as a figure
+`curves`     draws curves on logarithmic axes as a figure
+`svg`        writes a figure as SVG
+`png`        writes a figure as PNG, with Pillow
 """

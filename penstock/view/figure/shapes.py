@@ -1,15 +1,15 @@
-"""What a figure is made of: boxes, lines and texts with places and colours, which `svg` and `png` put on paper."""
+"""The parts of a figure: boxes, lines and texts. Positions and sizes are in CSS pixels, x to the right and y down."""
 
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-INK, MUTED, LINE = "#1c2330", "#5b6472", "#c9ccd2"
-TEXT, PAD = 10.0, 8.0  # the usual size of a text, and the space around a figure
+INK_COLOR, MUTED_COLOR, LINE_COLOR = "#1c2330", "#5b6472", "#c9ccd2"
+TEXT_SIZE, PADDING = 10.0, 8.0  # of a usual text; around a figure
 
 
 class Box(NamedTuple):
-    """A rectangle; with a `hatch` it is pale, and has lines in it."""
+    """A filled rectangle; with a `hatch`, in a lighter tint with lines over it."""
 
     x: float
     y: float
@@ -21,14 +21,14 @@ class Box(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A line of text; `anchor` (start, middle, end) is what stands at x, and y is its middle."""
+    """A line of text. `anchor` says which part of it is at x: "start", "middle" or "end"; y is its vertical middle."""
 
     x: float
     y: float
     text: str
-    size: float = TEXT
+    size: float = TEXT_SIZE
     anchor: str = "start"
-    color: str = INK
+    color: str = INK_COLOR
 
 
 class Line(NamedTuple):
@@ -38,14 +38,14 @@ class Line(NamedTuple):
     y: float
     to_x: float
     to_y: float
-    color: str = MUTED
+    color: str = MUTED_COLOR
 
 
 Shape = Box | Text | Line
 
 
 class Figure(NamedTuple):
-    """What is on the paper, back to front, and how large that is, in pixels of CSS."""
+    """Shapes from back to front, and the size of the drawing."""
 
     title: str
     width: float
@@ -53,34 +53,36 @@ class Figure(NamedTuple):
     shapes: tuple[Shape, ...]
 
 
-def pale(color: str) -> str:
-    """A tint of `color`."""
-    return _mixed(color, "#ffffff", 0.7)
+def tint(color: str) -> str:
+    """Return a lighter tint of `color`."""
+    return _mix_colors(color, "#ffffff", 0.7)
 
 
-def hatching(box: Box, apart: float = 4.0) -> Iterator[Line]:
-    """The lines within a box that has a hatch, from the upper left to the lower right."""
-    color, (left, top, width, height) = _mixed(box.color, INK, 0.35), box[:4]
+def hatch_lines(box: Box, spacing: float = 4.0) -> Iterator[Line]:
+    """Yield the lines of the hatch of `box`, inside it."""
+    color, (left, top, width, height) = _mix_colors(box.color, INK_COLOR, 0.35), box[:4]
     right, bottom = left + width, top + height
     if box.hatch == "-":
-        yield from (Line(left, y, right, y, color) for y in _steps(top, bottom, apart))
+        yield from (Line(left, y, right, y, color) for y in _multiples(top, bottom, spacing))
     elif box.hatch == "|":
-        yield from (Line(x, top, x, bottom, color) for x in _steps(left, right, apart))
+        yield from (Line(x, top, x, bottom, color) for x in _multiples(left, right, spacing))
     elif box.hatch == ".":
-        yield from (Line(x, y, x + 0.8, y, color) for y in _steps(top, bottom, apart) for x in _steps(left, right, apart))
+        yield from (
+            Line(x, y, x + 0.8, y, color) for y in _multiples(top, bottom, spacing) for x in _multiples(left, right, spacing)
+        )
     elif box.hatch:
-        for start in _steps(left - height, right, 1.5 * apart):
+        for start in _multiples(left - height, right, 1.5 * spacing):
             begin, end = max(left, start), min(right, start + height)
             rise = [(x - start) if box.hatch == "\\" else height - (x - start) for x in (begin, end)]
             yield Line(begin, top + rise[0], end, top + rise[1], color)
 
 
-def _steps(low: float, high: float, apart: float) -> Iterator[float]:
-    """The multiples of `apart` between two numbers: so hatches of boxes side by side meet."""
-    return (count * apart for count in range(math.floor(low / apart) + 1, math.ceil(high / apart)))
+def _multiples(low: float, high: float, spacing: float) -> Iterator[float]:
+    """Yield the multiples of `spacing` between two numbers, so that hatches of adjacent boxes meet."""
+    return (count * spacing for count in range(math.floor(low / spacing) + 1, math.ceil(high / spacing)))
 
 
-def _mixed(color: str, other_color: str, share: float) -> str:
-    """`color`, with a `share` of `other_color` in it."""
+def _mix_colors(color: str, other_color: str, share: float) -> str:
+    """Mix two colours, `#rrggbb`; `share` (0 to 1) is that of `other_color`."""
     parts = ((int(color[at : at + 2], 16), int(other_color[at : at + 2], 16)) for at in (1, 3, 5))
     return "#" + "".join(f"{round((1 - share) * a + share * b):02x}" for a, b in parts)

@@ -1,11 +1,11 @@
 """The playground: one local page on which schedules are chosen, priced, edited, proved and timed.
 
-`answers`    what the page asks, as plain data, to what it shows
-`costs`      costs as the page has them, and when a table runs at them
-`better`     a better table, searched for
-`question`   what may stand in a question
-`opened`     a file that it was opened with
-`worker`     answers from processes of their own, which are ended when nobody waits any more
-`server`     the page and its answers over HTTP, for this machine alone
-`page/`      what the browser runs
+`answers`      answers the page's questions, JSON in and out
+`costs`        turns the page's costs into `Costs`, and simulates a table at them
+`search`       searches for a better table
+`validation`   checks the values of a question
+`opened_file`  the file that the studio was opened with
+`worker`       answers questions in other processes, which end when the page no longer waits
+`server`       serves the page and the answers to this machine
+`page/`        the scripts and styles of the page
 """

@@ -1,13 +1,13 @@
-"""Answer the page's questions: plain data in, plain data out. Nothing is kept between two questions.
+"""Answer the page's questions: JSON data in, JSON data out. No state is kept between questions.
 
-    answer({"schedule": "1f1b", "ranks": 4, "microbatches": 8})   # a table by name; with "stages_per_rank" where it is open
-    answer({"rows": [["0F0", "0B0"]], "placement": [0]})          # a table as it was edited
-    answer({"csv": "0F0,0B0\n", "file": "mine.csv"})              # a table that was loaded, PyTorch's compute-only form
-    answer({"run": "{..}", "file": "timeline.json"})              # a measured run: its table, and what its actions cost
-    answer({"run": "{..}", "file": "plan.json"})                  # the same of a plan
+    answer({"schedule": "1f1b", "ranks": 4, "microbatches": 8})   # a table by name; "stages_per_rank" if the schedule has it
+    answer({"rows": [["0F0", "0B0"]], "placement": [0]})          # an edited table
+    answer({"csv": "0F0,0B0\n", "file": "mine.csv"})              # a loaded table, PyTorch's compute-only CSV
+    answer({"run": "{..}", "file": "timeline.json"})              # a measured run: its table and its costs
+    answer({"run": "{..}", "file": "plan.json"})                  # a plan: its table and its costs
 
-Every question may have "costs" and "unit" ("ms" if the costs are milliseconds, as for a run), see `costs`, and "max_in_flight"
-(null: no limit). With "better": true the answer is a better table, see `better`.
+Every question may have "costs" and "unit" (see `costs`; "ms" if the costs are milliseconds, as for a run), and "max_in_flight"
+(null: no limit). With "better": true, the answer is a better table, see `search`.
 """
 
 import csv
@@ -29,34 +29,36 @@ from penstock.view.data.sums import is_huge, sums_data
 from penstock.view.data.timeline import Data, timeline_data, verdict_data
 from penstock.view.reading import read
 from penstock.view.record import Record
-from penstock.view.studio import question
-from penstock.view.studio.better import ReportProgress, find_better, found_data
-from penstock.view.studio.costs import Timed, data_of, timed
+from penstock.view.studio import validation
+from penstock.view.studio.costs import SimulatedTable, measured_costs_data, simulate_at_page_costs
+from penstock.view.studio.search import ReportProgress, find_better, found_data
 
-MOST = {"ranks": 64, "stages_per_rank": 4, "microbatches": 512}  # for a table built by name
-MOST_RANKS = 64  # of a table that was loaded
-MOST_MICROBATCHES = 131_072  # stages times microbatches, which take some seconds
-MOST_ACTIONS = 3 * MOST_MICROBATCHES
-MOST_STUCK = 100_000  # actions that never run; more are not drawn
-SEARCHED = " (searched)"
+LIMITS = {"ranks": 64, "stages_per_rank": 4, "microbatches": 512}  # of a table built by name
+MAX_RANKS = 64  # of a loaded table
+MAX_STAGES_TIMES_MICROBATCHES = 131_072  # an answer takes some seconds
+MAX_ACTIONS = 3 * MAX_STAGES_TIMES_MICROBATCHES
+MAX_DRAWN_STUCK = 100_000  # actions that never run; none is drawn if there are more
+SEARCHED_SUFFIX = " (searched)"
 
 
 def answer(question_data: object, report: ReportProgress = lambda data: None) -> Data:
-    """Return the table of a question, its proof or error, and the times of its actions as far as they run.
+    """Return the table of a question, its proof or error, and the times of its actions until a deadlock or the end.
 
-    `report` is called during a search with its progress. Raises PenstockError, a sentence for the page, for a table that cannot
-    be built, read or simulated.
+    `report` is called with the progress of a search. Raises PenstockError, a sentence for the page, for a table that cannot be
+    built, read or simulated.
     """
-    request = question.mapping(question_data, "the question")
+    request = validation.mapping(question_data, "the question")
     if "run" in request:
         return _answer_for_run(request)
     schedule = _table(request)
     _check_size(schedule)
-    return _answer_with_better_table(schedule, request, report) if request.get("better") else _answer_for(schedule, request)
+    return (
+        _answer_with_better_table(schedule, request, report) if request.get("better") else _answer_for_table(schedule, request)
+    )
 
 
 def choices() -> Data:
-    """Return the schedules and the limits, which the page needs before its first question."""
+    """Return the schedules and the limits, for the page's controls."""
     families = {
         name: {
             "summary": family.summary,
@@ -66,56 +68,58 @@ def choices() -> Data:
         }
         for name, family in FAMILIES.items()
     }
-    return {"families": families, "most": MOST, "most_microbatches": MOST_MICROBATCHES}
+    return {"families": families, "most": LIMITS, "most_microbatches": MAX_STAGES_TIMES_MICROBATCHES}
 
 
 # ---- the table
 
 
 def _table(request: Mapping[str, object]) -> Schedule:
-    name = question.text(request.get("name") or request.get("file") or "table", "name", 200)
+    name = validation.text(request.get("name") or request.get("file") or "table", "name", 200)
     if "csv" in request:
-        text = question.text(request["csv"], "csv", 8_000_000).removeprefix("\ufeff")
+        text = validation.text(request["csv"], "csv", 8_000_000).removeprefix("\ufeff")
         return _from_rows(name, parse_csv_cells(name, text)[:1000], None)
     if "rows" in request:
-        return _from_rows(name, question.items(request["rows"], "rows"), request.get("placement"))
-    name = question.text(request.get("schedule"), "schedule", 100)
-    ranks, microbatches = (question.whole(request, count_name, MOST[count_name]) for count_name in ("ranks", "microbatches"))
+        return _from_rows(name, validation.items(request["rows"], "rows"), request.get("placement"))
+    name = validation.text(request.get("schedule"), "schedule", 100)
+    ranks, microbatches = (
+        validation.integer(request, count_name, LIMITS[count_name]) for count_name in ("ranks", "microbatches")
+    )
     has_stages = request.get("stages_per_rank") is not None
-    stages_per_rank = question.whole(request, "stages_per_rank", MOST["stages_per_rank"]) if has_stages else None
+    stages_per_rank = validation.integer(request, "stages_per_rank", LIMITS["stages_per_rank"]) if has_stages else None
     family = FAMILIES.get(name)
     _check_microbatches(ranks * (stages_per_rank or (family.stages_per_rank if family else 1)), microbatches)
     return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
 
 
 def _from_rows(name: str, rows: list[Any], placement: object) -> Schedule:
-    """Build the table of these rows. Raises ScheduleError before a hostile number makes a huge table."""
-    cells = [[question.text(cell, "a cell", 100) for cell in question.items(row, "a row")] for row in rows]
-    if sum(map(len, cells)) > MOST_ACTIONS:
-        raise ScheduleError(f"{name} has {sum(map(len, cells))} actions: the studio takes up to {MOST_ACTIONS}")
-    if any(int(number) >= MOST_ACTIONS for row in cells for cell in row for number in re.findall(r"\d{4,}", cell)):
-        raise ScheduleError(f"{name} has a number of {MOST_ACTIONS} or more: the studio takes smaller tables")
-    homes = None if placement is None else [_rank_of_stage(rank, len(cells)) for rank in question.items(placement, "placement")]
-    return from_rows(name, cells, homes)
+    """Build the table of these rows. Raises ScheduleError for more actions, or larger numbers, than the studio takes."""
+    cells = [[validation.text(cell, "a cell", 100) for cell in validation.items(row, "a row")] for row in rows]
+    if sum(map(len, cells)) > MAX_ACTIONS:
+        raise ScheduleError(f"{name} has {sum(map(len, cells))} actions: the studio takes up to {MAX_ACTIONS}")
+    if any(int(number) >= MAX_ACTIONS for row in cells for cell in row for number in re.findall(r"\d{4,}", cell)):
+        raise ScheduleError(f"{name} has a number of {MAX_ACTIONS} or more: the studio takes smaller tables")
+    ranks = None if placement is None else [_check_rank(rank, len(cells)) for rank in validation.items(placement, "placement")]
+    return from_rows(name, cells, ranks)
 
 
-def _rank_of_stage(rank: object, ranks: int) -> int:
+def _check_rank(rank: object, ranks: int) -> int:
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
-        raise ScheduleError(f"placement has {question.shown(rank)}: give the rank of every stage, 0 to {ranks - 1}")
+        raise ScheduleError(f"placement has {validation.short_repr(rank)}: give the rank of every stage, 0 to {ranks - 1}")
     return rank
 
 
 def _check_size(schedule: Schedule) -> None:
-    if schedule.ranks > MOST_RANKS:
-        raise ScheduleError(f"{schedule.name} has {schedule.ranks} ranks: the studio takes up to {MOST_RANKS}")
+    if schedule.ranks > MAX_RANKS:
+        raise ScheduleError(f"{schedule.name} has {schedule.ranks} ranks: the studio takes up to {MAX_RANKS}")
     _check_microbatches(schedule.num_stages, schedule.microbatches)
 
 
 def _check_microbatches(stages: int, microbatches: int) -> None:
-    if stages * microbatches > MOST_MICROBATCHES:
+    if stages * microbatches > MAX_STAGES_TIMES_MICROBATCHES:
         raise ScheduleError(
             f"{stages} stages of {microbatches} microbatches are more than the studio shows: "
-            f"use {max(1, MOST_MICROBATCHES // stages)} microbatches or fewer, or `penstock show` with --html"
+            f"use {max(1, MAX_STAGES_TIMES_MICROBATCHES // stages)} microbatches or fewer, or `penstock show` with --html"
         )
 
 
@@ -123,9 +127,9 @@ def _check_microbatches(stages: int, microbatches: int) -> None:
 
 
 def _answer_for_run(request: Mapping[str, object]) -> Data:
-    """Return the table of a run or plan, its costs in milliseconds, and its usual step, to compare others with."""
-    file = question.text(request.get("file") or "timeline.json", "file", 200)
-    text = question.text(request["run"], "run", 32_000_000)
+    """Return the table of a run or plan, its costs in milliseconds, and its usual step for comparison."""
+    file = validation.text(request.get("file") or "timeline.json", "file", 200)
+    text = validation.text(request["run"], "run", 32_000_000)
     if is_plan_text(text):
         plan = read_plan(text, file)
         name, label, timeline, measured = plan.schedule.name, "planned", plan.timeline, plan.measurement
@@ -136,13 +140,15 @@ def _answer_for_run(request: Mapping[str, object]) -> Data:
             raise PenstockError(f"{file} was planned, not measured: load a run's timeline.json, a plan.json or a CSV table")
         name, label, timeline = record.name.removesuffix(", measured"), record.label, record.usual
         if is_huge(timeline):
-            raise PenstockError(f"{file} has {len(timeline.events)} actions a step: the studio takes up to {sums.MOST}")
+            raise PenstockError(
+                f"{file} has {len(timeline.events)} actions a step: the studio takes up to {sums.MAX_PAGE_ACTIONS}"
+            )
         measured = Measurement.from_timelines(*record.steps, layers=record.layers)
-        verdict = record.explanation and verdict_data(record.explanation)  # of all steps, as on the run's page
+        verdict = record.explanation and verdict_data(record.explanation)  # from all steps, as on the run's page
     schedule = replace(measured.schedule, name=name)
     _check_size(schedule)
-    costs, data = data_of(measured), Record((timeline,), None, "s", (label,)).data() | {"verdict": verdict}
-    return _answer_for(schedule, {**request, "costs": costs, "unit": "ms"}) | {
+    costs, data = measured_costs_data(measured), Record((timeline,), None, "s", (label,)).data() | {"verdict": verdict}
+    return _answer_for_table(schedule, {**request, "costs": costs, "unit": "ms"}) | {
         "costs": costs,
         "measured": data,
         "source": source,
@@ -153,7 +159,7 @@ def _answer_for_run(request: Mapping[str, object]) -> Data:
 
 
 class _Verdict(NamedTuple):
-    """The text of `verify`, and the actions in it; for a circle its waits as (awaited action, waiting action)."""
+    """The text of `verify`, and the actions in it; for a deadlock, its waits as (awaited action, waiting action)."""
 
     holds: bool
     text: str
@@ -172,16 +178,16 @@ def _verify(schedule: Schedule, max_in_flight: int | None) -> _Verdict:
         return _Verdict(True, str(verify(schedule, max_in_flight)), [], [])
     except ScheduleError as error:
         text = str(error)
-    clauses = [match.groups() for clause in text.split(";") if (match := _WAIT.search(clause))]
-    waits = [(awaited, waiter) if awaited else (needed, early) for awaited, waiter, early, needed in clauses]
+    matches = [match.groups() for clause in text.split(";") if (match := _WAIT.search(clause))]
+    waits = [(awaited, waiter) if awaited else (needed, too_early) for awaited, waiter, too_early, needed in matches]
     return _Verdict(False, text, list(dict.fromkeys(_ACTION.findall(text))), waits)
 
 
-def _answer_for(schedule: Schedule, request: Mapping[str, object]) -> Data:
-    timed = None
+def _answer_for_table(schedule: Schedule, request: Mapping[str, object]) -> Data:
+    simulated = None
     verdict = _verify(schedule, _limit(request))
     try:
-        timed = _simulate(schedule, request)
+        simulated = _simulate(schedule, request)
     except ScheduleError:
         if verdict.holds:
             raise
@@ -197,48 +203,48 @@ def _answer_for(schedule: Schedule, request: Mapping[str, object]) -> Data:
         "csv": buffer.getvalue(),
         "unit": "s" if request.get("unit") == "ms" else "",
         "proof": verdict._asdict(),
-        **_timeline_parts(timed),
+        **_timeline_parts(simulated),
     }
 
 
-def _timeline_parts(timed: Timed | None) -> Data:
-    """Return the timeline, or the sums of a huge one, and the actions that never run."""
-    if timed is None:
+def _timeline_parts(simulated: SimulatedTable | None) -> Data:
+    """Return the timeline, or its sums if it is huge, and the actions that never run."""
+    if simulated is None:
         return {"stopped": False, "stuck": [], "timeline": None}
-    num_unfinished = sum(map(len, timed.table.actions)) - len(timed.timeline.events)
-    to_data = sums_data if is_huge(timed.timeline) else timeline_data
+    num_unfinished = sum(map(len, simulated.table.actions)) - len(simulated.timeline.events)
+    to_data = sums_data if is_huge(simulated.timeline) else timeline_data
     return {
         "stopped": num_unfinished > 0,
-        "stuck": list(_stuck(*timed)) if num_unfinished < MOST_STUCK else [],
-        "timeline": to_data(timed.timeline),
+        "stuck": list(_stuck_actions(*simulated)) if num_unfinished < MAX_DRAWN_STUCK else [],
+        "timeline": to_data(simulated.timeline),
     }
 
 
 def _answer_with_better_table(schedule: Schedule, request: Mapping[str, object], report: ReportProgress) -> Data:
-    """Return the answer for a better table, and the result of the search as "found"."""
-    limit, timed = _limit(request), _simulate(schedule, request)
-    result = find_better(schedule, timed.costs, limit, report)
-    name = f"{schedule.name.removesuffix(SEARCHED)}{SEARCHED}"
-    return _answer_for(replace(result.schedule, name=name), request) | {"found": found_data(result)}
+    """Return the answer for a better table, with the result of the search as "found"."""
+    limit, simulated = _limit(request), _simulate(schedule, request)
+    result = find_better(schedule, simulated.costs, limit, report)
+    name = f"{schedule.name.removesuffix(SEARCHED_SUFFIX)}{SEARCHED_SUFFIX}"
+    return _answer_for_table(replace(result.schedule, name=name), request) | {"found": found_data(result)}
 
 
 def _limit(request: Mapping[str, object]) -> int | None:
-    return None if request.get("max_in_flight") is None else question.whole(request, "max_in_flight", 10**9)
+    return None if request.get("max_in_flight") is None else validation.integer(request, "max_in_flight", 10**9)
 
 
-def _simulate(schedule: Schedule, request: Mapping[str, object]) -> Timed:
-    return timed(schedule, question.mapping(request.get("costs", {}), "costs"), request.get("unit", ""))
+def _simulate(schedule: Schedule, request: Mapping[str, object]) -> SimulatedTable:
+    return simulate_at_page_costs(schedule, validation.mapping(request.get("costs", {}), "costs"), request.get("unit", ""))
 
 
-def _stuck(schedule: Table, costs: Costs, timeline: Timeline) -> Iterator[Data]:
-    """Yield the actions that never run, at the time when their rank would run them without waiting."""
-    seconds = costs.action_costs_by_microbatch(schedule.num_stages, schedule.microbatches)
+def _stuck_actions(schedule: Table, costs: Costs, timeline: Timeline) -> Iterator[Data]:
+    """Yield the actions that never run, with the times at which their rank would run them if it never waited."""
+    action_costs = costs.action_costs_by_microbatch(schedule.num_stages, schedule.microbatches)
     for rank, row in enumerate(timeline.rows):
         free, actions_run = (row[-1].end if row else timeline.start) - timeline.start, {event.action for event in row}
         for cell in schedule.cells(rank):
             actions = (cell,) if isinstance(cell, Action) else cell
             if actions[0] not in actions_run:
-                end = free + sum(seconds[action.kind][action.stage][action.microbatch] for action in actions)
+                end = free + sum(action_costs[action.kind][action.stage][action.microbatch] for action in actions)
                 for half, action in enumerate(actions):
                     halves = {"half": half} if len(actions) > 1 else {}
                     yield {"rank": rank, "action": str(action), "start": free, "end": end, **halves}

@@ -1,6 +1,6 @@
 """Answer questions in other processes, which are ended when the page no longer waits.
 
-A process reads a question a line, as JSON. It answers with lines of JSON, progress first, then the answer, and an empty line.
+A process reads one question a line, as JSON. It writes lines of JSON: progress, then the answer, then an empty line.
 """
 
 import json
@@ -16,30 +16,30 @@ from penstock.errors import PenstockError
 from penstock.schedule.table import pause_garbage_collection
 from penstock.view.data.timeline import Data
 from penstock.view.studio.answers import answer
-from penstock.view.studio.better import ReportProgress
+from penstock.view.studio.search import ReportProgress
 
-KEEPALIVE_SECONDS = 0.2  # between empty lines to a waiting page
+KEEPALIVE_SECONDS = 0.2  # between empty lines that show whether the page still waits
 END = b"\n\n"
 PROGRAM = "import sys; sys.path[:] = {path!r}; from penstock.view.studio.worker import main; main()"
-DIED = "The process that computed this was ended, perhaps for want of memory: ask for a smaller table"
+DIED_MESSAGE = "The process that computed this was ended, perhaps for want of memory: ask for a smaller table"
 
 
 class Workers:
-    """A process for each question at a time, and one that waits for the next."""
+    """Processes that answer questions, one for each at a time, and one that is ready for the next."""
 
     def __init__(self) -> None:
         self._free: list[subprocess.Popen[bytes]] = []
-        self.processes: list[subprocess.Popen[bytes]] = []  # that have not ended
+        self.processes: list[subprocess.Popen[bytes]] = []  # all that run
         self._closed = False
 
     def answer(self, question: object) -> Iterator[bytes]:
-        """Yield the lines for a question, in parts, with an empty line now and then. Closing the generator ends the process."""
+        """Yield the process's output in parts, with empty lines between. Closing the generator ends the process."""
         worker, is_done = self._take(), False
         try:
-            yield from _parts(worker, question)
+            yield from _read_output(worker, question)
             is_done = True
         except OSError:
-            yield b"\n" + _line({"error": DIED})  # after an unfinished line
+            yield b"\n" + _line({"error": DIED_MESSAGE})  # after an incomplete line
         finally:
             if is_done:
                 self._free.append(worker)
@@ -48,7 +48,7 @@ class Workers:
                 self.warm()
 
     def warm(self) -> None:
-        """Start a process in advance, so that the next question need not wait."""
+        """Start a process in advance for the next question."""
         if not self._free and not self._closed:
             self._free.append(self._start())
 
@@ -60,12 +60,12 @@ class Workers:
             self._end(worker)
 
     def _take(self) -> "subprocess.Popen[bytes]":
-        with suppress(IndexError):  # another thread has taken it
+        with suppress(IndexError):  # none is free
             return self._free.pop()
         return self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        """Start a process in a new session, which Ctrl-C does not reach. It ends when its input ends."""
+        """Start a process in a new session, so that Ctrl-C does not reach it. It ends when its input is closed."""
         command = [sys.executable, "-P", "-c", PROGRAM.format(path=sys.path)]
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self.processes.append(worker)
@@ -73,13 +73,13 @@ class Workers:
 
     def _end(self, worker: "subprocess.Popen[bytes]") -> None:
         worker.kill()
-        with suppress(ValueError):  # another thread has ended it too
+        with suppress(ValueError):  # another thread has removed it
             self.processes.remove(worker)
             worker.communicate()
 
 
-def _parts(worker: "subprocess.Popen[bytes]", question: object) -> Iterator[bytes]:
-    """Yield the output of `worker` as it comes. Raises OSError if the process dies."""
+def _read_output(worker: "subprocess.Popen[bytes]", question: object) -> Iterator[bytes]:
+    """Send `question`, and yield the output of `worker` as it arrives. Raises OSError if the process dies."""
     assert worker.stdin
     assert worker.stdout
     worker.stdin.write(_line(question))
@@ -87,7 +87,7 @@ def _parts(worker: "subprocess.Popen[bytes]", question: object) -> Iterator[byte
     end = b"\n"
     while end != END:
         if not select.select([worker.stdout], [], [], KEEPALIVE_SECONDS)[0]:
-            if end.endswith(b"\n"):  # not within a line
+            if end.endswith(b"\n"):  # not inside a line
                 yield b"\n"
         elif part := os.read(worker.stdout.fileno(), 2**20):
             end = (end + part)[-len(END) :]
@@ -100,7 +100,7 @@ def _parts(worker: "subprocess.Popen[bytes]", question: object) -> Iterator[byte
 
 
 def main() -> None:
-    """Answer questions until the input ends."""
+    """Answer questions until the input is closed."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     sys.stdout = sys.stderr  # stdout is for answers only
 
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def answer_question(question: object, report: ReportProgress = lambda data: None) -> Data:
-    """Return the answer; an error or a bug becomes a sentence."""
+    """Return the answer, or {"error"}, a sentence, for a refused question or a bug."""
     try:
         with pause_garbage_collection():
             return answer(question, report)

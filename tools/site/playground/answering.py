@@ -1,6 +1,6 @@
-"""What the playground's worker answers: what the studio does, and the table of a schedule written as a Python function.
+"""Answer the playground's questions: those of the studio, and the table of a schedule written as a Python function.
 
-A function is run, which the studio's server never does: the worker is in the browser of whoever wrote it.
+The function is run, which the studio's server never does. Here the worker is in the browser of whoever wrote it.
 """
 
 import json
@@ -9,26 +9,27 @@ from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.learn.python_schedule import table_from_source
-from penstock.view.studio import question
-from penstock.view.studio.answers import MOST, answer
+from penstock.view.studio import validation
+from penstock.view.studio.answers import LIMITS, answer
 
 
-def answered(body: str, tell: Callable[[str], object]) -> str:
-    """The answer to a question, both as JSON, as is what `tell` is told on the way; a refusal is a sentence.
+def answer_json(body: str, report: Callable[[str], object]) -> str:
+    """Return the answer to a question, both as JSON; {"error"}, a sentence, if it is refused. `report` is called with progress.
 
     {"python": text, "ranks": 4, "microbatches": 8, ..} asks for the table that a function makes.
     """
-    asked = json.loads(body)
+    question = json.loads(body)
     try:
-        said = answer(_table(asked) if "python" in asked else asked, lambda data: tell(json.dumps(data)))
+        question = _with_table(question) if "python" in question else question
+        result = answer(question, lambda data: report(json.dumps(data)))
     except PenstockError as error:
-        said = {"error": str(error)}
-    return json.dumps(said, separators=(",", ":"))
+        result = {"error": str(error)}
+    return json.dumps(result, separators=(",", ":"))
 
 
-def _table(asked: Mapping[str, Any]) -> dict[str, object]:
-    """The question for the table that a function makes for so many ranks and microbatches, at the same costs."""
-    ranks, microbatches = (question.whole(asked, what, MOST[what]) for what in ("ranks", "microbatches"))
-    made = table_from_source("your schedule", asked["python"], ranks, microbatches)
-    others = {name: value for name, value in asked.items() if name not in ("python", "ranks", "microbatches")}
-    return {**others, "rows": made.csv_rows(), "placement": list(made.placement), "name": made.name}
+def _with_table(question: Mapping[str, Any]) -> dict[str, object]:
+    """Return the question with the table that its function makes, in place of the function."""
+    ranks, microbatches = (validation.integer(question, name, LIMITS[name]) for name in ("ranks", "microbatches"))
+    table = table_from_source("your schedule", question["python"], ranks, microbatches)
+    options = {name: value for name, value in question.items() if name not in ("python", "ranks", "microbatches")}
+    return {**options, "rows": table.csv_rows(), "placement": list(table.placement), "name": table.name}

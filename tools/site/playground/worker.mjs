@@ -18,11 +18,11 @@ self.fetch = async (...asked) => {
 async function start() {
   const [python, files] = await Promise.all([loadPyodide(), fetch("penstock.zip").then((response) => response.arrayBuffer())]);
   python.unpackArchive(files, "zip");
-  const {answered} = python.pyimport("answering");
+  const {answer_json} = python.pyimport("answering");
   const tell = (told) => postMessage({told});
   self.onmessage = ({data}) => {
     try {
-      postMessage({answer: answered(data, tell)});
+      postMessage({answer: answer_json(data, tell)});
     } catch (error) {
       postMessage({failed: error.message.trim().split("\n").at(-1)});
     }

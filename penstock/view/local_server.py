@@ -1,7 +1,7 @@
-"""HTTP for the browser on this machine only.
+"""Serve HTTP to the browser on this machine only.
 
-The socket listens on 127.0.0.1, and a request with another host name is refused: so pages of other sites cannot send requests,
-not even with a name that resolves to this address (DNS rebinding). Nothing is stored.
+The socket listens on 127.0.0.1. A request for another host name is refused, so that pages of other sites cannot send requests
+by a name that resolves to this address (DNS rebinding). Nothing is stored.
 """
 
 import os
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from werkzeug.wrappers import Request, Response
 
 LOOPBACK = ("127.0.0.1", "localhost")
-PIECE_TIMEOUT_SECONDS, REQUEST_TIMEOUT_SECONDS = 10.0, 30.0  # seconds between two pieces of a request; for all of it
-MAX_REQUEST_BYTES = 40_000_000  # a run's timeline is the largest part of one
-TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html", "txt": "text/plain"}
-TYPES |= {"json": "application/json", "ndjson": "application/x-ndjson"}  # one value, and one a line
+READ_TIMEOUT_SECONDS, REQUEST_TIMEOUT_SECONDS = 10.0, 30.0  # for the next bytes of a request; for all of it
+MAX_REQUEST_BYTES = 40_000_000  # mostly a run's timeline
+CONTENT_TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html", "txt": "text/plain"}
+CONTENT_TYPES |= {"json": "application/json", "ndjson": "application/x-ndjson"}  # one value; one value a line
 
 
 class Answer(NamedTuple):
-    """The answer to a request."""
+    """An HTTP response."""
 
-    text: str | Iterable[bytes]  # in parts: closed when the client goes away
-    kind: str  # of TYPES
+    text: str | Iterable[bytes]  # an iterator of parts is closed when the client goes away
+    file_type: str  # a key of CONTENT_TYPES
     status: int = 200
 
 
-NOTHING = Answer("This page does not exist.\n", "txt", 404)
+NOT_FOUND = Answer("This page does not exist.\n", "txt", 404)
 
 
 def application(handle: Callable[["Request"], Answer], policy: str, name: str) -> "WSGIApplication":
-    """Return a WSGI application that answers with `handle`, under that content security policy. `name`: for its errors.
+    """Return a WSGI application that answers with `handle`. `policy`: its content security policy; `name`: for its errors.
 
     Raises PenstockError if Werkzeug is not installed.
     """
@@ -51,13 +51,13 @@ def application(handle: Callable[["Request"], Answer], policy: str, name: str) -
             f"{name} is served with Werkzeug, which is not installed: pip install 'penstock[studio]'"
         ) from error
 
-    def reply(answer: Answer) -> "Response":
+    def to_response(answer: Answer) -> "Response":
         headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
         headers |= {"Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin"}
-        return Response(answer.text, answer.status, headers, content_type=f"{TYPES[answer.kind]}; charset=utf-8")
+        return Response(answer.text, answer.status, headers, content_type=f"{CONTENT_TYPES[answer.file_type]}; charset=utf-8")
 
-    def routed(request: "Request") -> Answer:
-        """Answer a request of this machine and of its own page; refuse others."""
+    def check_origin_and_handle(request: "Request") -> Answer:
+        """Refuse a request for another host, or from another site's page; handle all others."""
         if not host_is_trusted(request.headers.get("Host"), LOOPBACK):
             refusal = f"{name.capitalize()} answers at http://127.0.0.1 only, not at {request.headers.get('Host')!r}.\n"
             return Answer(refusal, "txt", 403)
@@ -71,36 +71,37 @@ def application(handle: Callable[["Request"], Answer], policy: str, name: str) -
     @Limited.application
     def app(request: "Request") -> "Response":
         try:
-            return reply(routed(request))
+            return to_response(check_origin_and_handle(request))
         except HTTPException as error:
-            return reply(Answer(f"{error.description}\n", "txt", error.code or 400))
+            return to_response(Answer(f"{error.description}\n", "txt", error.code or 400))
 
     return app
 
 
-def server(app: "WSGIApplication", port: int = 0) -> "BaseWSGIServer":
+def make_server(app: "WSGIApplication", port: int = 0) -> "BaseWSGIServer":
     """Make a server for this machine, not started; port 0 takes a free port. Raises PenstockError if the port is not free."""
-    from werkzeug.serving import WSGIRequestHandler, make_server
+    from werkzeug.serving import WSGIRequestHandler
+    from werkzeug.serving import make_server as make_wsgi_server
 
     class Handler(WSGIRequestHandler):
-        """A handler without a log, which limits the time of a client that is idle or slow."""
+        """A request handler that logs nothing, and disconnects a client that is idle or slow."""
 
-        timeout = PIECE_TIMEOUT_SECONDS
+        timeout = READ_TIMEOUT_SECONDS
 
         def setup(self) -> None:
-            """Start the timer of the request."""
+            """Limit the time to read the request."""
             super().setup()
-            self._end = threading.Timer(REQUEST_TIMEOUT_SECONDS, self._stop_reading)
-            self._end.daemon = True
-            self._end.start()
+            self._timer = threading.Timer(REQUEST_TIMEOUT_SECONDS, self._stop_reading)
+            self._timer.daemon = True
+            self._timer.start()
 
         def _stop_reading(self) -> None:
-            with suppress(OSError):  # the client has gone
+            with suppress(OSError):  # the client has disconnected
                 self.connection.shutdown(socket.SHUT_RD)
 
         def finish(self) -> None:
-            """Stop the timer."""
-            self._end.cancel()
+            """Cancel the limit."""
+            self._timer.cancel()
             super().finish()
 
         def log(self, type: str, message: str, *args: object) -> None:
@@ -111,8 +112,8 @@ def server(app: "WSGIApplication", port: int = 0) -> "BaseWSGIServer":
     except (OSError, OverflowError) as error:
         why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "ports are numbers up to 65535"
         raise PenstockError(f"--port {port} cannot be used: {why}; leave it out to take a free one") from error
-    with listening:  # the server has its own copy
-        return make_server("127.0.0.1", port, app, threaded=True, request_handler=Handler, fd=listening.fileno())
+    with listening:  # the server duplicates its file descriptor
+        return make_wsgi_server("127.0.0.1", port, app, threaded=True, request_handler=Handler, fd=listening.fileno())
 
 
 def run(web_server: "BaseWSGIServer", name: str, browser: bool) -> None:

@@ -1,4 +1,4 @@
-"""`penstock lab` and `penstock puzzle`: run a lab; hand out, check, watch and explain a puzzle."""
+"""`penstock lab` and `penstock puzzle`: run a lab; write, check, watch and explain a puzzle's file."""
 
 import time
 from pathlib import Path
@@ -9,14 +9,14 @@ import tyro
 
 from penstock.commands.options import command
 from penstock.errors import PenstockError
-from penstock.learn.puzzles.book import FAST_TRACK, NAMES, Folder, Puzzle, puzzle
-from penstock.learn.puzzles.judge import Missed
+from penstock.learn.puzzles.check_helpers import CheckFailed
+from penstock.learn.puzzles.puzzle_files import FAST_TRACK, PUZZLE_NUMBERS, LearnerFolder, Puzzle, load_puzzle
 from penstock.learn.timeline_parts import draw_in_parts
 from penstock.schedule import Timeline
 from penstock.view.terminal import colors, terminal_width
 
 PuzzleAction = Literal["check", "watch", "hint", "reset", "solution"]
-POLL_SECONDS = 0.2  # between looks at a watched file
+POLL_SECONDS = 0.2  # between checks whether a watched file has changed
 
 
 @command(number="[NUMBER]", file="[FILE]")
@@ -24,11 +24,11 @@ class LabCommand:
     """Run a lab, a script that explains and checks one idea."""
 
     number: tyro.conf.Positional[Optional[int]] = None
-    """The lab to run; without a number all labs are listed."""
+    """The lab to run; without a number, list all labs."""
     file: tyro.conf.Positional[Optional[Path]] = None
-    """For lab 9: the Python file with your schedule; if there is none, the lab writes it."""
+    """For lab 9: the Python file with your schedule; without a file the lab writes one."""
     fix: bool = False
-    """For lab 9: print what mends the schedule that it hands out."""
+    """For lab 9: print the correction of the schedule that it hands out."""
 
     def run(self) -> None:
         """List the labs, or run one."""
@@ -43,24 +43,24 @@ class LabCommand:
 
 @command(what="[NUMBER] [watch | hint | reset | solution]")
 class PuzzleCommand:
-    """Complete a small file; its target is checked in numbers.
+    """Complete a small file, and check it against numbers.
 
-    The command `penstock puzzle` lists the twenty-one puzzles. `penstock puzzle 1` hands out the first. Complete the file, then
-    the same command checks it.
+    `penstock puzzle` lists the twenty-one puzzles. `penstock puzzle 1` writes the file of the first. Complete the file, then
+    run the same command again to check it.
     """
 
     what: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Check that puzzle, or what the word says; without a number the first puzzle that is not passed."""
+    """Check that puzzle, or do what the word says; without a number, the first puzzle that is not passed."""
     folder: Path = Path("puzzles")
-    """Folder of your files; none is ever overwritten."""
+    """LearnerFolder of your files; none is ever overwritten."""
     fast_track: bool = False
     """Only the seven puzzles for readers who know pipelines."""
     html: Optional[Path] = None
-    """Also draw your table as a page for the browser, in this file."""
+    """Also draw your table as an HTML page, in this file."""
 
     def run(self) -> None:
-        """List the puzzles, or do what the words say with one of them."""
-        folder = Folder(self.folder)
+        """List the puzzles, or do what the words say with one."""
+        folder = LearnerFolder(self.folder)
         number, action = _parse_words(self.what)
         if not self.what:
             return _list(folder, self.fast_track)
@@ -68,17 +68,17 @@ class PuzzleCommand:
         if number is None:
             return print("All puzzles are passed.")
 
-        book_puzzle = puzzle(number)
+        puzzle = load_puzzle(number)
         if action == "hint":
-            print(fill(folder.hint(book_puzzle), terminal_width()))
+            print(fill(folder.hint(puzzle), terminal_width()))
         elif action == "solution":
-            print(folder.solution(book_puzzle))
+            print(folder.solution(puzzle))
         elif action == "reset":
-            backup = folder.reset(book_puzzle)
-            print(f"{folder.file(book_puzzle)} is new{f'; yours is {backup}' if backup else ''}")
+            backup = folder.reset(puzzle)
+            print(f"{folder.file(puzzle)} is new{f'; yours is {backup}' if backup else ''}")
         elif action == "watch":
-            _watch(folder, book_puzzle, self)
-        elif not _check(folder, book_puzzle, self):
+            _watch(folder, puzzle, self)
+        elif not _check(folder, puzzle, self):
             raise SystemExit(1)
 
 
@@ -90,38 +90,40 @@ def _parse_words(words: tuple[str, ...]) -> tuple[int | None, PuzzleAction]:
         elif word in ("check", "watch", "hint", "reset", "solution"):
             action = word
         else:
-            raise PenstockError(f"puzzle takes a number from 1 to {len(NAMES)}, watch, hint, reset or solution, not {word!r}")
+            raise PenstockError(
+                f"puzzle takes a number from 1 to {PUZZLE_NUMBERS[-1]}, watch, hint, reset or solution, not {word!r}"
+            )
     return number, action  # type: ignore[return-value]
 
 
-def _list(folder: Folder, fast: bool) -> None:
+def _list(folder: LearnerFolder, fast: bool) -> None:
     passed_numbers = folder.passed()
-    for number in FAST_TRACK if fast else range(1, len(NAMES) + 1):
-        print(f"{'x' if number in passed_numbers else ' '} {number:2}  {puzzle(number).title}")
-    following = folder.next(fast)
-    print(f"\nnext: penstock puzzle {following}" if following else "\nAll puzzles are passed.")
+    for number in FAST_TRACK if fast else PUZZLE_NUMBERS:
+        print(f"{'x' if number in passed_numbers else ' '} {number:2}  {load_puzzle(number).title}")
+    next_number = folder.next(fast)
+    print(f"\nnext: penstock puzzle {next_number}" if next_number else "\nAll puzzles are passed.")
 
 
-def _check(folder: Folder, book_puzzle: Puzzle, options: PuzzleCommand) -> bool:
-    """Hand the puzzle out if the folder has no file for it, else check the file. Return whether it is passed."""
-    path = folder.file(book_puzzle)
-    if folder.hand_out(book_puzzle):
-        print(f"{book_puzzle.number}. {book_puzzle.story}\n")
-        print(f"{path} is yours to complete. Then: penstock puzzle {book_puzzle.number}")
+def _check(folder: LearnerFolder, puzzle: Puzzle, options: PuzzleCommand) -> bool:
+    """Check the puzzle's file, or write its stub if there is no file. Return False if the check fails."""
+    path = folder.file(puzzle)
+    if folder.write_stub(puzzle):
+        print(f"{puzzle.number}. {puzzle.statement}\n")
+        print(f"{path} is yours to complete. Then: penstock puzzle {puzzle.number}")
         return True
 
     try:
-        result = folder.check(book_puzzle)
-    except Missed as missed:
-        print(f"{book_puzzle.number}. {book_puzzle.title}: not yet. {missed}")
-        _draw(missed.picture, options.html)
-        print(f"a hint: penstock puzzle {book_puzzle.number} hint")
+        result = folder.check(puzzle)
+    except CheckFailed as failure:
+        print(f"{puzzle.number}. {puzzle.title}: not yet. {failure}")
+        _draw(failure.timeline, options.html)
+        print(f"a hint: penstock puzzle {puzzle.number} hint")
         return False
 
-    print(f"{book_puzzle.number}. {book_puzzle.title}: passed. {result.text}.")
-    _draw(result.picture, options.html)
-    following = folder.next(options.fast_track, after=book_puzzle.number)
-    print(f"why: penstock puzzle {book_puzzle.number} solution" + (f"; next: penstock puzzle {following}" if following else ""))
+    print(f"{puzzle.number}. {puzzle.title}: passed. {result.text}.")
+    _draw(result.timeline, options.html)
+    next_number = folder.next(options.fast_track, after=puzzle.number)
+    print(f"why: penstock puzzle {puzzle.number} solution" + (f"; next: penstock puzzle {next_number}" if next_number else ""))
     return True
 
 
@@ -136,11 +138,11 @@ def _draw(timeline: Timeline | None, html: Path | None) -> None:
         print(f"wrote {path}")
 
 
-def _watch(folder: Folder, book_puzzle: Puzzle, options: PuzzleCommand) -> None:
-    """Check whenever the file has changed, until it is passed or Ctrl-C."""
-    folder.hand_out(book_puzzle)
-    path, checked_version = folder.file(book_puzzle), None
-    print(f"{path} is watched; Ctrl-C ends it")
+def _watch(folder: LearnerFolder, puzzle: Puzzle, options: PuzzleCommand) -> None:
+    """Check whenever the file changes, until the check passes or Ctrl-C."""
+    folder.write_stub(puzzle)
+    path, checked_version = folder.file(puzzle), None
+    print(f"watching {path}; Ctrl-C ends it")
     while True:
         try:
             version = path.stat().st_mtime_ns
@@ -148,6 +150,6 @@ def _watch(folder: Folder, book_puzzle: Puzzle, options: PuzzleCommand) -> None:
             version = None
         if version is not None and version != checked_version:
             checked_version = version
-            if _check(folder, book_puzzle, options):
+            if _check(folder, puzzle, options):
                 return
         time.sleep(POLL_SECONDS)

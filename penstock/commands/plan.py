@@ -17,7 +17,7 @@ from penstock.commands.source import nearest_path
 from penstock.commands.traces import layer_costs, read_traces
 from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces
-from penstock.learn.puzzles.judge import Missed, fault, loaded
+from penstock.learn.puzzles.check_helpers import CheckFailed, load_file, one_line_error
 from penstock.learn.python_schedule import USER_CODE_ERRORS
 from penstock.plan import ModelProfile, Plan, parse_memory_size, plan, robustness
 from penstock.plan.estimating import COSTS_FILE
@@ -213,14 +213,14 @@ def built(source: str) -> Sequence[Any]:
         raise PenstockError(f"{source} names no function: {file} is no file{nearest_path(Path(file))}")
     sys.path.insert(0, str(Path(file).parent))  # as for a script that is started
     try:
-        function = getattr(loaded(Path(file)), name, None)
+        function = getattr(load_file(Path(file)), name, None)
         result = function() if callable(function) else None
-    except Missed as error:
+    except CheckFailed as error:
         raise PenstockError(str(error)) from error
     except PenstockError:
         raise
     except USER_CODE_ERRORS as error:
-        raise PenstockError(f"{name}() fails: {fault(error, Path(file))}") from error
+        raise PenstockError(f"{name}() fails: {one_line_error(error, Path(file))}") from error
     if not isinstance(result, tuple) or len(result) not in (2, 4):
         raise PenstockError(f"{source} must be a function that returns (model, args) or (model, args, loss_fn, target)")
     return result

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.learn.puzzles.book import FAST_TRACK, NAMES, Folder, puzzle
-from penstock.learn.puzzles.judge import Missed
+from penstock.learn.puzzles.check_helpers import CheckFailed
+from penstock.learn.puzzles.puzzle_files import FAST_TRACK, PUZZLE_NUMBERS, LearnerFolder, load_puzzle
 
 RANKS = {5, 6, 10, 16, 17, 18, 20}
-EVERY = [pytest.param(number, marks=[pytest.mark.ranks] if number in RANKS else []) for number in range(1, len(NAMES) + 1)]
+EVERY = [pytest.param(number, marks=[pytest.mark.ranks] if number in RANKS else []) for number in PUZZLE_NUMBERS]
 
 # number -> (what of the solution, becomes what, the sentence)
 WRONG = {
@@ -26,14 +26,14 @@ WRONG = {
         ("4 * activations * in_flight", "4 * activations", "16.2 GB, it should be 16.8 GB"),
     ],
     3: [
-        ("if rank % 2 == 0", "if True", "it stops for ever: rank 0 waits to send, rank 1 waits to send"),
+        ("if rank % 2 == 0", "if True", "2 ranks deadlock: rank 0 waits to send, rank 1 waits to send"),
         ("if rank % 2 == 0", "if rank", "4 ranks need 4 rounds, the target is 3"),
     ],
     4: [
         ("sum(mean * count for mean, count in zip(means, counts, strict=True) if count) / sum(counts)",
          "sum(means) / len(means)",
          r"3.5 \(the mean of means\)"),
-        (" if count)", ")", "is nan: a microbatch that counts nothing"),
+        (" if count)", ")", "is nan: ignore a microbatch"),
     ],
     5: [
         (".requires_grad_()", "", "None cannot be sent"),
@@ -57,8 +57,8 @@ WRONG = {
         ("ahead = min(ranks - 1 - rank, microbatches)", "ahead = min(rank, microbatches)", "deadlocks"),
     ],
     10: [
-        ("        del value, output  # and with them what the layers have kept\n", "", "rank 0 of 4 keeps 5 microbatches"),
-        ("ahead = min(ranks - 1 - rank, microbatches)", "ahead = microbatches", "keeps 8 microbatches at once, 1F1B keeps"),
+        ("        del value, output  # frees the activations of the layers too\n", "", "rank 0 of 4 holds 5 microbatches"),
+        ("ahead = min(ranks - 1 - rank, microbatches)", "ahead = microbatches", "holds 8 microbatches at once, 1F1B holds"),
     ],
     11: [
         ("for chunk in (1, 0) for m in group]", "for chunk in (0, 1) for m in group]", "deadlocks"),
@@ -77,16 +77,16 @@ WRONG = {
         ("2I3 1I3 1W2 2W3 1W3", "2I3 1I3 1W2 2W3", "lacks 1W3"),
     ],
     15: [
-        ("at + 6 * m", "at + 5 * m", "is not complete"),
-        ("at + 6 * m", "at + 12 * m", "steps, the target is 32"),
+        ("slot + 6 * m", "slot + 5 * m", "is not complete"),
+        ("slot + 6 * m", "slot + 12 * m", "steps, the target is 32"),
     ],
     16: [
-        (" + received", "", "has not the sum"),
+        (" + received", "", "does not have the sum"),
         ("    pieces = list(tensor.clone().chunk(ranks))", "    swap(tensor)\n    pieces = list(tensor.clone().chunk(ranks))",
-         "sends 48 numbers of a tensor of 24, the target is 24"),
+         "sends 48 elements for a tensor of 24, the target is 24"),
     ],
     17: [
-        ("all_reduce(dhidden @ a)", "dhidden @ a", "dx is off by .*: is it a part of a sum"),
+        ("all_reduce(dhidden @ a)", "dhidden @ a", "dx is off by .*: is it a partial sum"),
         ("* (preactivation > 0)", "", "off by"),
     ],
     18: [
@@ -95,7 +95,7 @@ WRONG = {
     ],
     19: [
         ("    torch.set_rng_state(state)\n", "", "differs from one process"),
-        ("    torch.set_rng_state(current_state)\n", "", "what is drawn next differs"),
+        ("    torch.set_rng_state(current_state)\n", "", "the next random numbers differ"),
     ],
     20: [
         ('("1f1b", "zb-h1", "zb-h2")]', '("1f1b",)]', "0.0% faster than 1f1b on average, the target is 5 %"),
@@ -109,18 +109,18 @@ WRONG = {
 
 
 def written(tmp_path, number, text):
-    folder = Folder(tmp_path)
+    folder = LearnerFolder(tmp_path)
     folder.path.mkdir(exist_ok=True)
-    folder.file(puzzle(number)).write_text(text, encoding="utf-8")
+    folder.file(load_puzzle(number)).write_text(text, encoding="utf-8")
     return folder
 
 
 @pytest.mark.parametrize("number", EVERY)
 def test_the_solution_passes_and_what_is_handed_out_does_not(number, tmp_path):
-    exercise = puzzle(number)
-    folder = Folder(tmp_path)
-    assert folder.hand_out(exercise)
-    with pytest.raises(Missed, match="returned nothing yet"):
+    exercise = load_puzzle(number)
+    folder = LearnerFolder(tmp_path)
+    assert folder.write_stub(exercise)
+    with pytest.raises(CheckFailed, match="returned nothing yet"):
         folder.check(exercise)
     written(tmp_path, number, exercise.solution)
     assert folder.check(exercise).text
@@ -129,22 +129,22 @@ def test_the_solution_passes_and_what_is_handed_out_does_not(number, tmp_path):
 
 @pytest.mark.parametrize("number", EVERY)
 def test_wrong_ones_are_told_what_is_wrong(number, tmp_path):
-    exercise = puzzle(number)
+    exercise = load_puzzle(number)
     assert len(WRONG[number]) == 2
     for what, becomes, sentence in WRONG[number]:
         assert what in exercise.solution
         folder = written(tmp_path, number, exercise.solution.replace(what, becomes))
-        with pytest.raises(Missed, match=sentence) as missed:
+        with pytest.raises(CheckFailed, match=sentence) as missed:
             folder.check(exercise)
         assert "Traceback" not in str(missed.value)
         assert not folder.passed()
 
 
 def test_a_learners_file_is_never_overwritten(tmp_path):
-    folder, exercise = Folder(tmp_path), puzzle(9)
-    assert folder.hand_out(exercise)
+    folder, exercise = LearnerFolder(tmp_path), load_puzzle(9)
+    assert folder.write_stub(exercise)
     folder.file(exercise).write_text("mine")
-    assert not folder.hand_out(exercise)
+    assert not folder.write_stub(exercise)
     aside = folder.reset(exercise)
     assert aside.read_text() == "mine"
     assert folder.file(exercise).read_text() == exercise.stub
@@ -153,8 +153,8 @@ def test_a_learners_file_is_never_overwritten(tmp_path):
 
 
 def test_hints_come_one_by_one_and_the_solution_after_the_puzzle(tmp_path):
-    folder, exercise = Folder(tmp_path), puzzle(9)
-    folder.hand_out(exercise)
+    folder, exercise = LearnerFolder(tmp_path), load_puzzle(9)
+    folder.write_stub(exercise)
     assert folder.hint(exercise).startswith("hint 1 of 2: ")
     assert folder.hint(exercise).startswith("hint 2 of 2: ")
     with pytest.raises(PenstockError, match="is shown once yours has passed"):
@@ -180,8 +180,8 @@ def test_what_cannot_run_is_told_with_its_line(tmp_path, monkeypatch, named):
             "yields more than 10000 actions: does it ever end",
         ),
     ):
-        with pytest.raises(Missed, match=sentence):
-            written(folder, 9, text).check(puzzle(9))
+        with pytest.raises(CheckFailed, match=sentence):
+            written(folder, 9, text).check(load_puzzle(9))
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ def test_the_command_hands_out_judges_and_needs_no_torch_for_tables(tmp_path):
     missed = penstock("9")
     assert missed.returncode == 1
     assert "not yet. row(0, 4, 8) returned nothing yet" in missed.stdout
-    (tmp_path / "puzzles" / "p09_1f1b.py").write_text(puzzle(9).solution)
+    (tmp_path / "puzzles" / "p09_1f1b.py").write_text(load_puzzle(9).solution)
     passed = penstock("9")
     assert passed.returncode == 0, passed.stderr
     assert "passed. 33 steps" in passed.stdout

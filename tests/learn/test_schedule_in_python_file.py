@@ -8,7 +8,7 @@ import penstock as ps
 from penstock import schedule
 from penstock.commands.cli import main
 from penstock.commands.source import table_of
-from penstock.learn.puzzles.book import puzzle
+from penstock.learn.puzzles.puzzle_files import load_puzzle
 from penstock.learn.python_schedule import table_from_file
 
 GPIPE = """
@@ -67,13 +67,13 @@ def test_only_who_shows_a_python_file_runs_it(tmp_path):
 @pytest.mark.parametrize(("number", "name"), [(9, "1f1b"), (11, "interleaved-1f1b"), (13, "zb-h1")])
 def test_a_solved_puzzle_is_a_schedule(tmp_path, number, name):
     file = tmp_path / "solved.py"
-    file.write_text(puzzle(number).solution)
+    file.write_text(load_puzzle(number).solution)
     assert table_from_file(str(file), 4, 8).actions == schedule.build(name, ranks=4, microbatches=8).actions
 
 
 def test_so_is_one_that_is_told_the_costs(tmp_path):
     file = tmp_path / "solved.py"
-    file.write_text(puzzle(20).solution)
+    file.write_text(load_puzzle(20).solution)
     schedule.verify(table_from_file(str(file), 3, 4))
     file.write_text("def rows(ranks, microbatches, costs):\n    return 1\n")
     with pytest.raises(ps.ScheduleError, match=r"solved.py, line \d+: TypeError|solved.py: TypeError.*in rows\(3, 4, costs\)"):

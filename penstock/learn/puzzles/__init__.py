@@ -1,7 +1,8 @@
-"""Puzzles: a stub with a story, a target in numbers, and a check that says what is wrong and shows the picture.
+"""Puzzles: exercises with a file to complete, a target in numbers, and a check that says what is wrong and draws the table.
 
-`book`    the puzzles in their order; the learner's files, hints and progress
-`judge`   what checks stand on: how answers are printed, tables, ranks that run the learner's code
-`p01_..`  one puzzle a file: its docstring is the story, what is marked `yours` is the solution, and what the learner is
-          given has `...` in its place; then hints, an explanation, and the check
+`puzzle_files`   lists the puzzles; the learner's folder: files, hints shown, progress
+`check_helpers`  functions of all checks: load the learner's file, build its tables, run it on ranks, compare
+`tools`          messages and collectives for the learner's code
+`p01_..`         one puzzle: its docstring is the statement, functions marked `@solution` are the solution, whose bodies the
+                 learner's file leaves out; then hints, an explanation, and the check
 """

@@ -1,58 +1,59 @@
-"""A swap without a circle.
+"""A swap without a deadlock.
 
-The ranks stand in a ring, and each gives a tensor to the next and takes one from the one before. Here a send waits until
-its receive is there (for large messages it does): if all send first, all wait for ever.
+The ranks form a ring. Each sends a tensor to the next rank and receives one from the previous rank. Here a send returns only
+when its receive has been posted, as with large messages: if all ranks send first, they wait for each other for ever.
 
-Write `orders(rank, ranks)`: what the rank does, in order: "send" (to the next) and "receive" (from the one before), once
-each.
+Write `orders(rank, ranks)`: return what the rank does, in order: "send" (to the next rank) and "receive" (from the previous
+rank), once each.
 
-Target: every ring of 2 to 9 ranks comes to its end, in 3 rounds at most however long it is. (A round: all that can meet
-do.)
+Target: rings of 2 to 9 ranks finish in at most 3 rounds. In a round every pair of a waiting send and a waiting receive
+completes.
 """
 
-from penstock.learn.puzzles.judge import Missed, Passed, written, yours
+from penstock.learn.puzzles.check_helpers import CheckFailed, CheckPassed, require_answer, solution
 
 
-@yours
+@solution
 def orders(rank: int, ranks: int) -> list[str]:
-    """What the rank does, in order."""
+    """Return what the rank does, in order."""
     return ["send", "receive"] if rank % 2 == 0 else ["receive", "send"]
 
 
 HINTS = (
-    "If only rank 0 receives first nothing stops, but the ring unrolls one rank after the other: that takes as many "
-    "rounds as ranks.",
-    "Let neighbours do different things first.",
+    "If only rank 0 receives first, there is no deadlock, but the ranks go one after the other: as many rounds as ranks.",
+    "Let neighbours begin with different operations.",
 )
-EXPLANATION = """Even ranks send first, odd ranks receive first: every even rank meets the odd one after it, then the other
-way around. In a ring of odd length two neighbours do the same first, which costs a third round and no more. The other way
-out is not to wait: asynchronous sends, which puzzle 10 uses, since in 1F1B neighbours send to each other at the same
-moment."""
+EXPLANATION = """Even ranks send first, odd ranks receive first: every even rank meets the odd rank after it, then the odd
+ranks send. In a ring of odd length two neighbours begin with the same operation, which costs a third round and no more. The
+other solution is not to wait: puzzle 10 uses asynchronous sends, because in 1F1B neighbours send to each other at the same
+time."""
 
 
-def check(answers: object) -> Passed:
-    """Play the ring, round by round."""
+def check(answers: object) -> CheckPassed:
+    """Simulate every ring, round by round. Raises CheckFailed."""
     for ranks in range(2, 10):
-        todo = [list(written(answers.orders(rank, ranks), f"orders({rank}, {ranks})")) for rank in range(ranks)]  # type: ignore[attr-defined]
-        for rank, call in enumerate(todo):
-            if sorted(call) != ["receive", "send"]:
-                raise Missed(f"orders({rank}, {ranks}) is {call}: each of 'send' and 'receive' once")
-        rounds = _rounds(todo, ranks)
+        ring = [list(require_answer(answers.orders(rank, ranks), f"orders({rank}, {ranks})")) for rank in range(ranks)]  # type: ignore[attr-defined]
+        for rank, order in enumerate(ring):
+            if sorted(order) != ["receive", "send"]:
+                raise CheckFailed(f"orders({rank}, {ranks}) is {order}: give 'send' and 'receive' once each")
+        rounds = _count_rounds(ring, ranks)
         if rounds > 3:
-            raise Missed(f"{ranks} ranks need {rounds} rounds, the target is 3: each waits for the one before")
-    return Passed("every ring of 2 to 9 ranks comes to its end in 3 rounds at most")
+            raise CheckFailed(f"{ranks} ranks need {rounds} rounds, the target is 3: each rank waits for the previous one")
+    return CheckPassed("every ring of 2 to 9 ranks finishes in at most 3 rounds")
 
 
-def _rounds(todo: list[list[str]], ranks: int) -> int:
-    """How many rounds it takes. Raises Missed for a circle."""
+def _count_rounds(orders: list[list[str]], ranks: int) -> int:
+    """Return how many rounds the ranks' operations take. Raises CheckFailed for a deadlock."""
     count = 0
-    while any(todo):
-        meeting = [rank for rank in range(ranks) if todo[rank][:1] == ["send"] and todo[(rank + 1) % ranks][:1] == ["receive"]]
-        if not meeting:
-            stuck = [f"rank {rank} waits to {call[0]}" for rank, call in enumerate(todo) if call]
-            raise Missed(f"with {ranks} ranks it stops for ever: {', '.join(stuck)}")
-        for rank in meeting:
-            todo[rank].pop(0)
-            todo[(rank + 1) % ranks].pop(0)
+    while any(orders):
+        senders = [
+            rank for rank in range(ranks) if orders[rank][:1] == ["send"] and orders[(rank + 1) % ranks][:1] == ["receive"]
+        ]
+        if not senders:
+            stuck = [f"rank {rank} waits to {order[0]}" for rank, order in enumerate(orders) if order]
+            raise CheckFailed(f"{ranks} ranks deadlock: {', '.join(stuck)}")
+        for rank in senders:
+            orders[rank].pop(0)
+            orders[(rank + 1) % ranks].pop(0)
         count += 1
     return count

@@ -1,11 +1,11 @@
 """GPipe's loop, on any number of ranks.
 
-Cut the batch into microbatches and let them follow each other: every rank runs all its forwards, then all its backwards, in
-the same order. While rank 1 works on microbatch 0, rank 0 works on microbatch 1.
+Cut the batch into microbatches and send them through the ranks one after the other. Every rank runs all its forwards, then
+all its backwards in the same order. While rank 1 works on microbatch 0, rank 0 works on microbatch 1.
 
-Write `step(rank, ranks, microbatches, stage, inputs, target, loss_fn)`. Split both with `tensor_split(microbatches)`:
-pieces may differ by a row, and each weighs as many rows as it has. What goes in and out of a stage has the shape of its
-piece. Return the loss of the whole batch on the last rank.
+Write `step(rank, ranks, microbatches, stage, inputs, target, loss_fn)`. Split inputs and target with
+`tensor_split(microbatches)`: microbatches may differ by a row, and each is weighted by its rows. Inputs and outputs of a
+stage have the shape of its microbatch. Return the loss of the whole batch on the last rank.
 
 Target: loss and all gradients have the bits of one process that runs the same microbatches.
 """
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.learn.puzzles.judge import Passed, yours
-from penstock.learn.puzzles.p05_naive import beside_one_process
+from penstock.learn.puzzles.check_helpers import CheckPassed, solution
+from penstock.learn.puzzles.p05_naive import compare_with_one_process
 from penstock.learn.puzzles.tools import receive, send
 
 
-@yours
+@solution
 def step(rank: int, ranks: int, microbatches: int, stage: Any, inputs: Tensor, target: Tensor, loss_fn: Any) -> Tensor:
-    """Forward and backward of one batch."""
+    """Run forward and backward of one batch. Return its loss on the last rank."""
     pieces, targets = inputs.tensor_split(microbatches), target.tensor_split(microbatches)
     shares = [len(piece) / len(inputs) for piece in pieces]
     activations, total = [], torch.zeros(())
@@ -44,17 +44,17 @@ def step(rank: int, ranks: int, microbatches: int, stage: Any, inputs: Tensor, t
 
 
 HINTS = (
-    "Keep for every microbatch what went into the stage and what came out, until its backward.",
-    "A microbatch's share of the loss is its rows over the batch's. Scale once, where the backward begins: "
+    "Store each microbatch's stage input and output until its backward.",
+    "A microbatch's weight in the loss is its share of the batch's rows. Scale once, where the backward begins: "
     "loss.backward(share).",
     "Run the backwards in the order of the microbatches: sums of floating-point numbers depend on their order.",
 )
-EXPLANATION = """The gradient of the batch is the sum of its microbatches' gradients, weighed by their rows, and autograd
-adds them up in .grad. The same additions in the same order make the same bits. All M microbatches are in flight after the
-forwards: that is what 1F1B changes (puzzle 9)."""
+EXPLANATION = """The gradient of the batch is the sum of its microbatches' gradients, weighted by their rows. Autograd adds
+them up in .grad, and the same additions in the same order give the same bits. After the forwards all M microbatches are in
+flight: 1F1B changes that (puzzle 9)."""
 
 
-def check(answers: Any) -> Passed:
-    """On 2 and 3 ranks, with pieces that differ."""
-    beside_one_process(answers, 2, 4, "")
-    return beside_one_process(answers, 3, 4, "on 2 and 3 ranks loss and gradients have the bits of one process")
+def check(answers: Any) -> CheckPassed:
+    """Compare with one process on 2 and 3 ranks, with microbatches of 2 and 3 rows. Raises CheckFailed."""
+    compare_with_one_process(answers, 2, 4, "")
+    return compare_with_one_process(answers, 3, 4, "on 2 and 3 ranks loss and gradients have the bits of one process")

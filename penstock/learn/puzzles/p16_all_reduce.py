@@ -1,14 +1,13 @@
 """All-reduce, from sends and receives.
 
-Every rank has a tensor; in the end every rank is to have the sum of all. If each sends its whole to every other, (P-1) n
-numbers leave each rank. In a ring 2 (P-1)/P n will do: first each piece goes around once and is added up on its way, then
-each sum goes around once.
+Every rank has a tensor of n elements, and every rank needs the sum of all. If each rank sends its whole tensor to every other
+rank, it sends (P-1) n elements. In a ring 2 (P-1)/P n are enough: first each piece goes around once and is summed on its way,
+then each sum goes around once.
 
-Write `all_reduce(tensor, rank, ranks)`: returns the sum, on every rank. `swap(piece)` sends `piece` to the next rank and
-returns what the one before sends, in one. Pieces that meet must have the same number of elements; `tensor` has a multiple
-of `ranks`.
+Write `all_reduce(tensor, rank, ranks)`: return the sum, on every rank. `swap(piece)` sends `piece` to the next rank of the
+ring and returns the previous rank's piece. All pieces of a swap must have the same size. n is a multiple of `ranks`.
 
-Target: the sum, with 2 (P-1) swaps of n/P numbers each on every rank.
+Target: the sum, with 2 (P-1) swaps of n/P elements on every rank.
 """
 
 from typing import Any
@@ -17,50 +16,50 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.learn.puzzles.judge import Missed, Passed, on_ranks, written, yours
-from penstock.learn.puzzles.tools import called, swap
+from penstock.learn.puzzles.check_helpers import CheckFailed, CheckPassed, require_answer, run_on_ranks, solution
+from penstock.learn.puzzles.tools import calls, swap
 
 
-@yours
+@solution
 def all_reduce(tensor: Tensor, rank: int, ranks: int) -> Tensor:
-    """The sum of all ranks' tensors."""
+    """Return the sum of all ranks' tensors."""
     pieces = list(tensor.clone().chunk(ranks))
-    for turn in range(ranks - 1):
-        received = swap(pieces[(rank - turn) % ranks])
-        pieces[(rank - turn - 1) % ranks] = pieces[(rank - turn - 1) % ranks] + received
-    for turn in range(ranks - 1):
-        pieces[(rank - turn) % ranks] = swap(pieces[(rank - turn + 1) % ranks])
+    for step in range(ranks - 1):
+        received = swap(pieces[(rank - step) % ranks])
+        pieces[(rank - step - 1) % ranks] = pieces[(rank - step - 1) % ranks] + received
+    for step in range(ranks - 1):
+        pieces[(rank - step) % ranks] = swap(pieces[(rank - step + 1) % ranks])
     return torch.cat(pieces)
 
 
 HINTS = (
-    "Cut the tensor into P pieces. In turn t rank r sends piece r - t and adds what it gets to piece r - t - 1.",
-    "After P-1 turns rank r has the whole sum of piece r + 1. Send that around P-1 times, without adding.",
+    "Cut the tensor into P pieces. In step t rank r sends piece r - t, and adds what it receives to piece r - t - 1.",
+    "After P-1 steps rank r has the whole sum of piece r + 1. Send the sums around in P-1 more steps, without adding.",
 )
-EXPLANATION = """The first half is a reduce-scatter, the second an all-gather: an all-reduce is the two together, and FSDP
-uses them apart. Each rank sends 2 (P-1)/P n numbers whatever P is, which is the least there is; the price is 2 (P-1)
-messages, one after the other."""
+EXPLANATION = """The first half is a reduce-scatter, the second an all-gather: together they are an all-reduce, and FSDP uses
+them separately. Each rank sends 2 (P-1)/P n elements, less than 2n for any P, which is the minimum. The price is 2 (P-1)
+messages one after the other."""
 
 
-def check(answers: Any) -> Passed:
-    """The sums, and what was sent."""
+def check(answers: Any) -> CheckPassed:
+    """Check the sums and how many elements were sent, on 2 to 4 ranks. Raises CheckFailed."""
     for ranks in (2, 3, 4):
         count = 12 * ranks
-        for rank, (answer, sent_counts) in enumerate(on_ranks(_on_rank, ranks, answers, count)):
+        for rank, (answer, sent_counts) in enumerate(run_on_ranks(_run_all_reduce, ranks, answers, count)):
             expected = torch.arange(count, dtype=torch.float64) * ranks + sum(1000.0 * index for index in range(ranks))
-            if not torch.equal(written(answer, "all_reduce()").double(), expected):
+            if not torch.equal(require_answer(answer, "all_reduce()").double(), expected):
                 difference = f"the first numbers are {answer[:3].tolist()}, not {expected[:3].tolist()}"
-                raise Missed(f"rank {rank} of {ranks} has not the sum: {difference}")
+                raise CheckFailed(f"rank {rank} of {ranks} does not have the sum: {difference}")
             fewest = 2 * (ranks - 1) * count // ranks
             if sum(sent_counts) > fewest:
-                raise Missed(
-                    f"rank {rank} of {ranks} sends {sum(sent_counts)} numbers of a tensor of {count}, the target is {fewest}"
+                raise CheckFailed(
+                    f"rank {rank} of {ranks} sends {sum(sent_counts)} elements for a tensor of {count}, the target is {fewest}"
                 )
-    return Passed("the sum on every rank of 2, 3 and 4, with 2 (P-1)/P of the tensor sent")
+    return CheckPassed("the sum on all of 2, 3 and 4 ranks, with 2 (P-1)/P of the tensor sent")
 
 
-def _on_rank(answers: Any, count: int) -> Any:
+def _run_all_reduce(answers: Any, count: int) -> Any:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    called.clear()
+    calls.clear()
     answer = answers.all_reduce(torch.arange(count, dtype=torch.float64) + 1000 * rank, rank, ranks)
-    return answer, [numbers for _, numbers in called]
+    return answer, [elements for _, elements in calls]

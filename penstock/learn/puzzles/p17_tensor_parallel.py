@@ -1,14 +1,14 @@
-"""Two linear layers, shared out.
+"""Two linear layers, sharded over ranks.
 
-y = relu(x At) Bt, with A (hidden, width) and B (width, hidden). Each of P ranks has rows of A, and the columns of B that go
-with them: it computes its part of the hidden numbers and a part of the sum that y is. One all-reduce in the forward makes
-y; and the gradient of x, of which each rank makes a part, needs one in the backward.
+y = relu(x At) Bt, with A of (hidden, width) and B of (width, hidden). Each of P ranks has some rows of A and the same columns
+of B. It computes its shard of the hidden activations and a partial sum of y. One all-reduce in the forward makes y. Each rank
+also computes only a partial sum of the gradient of x, which needs one all-reduce in the backward.
 
-Write `forward(x, a, b)` and `backward(dy, x, a, b)` for one rank: `a` (hidden / P, width), `b` (width, hidden / P). forward
+Write `forward(x, a, b)` and `backward(dy, x, a, b)` for one rank: `a` is (hidden / P, width), `b` (width, hidden / P). forward
 returns y; backward returns (dx, da, db). `all_reduce(tensor)` returns the sum over the ranks.
 
-Target: on 2 and 4 ranks what autograd computes in one process, to 1e-12 (sums have another order), with one all-reduce
-each.
+Target: on 2 and 4 ranks, autograd's results in one process to 1e-12 (the order of the sums differs), with one all-reduce in
+each direction.
 """
 
 from typing import Any
@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from penstock.learn.puzzles.judge import Missed, Passed, on_ranks, written, yours
-from penstock.learn.puzzles.tools import all_reduce, called
+from penstock.learn.puzzles.check_helpers import CheckFailed, CheckPassed, require_answer, run_on_ranks, solution
+from penstock.learn.puzzles.tools import all_reduce, calls
 
 
-@yours
+@solution
 def forward(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """(rows, width) -> (rows, width), the same on every rank."""
+    """Return y of (rows, width), the same on every rank."""
     return all_reduce(torch.relu(x @ a.t()) @ b.t())
 
 
-@yours
+@solution
 def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x (whole), a and b (this rank's parts)."""
+    """Return the gradients of x (whole), a and b (this rank's shards)."""
     preactivation = x @ a.t()
     hidden = torch.relu(preactivation)
     dhidden = (dy @ b) * (preactivation > 0)
@@ -37,49 +37,49 @@ def backward(dy: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tenso
 
 
 HINTS = (
-    "The relu works on each hidden number by itself, so nothing need be exchanged between the two layers.",
-    "dy is the same on every rank. The gradients of a and b need nobody; that of x is a sum over the ranks, as y was.",
+    "relu works on each hidden element by itself, so the ranks exchange nothing between the two layers.",
+    "dy is the same on every rank. The gradients of a and b need no other rank; that of x is a sum over the ranks, as y is.",
 )
-EXPLANATION = """Cut the first matrix by rows of its outputs (column-parallel in Megatron's words), the second by its
-inputs (row-parallel): between them nothing travels. One all-reduce forward, one backward, for each such pair: much talk, so
-ranks along tp sit next to each other. `tensor_parallel={"up": ColwiseParallel(), "down": RowwiseParallel()}` says it to
-Penstock."""
+EXPLANATION = """Shard the first weight along its outputs (column-parallel in Megatron's words), the second along its inputs
+(row-parallel): between them nothing is sent. Each such pair takes one all-reduce in the forward and one in the backward.
+That is much communication, so ranks along tp should be close to each other. In Penstock: `tensor_parallel={"up":
+ColwiseParallel(), "down": RowwiseParallel()}`."""
 
 
-def check(answers: Any) -> Passed:
-    """Beside autograd in one process."""
+def check(answers: Any) -> CheckPassed:
+    """Compare with autograd in one process. Raises CheckFailed."""
     for ranks in (2, 4):
-        x, a, b, dy = problem()
+        x, a, b, dy = make_tensors()
         leaves = [value.requires_grad_() for value in (x, a, b)]
         y = torch.relu(x @ a.t()) @ b.t()
         dx, da, db = torch.autograd.grad(y, leaves, dy)
-        for rank, (output, gradients, counts) in enumerate(on_ranks(_on_rank, ranks, answers)):
-            part = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
-            expected = {"y": y.detach(), "dx": dx, "da": da[part], "db": db[:, part]}
-            for (name, part_of_uncut), answer in zip(expected.items(), (output, *gradients), strict=True):
-                if answer.shape != part_of_uncut.shape:
-                    raise Missed(
-                        f"rank {rank} of {ranks}: {name} has the shape {tuple(answer.shape)}, not {tuple(part_of_uncut.shape)}"
+        for rank, (output, gradients, counts) in enumerate(run_on_ranks(_run_layers, ranks, answers)):
+            shard = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+            expected = {"y": y.detach(), "dx": dx, "da": da[shard], "db": db[:, shard]}
+            for (name, uncut_shard), answer in zip(expected.items(), (output, *gradients), strict=True):
+                if answer.shape != uncut_shard.shape:
+                    raise CheckFailed(
+                        f"rank {rank} of {ranks}: {name} has the shape {tuple(answer.shape)}, not {tuple(uncut_shard.shape)}"
                     )
-                if (apart := (answer - part_of_uncut).abs().max().item()) > 1e-12:
-                    raise Missed(f"rank {rank} of {ranks}: {name} is off by {apart:.3g}: is it a part of a sum?")
+                if (difference := (answer - uncut_shard).abs().max().item()) > 1e-12:
+                    raise CheckFailed(f"rank {rank} of {ranks}: {name} is off by {difference:.3g}: is it a partial sum?")
             if max(counts) > 1:
-                raise Missed(f"forward takes {counts[0]} all-reduces and backward {counts[1]}: one each will do")
-    return Passed("y and all gradients are those of one process, with one all-reduce each way")
+                raise CheckFailed(f"forward calls {counts[0]} all-reduces and backward {counts[1]}: one each is enough")
+    return CheckPassed("y and all gradients are those of one process, with one all-reduce in each direction")
 
 
-def problem() -> list[Tensor]:
-    """x, A, B and dy, the same in every process."""
+def make_tensors() -> list[Tensor]:
+    """Return x, A, B and dy, the same in every process."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((5, 4), (8, 4), (4, 8), (5, 4))]
 
 
-def _on_rank(answers: Any) -> Any:
+def _run_layers(answers: Any) -> Any:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    x, a, b, dy = problem()
+    x, a, b, dy = make_tensors()
     a, b = a.chunk(ranks)[rank].clone(), b.chunk(ranks, 1)[rank].clone()
-    called.clear()
-    y = written(answers.forward(x, a, b), "forward()")
-    forwards = len(called)
-    gradients = written(answers.backward(dy, x, a, b), "backward()")
-    return y, tuple(gradients), (forwards, len(called) - forwards)
+    calls.clear()
+    y = require_answer(answers.forward(x, a, b), "forward()")
+    num_forward_calls = len(calls)
+    gradients = require_answer(answers.backward(dy, x, a, b), "backward()")
+    return y, tuple(gradients), (num_forward_calls, len(calls) - num_forward_calls)

@@ -1,4 +1,4 @@
-"""What a learner's code is given on its ranks: messages and collectives, which note what they were asked for."""
+"""Messages and collectives for the learner's code on its ranks. They record their calls for the checks."""
 
 import weakref
 from typing import Any
@@ -7,68 +7,68 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.learn.puzzles.judge import Missed
+from penstock.learn.puzzles.check_helpers import CheckFailed
 
-called: list[tuple[str, int]] = []  # what, and how many numbers
-gathered: list[Any] = []  # weak references to what `gather` has returned
+calls: list[tuple[str, int]] = []  # name, number of elements
+gathered_weights: list[Any] = []  # weak references to tensors that `gather` returned
 
 
 def send(tensor: Tensor | None, to: int) -> None:
-    """Give `tensor` to the rank `to`; waits until it is there."""
+    """Send `tensor` to the rank `to`. Wait until it has been sent."""
     dist.send(_to_send(tensor).contiguous(), to)
 
 
 def start_send(tensor: Tensor | None, to: int) -> Any:
-    """Begin to send `tensor` to the rank `to`; returns a handle at once, whose `wait()` waits until it is there."""
+    """Begin to send `tensor` to the rank `to`. Return a handle at once, whose `wait()` waits until it has been sent."""
     return dist.isend(_to_send(tensor), to)
 
 
 def _to_send(tensor: Tensor | None) -> Tensor:
     if tensor is None:
-        raise Missed("None cannot be sent: a tensor has a .grad only if it asked for one, requires_grad_(), before it was used")
+        raise CheckFailed("None cannot be sent: a tensor gets a .grad only after requires_grad_(), called before its use")
     return tensor.detach()
 
 
 def receive(shape: Any, source: int) -> Tensor:
-    """The next tensor that the rank `source` sends, of this shape."""
+    """Return the next tensor that the rank `source` sends, of this shape."""
     tensor = torch.empty(tuple(shape))
     dist.recv(tensor, source)
     return tensor
 
 
 def swap(piece: Tensor) -> Tensor:
-    """Send `piece` to the next rank of the ring, and return what the one before sends."""
+    """Send `piece` to the next rank of the ring. Return the piece of the previous rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    called.append(("swap", piece.numel()))
+    calls.append(("swap", piece.numel()))
     received = torch.empty_like(piece)
-    sending = dist.isend(piece.contiguous(), (rank + 1) % ranks)
+    handle = dist.isend(piece.contiguous(), (rank + 1) % ranks)
     dist.recv(received, (rank - 1) % ranks)
-    assert sending is not None
-    sending.wait()
+    assert handle is not None
+    handle.wait()
     return received
 
 
 def all_reduce(tensor: Tensor) -> Tensor:
-    """The sum of all ranks' tensors."""
-    called.append(("all_reduce", tensor.numel()))
+    """Return the sum of all ranks' tensors."""
+    calls.append(("all_reduce", tensor.numel()))
     total = tensor.detach().clone()
     dist.all_reduce(total)
     return total
 
 
 def gather(shard: Tensor) -> Tensor:
-    """All ranks' shards, joined along the rows."""
-    called.append(("gather", shard.numel()))
-    parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, shard)
-    tensor = torch.cat(parts)
-    gathered.append(weakref.ref(tensor))
+    """Return all ranks' shards, joined along dimension 0."""
+    calls.append(("gather", shard.numel()))
+    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, shard)
+    tensor = torch.cat(shards)
+    gathered_weights.append(weakref.ref(tensor))
     return tensor
 
 
 def reduce_scatter(tensor: Tensor) -> Tensor:
-    """The sum over all ranks, of which this rank gets its part of the rows."""
-    called.append(("reduce_scatter", tensor.numel()))
+    """Sum over all ranks. Return this rank's rows of the sum."""
+    calls.append(("reduce_scatter", tensor.numel()))
     total = tensor.detach().clone()
     dist.all_reduce(total)
     return total.chunk(dist.get_world_size())[dist.get_rank()].clone()

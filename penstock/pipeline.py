@@ -661,9 +661,9 @@ class Pipeline(ModuleMisuseHints):
         """
         parameters = list(self._parameters.parameters())
         has_trained = any(parameter.requires_grad for parameter in parameters)
-        return self._iterate_for_caller(parameters if has_trained else [*parameters, self._empty_parameter])
+        return self._iterate_for_calling_function(parameters if has_trained else [*parameters, self._empty_parameter])
 
-    def _iterate_for_caller(self, parameters: list[nn.Parameter]) -> Iterator[Any]:
+    def _iterate_for_calling_function(self, parameters: list[nn.Parameter]) -> Iterator[Any]:
         """Iterate over `parameters`; for a function that takes a norm, also over stand-ins for other ranks' gradients."""
         frame = inspect.currentframe()
         norm_type = norm_type_of_caller(frame)

@@ -74,7 +74,7 @@ def control_group_for_call(pipe: Pipeline, call: str) -> ControlGroup:
 
 
 @contextmanager
-def fail_together(control: ControlGroup, action: str, wait: bool = True) -> Iterator[None]:
+def same_error_on_all_ranks(control: ControlGroup, action: str, wait: bool = True) -> Iterator[None]:
     """Run the block on all ranks; if it fails on one, raise the same error on all: "rank 1 could not {action}: ..".
 
     `wait`: False lets a rank that has finished go on at once, to the next exchange over `control`.

@@ -15,8 +15,8 @@ from torch import Tensor
 from penstock.checkpoint.collective import (
     control_group_for_call,
     copy_into_model,
-    fail_together,
     gather_state_mismatches,
+    same_error_on_all_ranks,
     with_tied_names,
 )
 from penstock.checkpoint.files.disk import DamagedFileError, errors_as_damaged, open_regular_file
@@ -62,7 +62,7 @@ def import_weights(pipe: Pipeline, path: str | Path, strict: bool = True, rename
         checkpoint.import_weights(pipe, "Llama-3.2-1B")  # a folder with model.safetensors
     """
     control = control_group_for_call(pipe, "checkpoint.import_weights()")
-    with fail_together(control, f"import {path}"):
+    with same_error_on_all_ranks(control, f"import {path}"):
         homes = _files_by_tensor_name(Path(path))
         sources = _tensor_recipes(pipe, _stored_names_by_model_name(homes, rename))
         local_names = [name for name in pipe.state_dict(strict=False) if name in sources]

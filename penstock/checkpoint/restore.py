@@ -13,9 +13,9 @@ from penstock.checkpoint.collective import (
     MODEL_PREFIX,
     control_group_for_call,
     copy_into_model,
-    fail_together,
     gather_state_mismatches,
     open_newest_complete_checkpoint,
+    same_error_on_all_ranks,
     with_tied_names,
 )
 from penstock.checkpoint.files import manifest
@@ -58,7 +58,7 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
             epoch = checkpoint.resume("runs/a", pipe, optimizer)["epoch"]
     """
     control, folders = control_group_for_call(pipe, "checkpoint.resume()"), _paths_of_folders(folder)
-    with fail_together(control, f"resume from {', '.join(map(str, folders))}"):
+    with same_error_on_all_ranks(control, f"resume from {', '.join(map(str, folders))}"):
         optimizers.check_elementwise_optimizer(optimizer, pipe.topology.world_size)
         checkpoint, content, files = open_newest_complete_checkpoint(control, *folders)
         stored_name_of = _stored_names(content, files, pipe._engine.parameters.aliases)

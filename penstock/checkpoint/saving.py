@@ -17,8 +17,8 @@ from penstock.checkpoint.collective import (
     MODEL_PREFIX,
     SaveHandle,
     control_group_for_call,
-    fail_together,
     rank_state_to_write,
+    same_error_on_all_ranks,
     temporary_shards,
 )
 from penstock.checkpoint.files import manifest
@@ -71,7 +71,7 @@ def save(
     """
     control, name = control_group_for_call(pipe, "checkpoint.save()"), manifest.folder_name(pipe.step_count)
     with (
-        fail_together(control, f"write the checkpoint {folder}/{name}", wait=not wait),
+        same_error_on_all_ranks(control, f"write the checkpoint {folder}/{name}", wait=not wait),
         abort_on_error(pipe.position.peer_groups),
     ):
         final = Path(folder) / name
@@ -107,7 +107,7 @@ def save(
 def lock_run_folder(folder: Path, pipe: Pipeline) -> None:
     """Make `folder` this run's, before it writes there what is no checkpoint. All ranks call it; raises as `save` does."""
     control = control_group_for_call(pipe, "checkpoint.lock_run_folder()")
-    with fail_together(control, f"write to {folder}"):
+    with same_error_on_all_ranks(control, f"write to {folder}"):
         if control.topology.rank == 0:
             folder_lock.acquire(folder, pipe)
 
@@ -179,7 +179,7 @@ def _write_checkpoint(
     `lock`: the folder's lock, on rank 0.
     """
     folder, temporary = final.parent, final.with_name(f".{final.name}.part")
-    with fail_together(control, f"write the checkpoint {final}"), lock.write_mutex if lock else nullcontext():
+    with same_error_on_all_ranks(control, f"write the checkpoint {final}"), lock.write_mutex if lock else nullcontext():
         if lock:
             manifest.delete_leftovers(folder)
         with temporary_shards(

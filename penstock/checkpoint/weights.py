@@ -13,9 +13,9 @@ from torch import Tensor
 from penstock.checkpoint.collective import (
     MODEL_PREFIX,
     control_group_for_call,
-    fail_together,
     open_newest_complete_checkpoint,
     rank_state_to_write,
+    same_error_on_all_ranks,
     temporary_shards,
 )
 from penstock.checkpoint.files import manifest
@@ -53,7 +53,7 @@ def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") 
         model = AutoModelForCausalLM.from_pretrained("fine-tuned")  # the same folder
     """
     path, control = Path(path), control_group_for_call(pipe, "checkpoint.export()")
-    with fail_together(control, f"export to {path}"):
+    with same_error_on_all_ranks(control, f"export to {path}"):
         check_replicas_equal(control, pipe)
         _write_weights(
             control,
@@ -72,7 +72,7 @@ def export_checkpoint(folder: str | Path, path: str | Path, max_shard_size: int 
     `path` cannot be written.
     """
     control = ControlGroup(Topology(), "alone")
-    with fail_together(control, f"export {folder} to {path}"):
+    with same_error_on_all_ranks(control, f"export {folder} to {path}"):
         checkpoint, content, files = open_newest_complete_checkpoint(control, Path(folder))
         state = {name.removeprefix(MODEL_PREFIX): files.mapped_tensor(name) for name in files if name.startswith(MODEL_PREFIX)}
         _write_weights(control, Path(path), state | content["model"], content["aliases"], content["settings"], max_shard_size)

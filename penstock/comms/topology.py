@@ -219,13 +219,13 @@ def _find_topology(backend: str | None, timeout: float | timedelta | None, devic
         if "RANK" not in os.environ:
             return Topology(device=device, backend=backend or choose_backend([gpu_uuid(device)]), timeout=timeout)
         _set_gloo_interface(os.environ.get("MASTER_ADDR", ""))
-        backend = _connect(backend, device, timeout)
+        backend = _init_process_group(backend, device, timeout)
     elif backend is None:
         backend = agree_on_backend(device, torch_private.default_store(), dist.get_rank(), dist.get_world_size(), timeout)
     return Topology(dist.get_rank(), dist.get_world_size(), device, backend, timeout, torch_private.default_store())
 
 
-def _connect(backend: str | None, device: torch.device, timeout: timedelta) -> str:
+def _init_process_group(backend: str | None, device: torch.device, timeout: timedelta) -> str:
     """Make torch's group of all ranks, and return the backend.
 
     No rank returns before all have made the group: to the others one that goes on and leaves would look lost.

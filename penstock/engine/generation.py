@@ -161,7 +161,7 @@ class TextGeneration:
         program = self.program if slices == 1 else engine.programs.select(False, len(self.sizes))
         self._new_tokens: dict[int, Tensor] = {}  # by microbatch
         specs = self._known_specs[1] if self._known_specs[0] == num_inputs else {}
-        channels.begin_step(specs)
+        channels.set_message_specs(specs)
         engine.run_program(program.lines, {Kind.F: self._forward}, channels, ActionClock())
 
         # 3. The new tokens, on all ranks.

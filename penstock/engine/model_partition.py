@@ -261,7 +261,7 @@ def _stage_structure(stages: Mapping[Any, nn.Module]) -> StageStructure:
     bare = {stage: _without_ddp(module) for stage, module in stages.items()}
     num_layers = {stage: len(module) if isinstance(module, nn.Sequential) else 1 for stage, module in bare.items()}
     split_owners = [
-        (stage, name, owners) for stage in bare for name, owners in partition.shared_parameters(bare[stage]).items()
+        (stage, name, owners) for stage in bare for name, owners in partition.stages_by_shared_parameter(bare[stage]).items()
     ]
     return StageStructure(num_layers, tied_parameters.find_tied_groups(bare), sorted(skip_routes(bare)), split_owners)
 

@@ -185,7 +185,7 @@ class Engine:
             measurement.skip_microbatches(handshake_result.forward_only_microbatches)
 
         # 7. Run the program.
-        channels.begin_step(handshake_result.message_specs)
+        channels.set_message_specs(handshake_result.message_specs)
         actions = StepActions(self.stages, self.schedule.stages - 1, batch, handshake_result, early_forward)
         functions = self._wrap_with_observers(actions.functions, measurement)
         if self.attention is not None:

@@ -71,11 +71,11 @@ class FSDPReplication(Replication):
     def after_last_backward(self) -> None:
         """Begin to average the gradients; each rank keeps its shard of them and of the parameters."""
         if self.backwards_match and self._device.type == "cpu":
-            self._averaging = _averaging_pool.submit(self._average_gradients)
+            self._averaging = _averaging_pool.submit(self._reduce_scatter_gradients)
         elif self.backwards_match:
-            self._average_gradients()
+            self._reduce_scatter_gradients()
 
-    def _average_gradients(self) -> None:
+    def _reduce_scatter_gradients(self) -> None:
         self._set_gradient_sync(True)
         if self._group is not None:
             self._add_zero_gradients(self._group)
@@ -96,7 +96,7 @@ class FSDPReplication(Replication):
         if self._averaging is not None:
             self._averaging.result()
         if training and not self.backwards_match:
-            self._average_gradients()
+            self._reduce_scatter_gradients()
 
         for module in self._modules:
             module.reshard()

@@ -23,12 +23,20 @@ if TYPE_CHECKING:
         CuttableModel,
         as_cuttable,
         model_names_of_stages,
+        names_without_compile_prefix,
         run,
-        shared_parameters,
         split,
-        uncompiled_names,
+        stages_by_shared_parameter,
     )
 
-__all__ = ["CuttableModel", "as_cuttable", "model_names_of_stages", "run", "shared_parameters", "split", "uncompiled_names"]
+__all__ = [
+    "CuttableModel",
+    "as_cuttable",
+    "model_names_of_stages",
+    "names_without_compile_prefix",
+    "run",
+    "split",
+    "stages_by_shared_parameter",
+]
 
 __getattr__, __dir__ = lazy_exports(__name__, dict.fromkeys(__all__, "cutting"))  # `balance` needs no torch

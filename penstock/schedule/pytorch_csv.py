@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.program import Compute, Instruction, Script, Transfer, TransferTable, remote_transfers
-from penstock.schedule.schedule import FilePath, Schedule, from_rows, parse_cell, read_csv_cells
+from penstock.schedule.schedule import FilePath, Schedule, from_rows, parse_pytorch_csv_cell, read_csv_cells
 from penstock.schedule.table import Action, Cell, actions_of
 from penstock.schedule.verify import check_table
 
@@ -70,7 +70,7 @@ def _parse_cell_text(text: str) -> Iterator[Cell | _CommunicationCell]:
         stage, end, direction, microbatch = post.groups()
         yield _CommunicationCell(text.strip(), end != "RECV", end == "WAIT_SEND", direction == "F", int(stage), int(microbatch))
     else:
-        yield from parse_cell(text)
+        yield from parse_pytorch_csv_cell(text)
 
 
 def _instructions_of_rank(

@@ -74,7 +74,8 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
     """
     try:
         cells = [
-            [cell for value in row for cell in (parse_cell(value) if isinstance(value, str) else (value,))] for row in rows
+            [cell for value in row for cell in (parse_pytorch_csv_cell(value) if isinstance(value, str) else (value,))]
+            for row in rows
         ]
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error}") from error
@@ -111,8 +112,8 @@ _OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 _SHARDING_CELL = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)[0-9]*")  # PyTorch's notes on sharded weights
 
 
-def parse_cell(text: str) -> Iterator[Cell]:
-    """The cell PyTorch's compute-only form writes as `text`; nothing for a bubble, or what is left to the engine."""
+def parse_pytorch_csv_cell(text: str) -> Iterator[Cell]:
+    """Yield the cell that PyTorch's compute-only form writes as `text`; nothing for a bubble, or what is left to the engine."""
     text = text.strip()
     if overlap := _OVERLAP.fullmatch(text):
         yield Action.parse(overlap[1]), Action.parse(overlap[2])

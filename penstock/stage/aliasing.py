@@ -60,7 +60,7 @@ def mark_aliased(messages: list[Any], arrived: Versions) -> list[Any]:
     ]
 
 
-def remove_alias_marks_and_list_aliased(messages: Sequence[Any]) -> tuple[Sequence[Any], Versions]:
+def unwrap_aliased_messages(messages: Sequence[Any]) -> tuple[Sequence[Any], Versions]:
     """Return `messages` without marks, and the tensors in them that share memory."""
     if AliasedMessage not in map(type, messages):  # the common case
         return messages, ()

@@ -81,7 +81,7 @@ class ModuleRunner:
             return self.module(*args, **kwargs)
 
         # The layers are not known: the module is one layer.
-        run_layers = self._layer_by_layer_method_or_none(args, kwargs)
+        run_layers = self._find_layer_by_layer_method(args, kwargs)
         if run_layers is None:
             return self._run_layer(seed, self.index, self.module, args, kwargs)
 
@@ -98,7 +98,7 @@ class ModuleRunner:
         finally:
             del self.module.forward
 
-    def _layer_by_layer_method_or_none(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    def _find_layer_by_layer_method(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
         """Return the method that runs the module's layers one by one; None if it has to be called as a whole."""
         if is_compiled(self.module):
             return None

@@ -16,7 +16,7 @@ from penstock.stage.aliasing import (
     Versions,
     check_unchanged,
     record_versions,
-    remove_alias_marks_and_list_aliased,
+    unwrap_aliased_messages,
 )
 from penstock.stage.arguments import ForwardSignature
 from penstock.stage.auxiliary import AuxiliaryLossCollector
@@ -162,7 +162,7 @@ class Stage:
             if self.index == 0:
                 arguments, received = self._signature.arguments_from_batch(*inputs), _NOTHING_RECEIVED
             else:
-                messages, aliased_inputs = remove_alias_marks_and_list_aliased(inputs)
+                messages, aliased_inputs = unwrap_aliased_messages(inputs)
                 values, received = self._messages.attach_inputs(messages)
                 arguments = self._signature.arguments_from_values(values)
 

@@ -119,8 +119,8 @@ def test_the_table_is_read_off_the_timeline():
 def test_before_its_first_action_a_rank_waits_and_with_nothing_from_others_it_does_not():
     first, *others = (gap for gap in find_gaps(ran(table("0F0 0F1 0B0 0B1"), [1])))
     assert first.before is None
-    assert first.is_wait(0)
-    assert not any(gap.is_wait(0) for gap in others)
+    assert first.idle_before_arrival(0)
+    assert not any(gap.idle_before_arrival(0) for gap in others)
 
 
 # ---- what another step takes

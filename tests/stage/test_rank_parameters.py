@@ -41,7 +41,9 @@ def test_gradients_have_the_norm_of_the_uncut_model_to_the_bit(make, cut):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         stages = partition.split(model, 2, cuts=[cut])
-        names = partition.model_names_of_stages([partition.uncompiled_names(stage) for stage in stages], is_cut=True)
+        names = partition.model_names_of_stages(
+            [partition.names_without_compile_prefix(stage) for stage in stages], is_cut=True
+        )
         aliases, order = (
             ModelPartition({}, {}, dict(enumerate(stages)), uncut_model=model).first_name_by_alias(names),
             list(model.state_dict()),

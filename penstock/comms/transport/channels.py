@@ -69,8 +69,8 @@ class Channels:
         with convert_transport_errors("for the other ranks to open their channels"):
             groups.world_group.barrier().wait()  # else a rank could begin the step while another fails to open a transport
 
-    def begin_step(self, specs: MessageSpecs) -> None:
-        """Begin a step. A message that is not in `specs` is sent with its description, which is added to them."""
+    def set_message_specs(self, specs: MessageSpecs) -> None:
+        """Set the specs of a step's messages. A message without one is sent with its description, which is added to `specs`."""
         for outgoing in self.outgoing.values():
             outgoing.specs = specs
         for incoming in self.incoming.values():

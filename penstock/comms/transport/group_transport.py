@@ -11,7 +11,7 @@ from penstock.comms.encoding import check_value_size, view_as_bytes
 from penstock.comms.process_groups import DESTINATION_RANK, SOURCE_RANK, call_unprofiled, is_transport_error
 from penstock.comms.transport import message_spec
 from penstock.comms.transport.message_spec import TensorSpec
-from penstock.comms.transport.send_thread import SendFailure, SendThread
+from penstock.comms.transport.send_thread import SendFailure, TaskThread
 
 MAX_COPIED_MESSAGE_BYTES = 2**16  # a larger message is not copied
 MAX_COPIED_BYTES_PER_STEP = 2**22
@@ -90,7 +90,7 @@ class PendingSends:
         self.failure = failure
         self._pending: list[tuple[Any, Tensor]] = []
         self._copy_budget = MAX_COPIED_BYTES_PER_STEP
-        self._thread: SendThread | None = None
+        self._thread: TaskThread | None = None
 
     def send(self, group: Any, tensor: Tensor, spec: TensorSpec, message: object) -> None:
         """Send `tensor` in the layout of `spec` through `group`, without waiting. `message`: its name, for errors."""
@@ -103,7 +103,7 @@ class PendingSends:
             self._copy_budget -= spec.bytes
             self._pending.append((group.send([data], DESTINATION_RANK, 0), data))
         else:
-            self._thread = self._thread or SendThread("penstock-sent")
+            self._thread = self._thread or TaskThread("penstock-sent")
             work = call_unprofiled(group.send, [data], DESTINATION_RANK, 0)
             self._thread.submit(_wait_and_publish_failure, work, data, group, message, self.failure)
 

@@ -33,7 +33,7 @@ from penstock.comms.time_limits import ABORT_CHECK_MILLISECONDS
 from penstock.comms.topology import CPU
 from penstock.comms.transport import message_spec
 from penstock.comms.transport.message_spec import TensorSpec
-from penstock.comms.transport.send_thread import SendFailure, SendThread
+from penstock.comms.transport.send_thread import SendFailure, TaskThread
 from penstock.comms.transport.shared_memory import (
     FREE,
     HEADER_BYTES,
@@ -172,7 +172,7 @@ class MemorySender(_PipeEnd):
     def __init__(self, memory: mmap.mmap, pipe_fd: int, failure: SendFailure) -> None:
         super().__init__(pipe_fd)
         self.allocator, self._views, self._failure = BlockAllocator(memory), BlockViews(memory), failure
-        self._thread: SendThread | None = None
+        self._thread: TaskThread | None = None
         self._pipe_lock, self._closed = threading.Lock(), threading.Event()
 
     def send_description(self, packed: Tensor) -> None:
@@ -182,7 +182,7 @@ class MemorySender(_PipeEnd):
     def send(self, tensor: Tensor, spec: TensorSpec, message: object = "message") -> None:
         """Send `tensor` in the layout of `spec`, without waiting. `message`: its name, for errors."""
         if self._thread is None and spec.bytes > MIN_THREAD_BYTES:
-            self._thread = SendThread("penstock-copy")
+            self._thread = TaskThread("penstock-copy")
         if self._thread is None:
             self._send_now(tensor, spec)
         else:

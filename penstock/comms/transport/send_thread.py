@@ -11,7 +11,7 @@ from penstock.comms.system import explain_error
 from penstock.errors import ResourceError
 
 
-class SendThread:
+class TaskThread:
     """A thread that runs functions one after the other. They must not raise. It ends when this object is deleted."""
 
     def __init__(self, name: str) -> None:

@@ -169,7 +169,7 @@ class NonFiniteMonitor:
         self._action, self._last_finite = action, LOSS if stage.loss_fn is not None else ""
 
         if is_tested and self.first_value is None and (kind := nonfinite_kind_in_tree(values, may_be_mask=not is_backward)):
-            self._record("", f"what it received has {kind}", RECEIVED)
+            self._set_first_value("", f"what it received has {kind}", RECEIVED)
 
         messages = function(action, values)  # hooks test layers inside
 
@@ -180,7 +180,7 @@ class NonFiniteMonitor:
                 source = SHARED if stage.replication.hooks_gradients else OWN
                 self._check_weight_gradients((action.stage,), source, SMALL_GRADIENT_ELEMENTS)
             elif kind := nonfinite_kind_in_tree(messages):
-                self._record("", f"the stage gave {kind}")
+                self._set_first_value("", f"the stage gave {kind}")
         self._action = None
         return messages
 
@@ -196,9 +196,9 @@ class NonFiniteMonitor:
         inputs = [tensor for tensor in tensors((args, kwargs)) if not _shares_memory(tensor, output)]
         if input_kind := nonfinite_kind_in_tree(inputs):  # computed between layers
             parent = layer.rpartition(".")[0]
-            self._record(parent, f"the forward of {parent or 'the stage'} gave {input_kind} to {layer}")
+            self._set_first_value(parent, f"the forward of {parent or 'the stage'} gave {input_kind} to {layer}")
         else:
-            self._record(layer, f"{layer or 'the stage'} gave {kind}")
+            self._set_first_value(layer, f"{layer or 'the stage'} gave {kind}")
 
     def _run_loss(self, loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any) -> Any:
         """Run the loss. Test the stage's output and the loss."""
@@ -206,7 +206,7 @@ class NonFiniteMonitor:
         loss = loss_fn(output, target)
         is_tested = self._action is not None and self.first_value is None and isinstance(loss, Tensor)
         if is_tested and (kind := nonfinite_kind(loss)):
-            self._record("", f"{LOSS} gave {kind}")
+            self._set_first_value("", f"{LOSS} gave {kind}")
         return loss
 
     def _is_new_output(self, output: Any) -> bool:
@@ -233,7 +233,7 @@ class NonFiniteMonitor:
     def _record_backward(self, kind: str, receiver: str) -> None:
         """Record that the backward of the layer with the last finite gradient gave a value that is not."""
         layer = self._last_finite
-        self._record("" if layer == LOSS else layer, f"the backward of {layer or 'the stage'} gave {kind}{receiver}")
+        self._set_first_value("" if layer == LOSS else layer, f"the backward of {layer or 'the stage'} gave {kind}{receiver}")
 
     def _check_weight_gradients(self, stages: Iterable[int], source: int, max_elements: float = math.inf) -> None:
         """Test the gradients of parameters of up to `max_elements`. SHARED: those of other ranks may be in them."""
@@ -242,10 +242,10 @@ class NonFiniteMonitor:
                 grad = parameter.grad if parameter.numel() <= max_elements else None
                 if grad is not None and (kind := nonfinite_kind(grad)):
                     name = self._names[index].get(own_name, own_name)
-                    self._record(name.rpartition(".")[0], f"the gradient of {name} has {kind}", source, index)
+                    self._set_first_value(name.rpartition(".")[0], f"the gradient of {name} has {kind}", source, index)
                     return
 
-    def _record(self, layer: str, description: str, source: int = OWN, stage: int = 0) -> None:
+    def _set_first_value(self, layer: str, description: str, source: int = OWN, stage: int = 0) -> None:
         action = self._action
         location = (stage, "", -1) if action is None else (action.stage, str(action), action.microbatch)
         seconds = time.perf_counter() + self._clock_offset

@@ -20,7 +20,7 @@ from penstock.schedule.timing.explanation import (
     NOTABLE_SHARE,
     Alternative,
     Explanation,
-    OutOfOrder,
+    MicrobatchOrderDeviation,
     SlowMessages,
     Straggler,
 )
@@ -94,7 +94,9 @@ def time_shares(timeline: Timeline, measured: Measurement) -> dict[str, float]:
     `penstock.schedule.timing.causes` says.
     """
     seconds = dict.fromkeys([*(kind.value for kind in Kind), *(cause.value for cause in Cause), ENGINE], 0.0)
-    engine = {(gap.after.rank, gap.after.start) for gap in find_gaps(timeline) if gap.before and not measured.is_wait(gap)}
+    engine = {
+        (gap.after.rank, gap.after.start) for gap in find_gaps(timeline) if gap.before and not measured.idle_before_arrival(gap)
+    }
     for rank, row in enumerate(timeline.idle):
         for start, end, cause in row:
             seconds[ENGINE if (rank, end) in engine and cause is not Cause.SENDING else cause.value] += end - start
@@ -160,7 +162,7 @@ def _compare_with_share(measurement: Measurement, rank: int, predicted_step: flo
 
 def _find_slow_messages(timeline: Timeline, measurement: Measurement) -> SlowMessages | None:
     """Return the slowest link between two ranks whose usual speed would make the step notably shorter, else all links."""
-    waits = [(gap, gap.needed) for gap in find_gaps(timeline) if gap.waited and gap.needed]
+    waits = [(gap, gap.needed) for gap in find_gaps(timeline) if gap.idle_when_input_computed and gap.needed]
     seconds_by_link = defaultdict[tuple[int, int], list[float]](list)
     for gap, needed in waits:
         seconds_by_link[needed.rank, gap.after.rank].append(gap.message_seconds)
@@ -182,7 +184,7 @@ def _find_slow_messages(timeline: Timeline, measurement: Measurement) -> SlowMes
     return SlowMessages(slowest if has_one_link else (), links[slowest], usual, timeline.message_bytes, shorter)
 
 
-def _find_rank_out_of_order(measurement: Measurement, predicted_step: float) -> OutOfOrder | None:
+def _find_rank_out_of_order(measurement: Measurement, predicted_step: float) -> MicrobatchOrderDeviation | None:
     """Return the first rank whose microbatches, in ascending order on all ranks, would make the step notably shorter."""
     table = measurement.schedule
     rows = []
@@ -197,7 +199,7 @@ def _find_rank_out_of_order(measurement: Measurement, predicted_step: float) -> 
     except ScheduleError:
         return None
     is_notable = predicted_step - timeline.makespan > NOTABLE_SHARE * predicted_step
-    return OutOfOrder(changed_ranks[0], timeline) if is_notable else None
+    return MicrobatchOrderDeviation(changed_ranks[0], timeline) if is_notable else None
 
 
 # ---- what would make it shorter

@@ -49,7 +49,7 @@ class SlowMessages:
 
 
 @dataclass(frozen=True)
-class OutOfOrder:
+class MicrobatchOrderDeviation:
     """A rank that runs microbatches in another order than the ranks before it."""
 
     rank: int
@@ -93,7 +93,7 @@ class Explanation:
     fastest_in_same_memory: Alternative | None  # the fastest of those that hold no more, if it is not `fastest`
     num_steps: int = 1  # whose medians the costs are
     slow_messages: SlowMessages | None = None
-    out_of_order: OutOfOrder | None = None
+    out_of_order: MicrobatchOrderDeviation | None = None
     planned_order_timeline: Timeline | None = None  # predicted with order="planned"; None where microbatches are alike
     findings: tuple[Improvement, ...] = ()  # what else is known to have made the step longer, from a trace of it
 

@@ -129,10 +129,12 @@ class Measurement:
             microbatch_factors=(),  # bytes were measured of one microbatch, whichever that was
         )
 
-    def is_wait(self, gap: "Gap") -> bool:
+    def idle_before_arrival(self, gap: "Gap") -> bool:
         """Whether the rank was idle before its message came; else the engine alone took the time."""
         low, high = gap.border
-        return gap.is_wait(self.message_seconds[low] + _time_after(self.engine_seconds, gap.needed) if high == low + 1 else 0.0)
+        return gap.idle_before_arrival(
+            self.message_seconds[low] + _time_after(self.engine_seconds, gap.needed) if high == low + 1 else 0.0
+        )
 
     def recut(self, stages: int, layers: Sequence[float] = ()) -> "Measurement":
         """Return the costs of the same model in `stages` stages: every layer takes along its part of what its stage took.
@@ -205,7 +207,7 @@ class Gap(NamedTuple):
         return min(stage, source_stage), max(stage, source_stage)
 
     @property
-    def waited(self) -> bool:
+    def idle_when_input_computed(self) -> bool:
         """Whether the rank was idle already when what it needed was computed."""
         return self.needed is not None and (self.before is None or self.needed.end >= self.before.end)
 
@@ -214,11 +216,11 @@ class Gap(NamedTuple):
         """Seconds from the end of what was needed to the start of what needed it."""
         return self.after.start - self.needed.end if self.needed else 0.0
 
-    def is_wait(self, message: float) -> bool:
-        """Return whether the rank was idle before its message arrived. `message`: seconds that one takes."""
+    def idle_before_arrival(self, latency_seconds: float) -> bool:
+        """Return whether the rank was idle before its message arrived, `latency_seconds` after it was computed."""
         if self.needed is None or self.before is None:
             return self.before is None
-        return self.needed.end + message > self.before.end
+        return self.needed.end + latency_seconds > self.before.end
 
 
 def find_gaps(timeline: Timeline) -> Iterator[Gap]:
@@ -298,9 +300,11 @@ def engine_and_message_seconds(timeline: Timeline) -> tuple[Times, tuple[float, 
 
 
 def _engine_and_message_seconds(gaps: Sequence[Gap], table: Schedule) -> tuple[Times, tuple[float, ...]]:
-    waits = [gap for gap in gaps if gap.waited]
+    waits = [gap for gap in gaps if gap.idle_when_input_computed]
     messages = _median_by_border(((gap, gap.message_seconds) for gap in waits), table)
-    between = _engine_seconds((gap for gap in gaps if not gap.is_wait(messages.get(gap.border, 0.0))), table.num_stages)
+    between = _engine_seconds(
+        (gap for gap in gaps if not gap.idle_before_arrival(messages.get(gap.border, 0.0))), table.num_stages
+    )
     sends = _median_by_border(((gap, gap.message_seconds - _time_after(between, gap.needed)) for gap in waits), table)
     return between, tuple(sends.values())
 

@@ -338,9 +338,9 @@ def test_a_written_schedule_places_each_stage_where_its_actions_are():
 
 @pytest.mark.ranks
 def test_the_collectives_by_hand_are_those_of_torch_on_any_number_of_ranks():
-    for seen in lab_helpers.on_ranks(lab10_collectives.see_all, 3):
-        assert [name for name, (result, backward) in seen.items() if not (result.as_torch and backward)] == []
-    assert [states[-1] for states in lab_helpers.on_ranks(lab10_collectives.ring_of_ones, 3)] == ["3 3 3"] * 3
+    for seen in lab_helpers.on_ranks(lab10_collectives.run_all_collectives, 3):
+        assert [name for name, (result, backward) in seen.items() if not (result.equals_torch and backward)] == []
+    assert [states[-1] for states in lab_helpers.on_ranks(lab10_collectives.ring_states, 3)] == ["3 3 3"] * 3
 
 
 def backward_of_an_all_gather(claimed: str) -> bool:
@@ -364,20 +364,20 @@ def test_lab_10_fails_when_torch_makes_something_else(monkeypatch):
         return [seen] * ranks
 
     monkeypatch.setattr(lab10_collectives, "on_ranks", run)
-    with pytest.raises(SystemExit, match=r"torch makes something else of gather$"):
+    with pytest.raises(SystemExit, match=r"torch has other results for gather$"):
         lab10_collectives.main()
 
 
 def test_lab_11_fails_when_the_gradient_or_a_replica_is_another(monkeypatch):
     def run(function, ranks):
-        return [replica._replace(trained=weights) for weights in trained]
+        return [replica._replace(weights=weights) for weights in trained]
 
     trained, one_bit = [torch.zeros(2), torch.zeros(2)], torch.tensor([0.0, torch.finfo(torch.float32).tiny])
     replica = lab11_data_parallel.Replica(3, 1.0, 0.3, 0.02, 0.0, trained[0], trained[0])
     monkeypatch.setattr(lab11_data_parallel, "on_ranks", run)
     with pytest.raises(SystemExit, match="the weighted sum of the gradients is 2e-02 off"):
         lab11_data_parallel.main()
-    replica, trained[1] = replica._replace(weighted=0.0), one_bit
+    replica, trained[1] = replica._replace(weighted_error=0.0), one_bit
     with pytest.raises(SystemExit, match="only 1 of 2 replicas have the weights of rank 0"):
         lab11_data_parallel.main()
 
@@ -413,7 +413,7 @@ def test_lab_21_fails_when_another_order_takes_less(monkeypatch):
 
 def off_without_sum_gradients() -> list[str]:
     lab12_tensor_parallel.SumGradients.backward = staticmethod(lambda ctx, gradient: gradient)
-    return [name for name, pair in lab12_tensor_parallel.compare().compared.items() if pair.off[0] > 1e-3]
+    return [name for name, pair in lab12_tensor_parallel.compare_blocks().compared.items() if pair.errors[0] > 1e-3]
 
 
 @pytest.mark.ranks
@@ -424,7 +424,7 @@ def test_without_the_all_reduce_of_the_backward_only_the_gradient_of_the_input_i
 def test_lab_12_fails_when_a_gradient_is_off(monkeypatch):
     def run(function, ranks):
         pair = lab12_tensor_parallel.ComparedPart((2, 2), (2, 1), (0.5, 0.0))
-        return [lab12_tensor_parallel.Part({"0.weight.grad": pair}, 0, [1, 1], 1)] * ranks
+        return [lab12_tensor_parallel.RankResult({"0.weight.grad": pair}, 0, [1, 1], 1)] * ranks
 
     monkeypatch.setattr(lab12_tensor_parallel, "on_ranks", run)
     with pytest.raises(SystemExit, match="by hand they are 5e-01 off"):

@@ -10,6 +10,7 @@ stream here; so does an optimizer. Memory that was let go is kept until the stre
 early is seen for sends only (nccl_like.py).
 """
 
+import os
 import queue
 import random
 import sys
@@ -117,31 +118,36 @@ def ahead(stream: LaggingStream, modules: Iterable[nn.Module]) -> Iterator[None]
         for parameter in (*module.parameters(), *module.buffers()):
             put(local_shard(parameter))
             put(local_shard(parameter.grad))
-    _here.stream = stream
+    outer, _here.stream = compute(), stream  # a call within a call has the stream already
     try:
         with _Ahead():
             yield
     finally:
         with suppress(torch.AcceleratorError):
             stream.synchronize()
-        del _here.stream
+        _here.stream = outer
 
 
 def put(tensor: Any) -> None:
     """From now on this is one of the device's."""
     if isinstance(tensor, Tensor) and not tensor.is_meta:
-        storage = tensor.untyped_storage()
-        _there[storage._cdata] = StorageWeakRef(storage)
+        for storage in _storages(tensor):
+            _there[storage._cdata] = StorageWeakRef(storage)
 
 
 def is_there(tensor: Tensor) -> bool:
-    return tensor.untyped_storage()._cdata in _there
+    return any(storage._cdata in _there for storage in _storages(tensor))
+
+
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    parts = [tensor._indices(), tensor._values()] if tensor.layout == torch.sparse_coo else [tensor]
+    return [part.untyped_storage() for part in parts]
 
 
 def poison(tensor: Tensor) -> None:
     """Fill its memory."""
-    if tensor.numel():
-        torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(POISON)
+    if tensor.numel() and not tensor.is_meta:
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).fill_(POISON)
 
 
 class _Ahead(TorchDispatchMode):
@@ -161,7 +167,7 @@ class _Ahead(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in VALUES:
             waits.append(_place())
-        elif func.namespace == "aten" and not NOT_TOLD & set(func.tags) and not _is_refused(func, tensors):
+        elif func.namespace == "aten" and not NOT_TOLD & set(func.tags) and not _needs_host(func, tensors):
             with suppress(RuntimeError):  # its shapes are not known, or wrong: as a GPU's host does, it says so itself
                 return _later(func, args, kwargs)
         compute().synchronize()
@@ -171,8 +177,10 @@ class _Ahead(TorchDispatchMode):
         return made
 
 
-def _is_refused(func: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether it is a product that the host refuses, though its shapes fit."""
+def _needs_host(func: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether it is done at once: sparse; with a workspace that has no shape; or a product that the host refuses."""
+    if any(tensor.layout != torch.strided for tensor in tensors) or "mkldnn" in func.name():
+        return True
     return func.overloadpacket in PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1
 
 
@@ -195,9 +203,11 @@ def _later(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     there = {**kwargs, "device": META} if isinstance(kwargs.get("device"), torch.device) else kwargs
     shapes = func(*tree_map_only(Tensor, _shape, args), **tree_map_only(Tensor, _shape, there))
-    if not all(isinstance(leaf, Tensor | None) for leaf in tree_leaves(shapes)):
+    if not all(leaf is None or (isinstance(leaf, Tensor) and leaf.layout == torch.strided) for leaf in tree_leaves(shapes)):
         raise NotImplementedError
-    made = tree_map_only(Tensor, lambda value: torch.empty_strided(value.size(), value.stride(), dtype=value.dtype), shapes)
+    made = tree_map_only(
+        Tensor, lambda value: torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu"), shapes
+    )
     for leaf in tree_leaves(made):
         if leaf is not None:
             put(leaf)
@@ -289,6 +299,7 @@ def install() -> None:
     torch.UntypedStorage.resize_ = _settled(torch.UntypedStorage.resize_)
     fsdp._averaging_pool.submit = _settled(fsdp._averaging_pool.submit)
     stream = LaggingStream()
+    os.register_at_fork(after_in_child=stream.__init__)  # which has no thread yet
 
     def within(method: Any) -> Any:
         def inside(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Other libraries' programs: transformers' Trainer with its model cut over ranks, and recorded steps as timelines.
+"""Other libraries' programs: transformers' Trainer with its model cut over ranks, and timelines from torch.profiler's traces.
 
-`transformers`  Trainer and TrainingArguments, which alone import that library
-`chrome_trace`  events of a Chrome trace, read as a stream
-`trace_marks`   what is kept of a rank's events: ranges, operations, kernels
-`rank_trace`    what one rank did: its actions, receives and profiler steps
-`clocks`        ranks' clocks lined up by their messages
-`trace_causes`  pauses, blocked collectives, and what runs between steps
-`torch_trace`   the traces of all ranks: a record of measured timelines
+`transformers`  Trainer and TrainingArguments; only this folder imports transformers
+`chrome_trace`  reads the events of a Chrome trace as a stream
+`trace_marks`   collects a rank's events that matter: ranges, operations, kernels
+`rank_trace`    reads the actions, receives and profiler steps of one rank
+`clocks`        aligns ranks' clocks by their messages
+`trace_causes`  finds pauses, blocked collectives, and work between steps
+`torch_trace`   reads the traces of all ranks into a record of timelines
 """

@@ -1,4 +1,4 @@
-"""Events of a Chrome trace, plain or gzipped, read as a stream: memory stays bounded whatever the file's size."""
+"""Read the events of a Chrome trace, plain or gzipped, as a stream: memory stays bounded for files of any size."""
 
 import codecs
 import gzip
@@ -12,8 +12,8 @@ from typing import Any
 from penstock.errors import PenstockError
 
 CHUNK_BYTES = 2**20
-MAX_EVENT_CHARACTERS = 2**22  # of one event; beyond that it is damaged
-MAX_HEADER_CHARACTERS = 2**26  # before the events; process groups of thousands of ranks are listed there
+MAX_EVENT_CHARACTERS = 2**22  # of one event; a longer one is damaged
+MAX_HEADER_CHARACTERS = 2**26  # before the events; it lists process groups, of thousands of ranks
 PROFILE = "profile some steps with torch.profiler, call its step() after each, and export_chrome_trace() on every rank"
 
 _BEGIN = re.compile(r'"traceEvents"\s*:\s*\[')
@@ -21,11 +21,11 @@ _BETWEEN = re.compile(r"[\s,]*")
 
 
 def open_trace(path: Path, on_bytes: Callable[[int], object] = lambda count: None) -> tuple[str, Iterator[Any]]:
-    """Return the text before the events of the trace at `path`, and its events, decoded when they are asked for.
+    """Return the header (the text before the events) of the trace at `path`, and an iterator that decodes its events.
 
     `on_bytes` is called with the number of bytes read from the file, chunk by chunk.
 
-    Raises PenstockError for a file that is no trace; its events raise it where the file is damaged.
+    Raises PenstockError for a file that is no trace; the iterator raises it if the file is damaged.
     """
     chunks, text = _chunks(path, on_bytes), ""
     while not (begin := _BEGIN.search(text)):
@@ -63,6 +63,7 @@ def _chunks(path: Path, on_bytes: Callable[[int], object] = lambda count: None) 
 
 
 def _events(path: Path, text: str, chunks: Iterator[str]) -> Iterator[Any]:
+    """Decode and yield the events that `text` and then `chunks` hold."""
     decoder, place, count = json.JSONDecoder(strict=False), 0, 0
     while True:
         if between := _BETWEEN.match(text, place):

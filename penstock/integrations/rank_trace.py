@@ -1,16 +1,16 @@
-"""What one rank did: its actions, receives and profiler steps, read from its trace of torch.profiler.
+"""Read the actions, receives and profiler steps of one rank from its trace of torch.profiler.
 
-Actions come from the ranges that a runtime leaves:
+Actions are found by the ranges that a runtime records:
 
-* `2F3`, ours, and `PP:2F3`, `PP:(2F3;5B1)OVERLAP_F_B` of torch's runtime of schedules
-* `Forward 3`, `Backward 3` of torch's GPipe, which name no stage: a rank has one
+* `2F3` of Penstock, and `PP:2F3`, `PP:(2F3;5B1)OVERLAP_F_B` of torch's schedule runtime
+* `Forward 3`, `Backward 3` of torch's GPipe, which name no stage: the rank has one
 
-In this range a rank may first wait for its message, and send at last; both are left out of the action. Ranges that name no
-microbatch (Megatron's `forward_step` and `backward_step`, DeepSpeed's `_exec_forward_pass`) are counted, step by step. Where
-there are no ranges (torch's 1F1B), actions are inferred: a backward is what autograd ran between two messages, its forward are
-the operations with the same sequence numbers. On a GPU an action takes from its first kernel to its last: the kernels that were
-launched, by their correlation ids, while the host was in it. Where torch annotated a CUDA graph's kernels, these name the range
-that they were captured in.
+In its range an action may first wait for a message, and send one at the end; both are not counted as the action. Ranges that
+name no microbatch (Megatron's `forward_step` and `backward_step`, DeepSpeed's `_exec_forward_pass`) are counted in each step.
+Without ranges (torch's 1F1B) actions are inferred: a backward is what autograd ran between two messages, its forward the
+operations with the same sequence numbers. On a GPU an action takes from its first kernel to its last; its kernels are those
+launched during its range, by their correlation ids. If torch annotated the kernels of a CUDA graph, they name the range in
+which they were captured.
 """
 
 import json
@@ -32,50 +32,50 @@ _FILE_RANK = re.compile(r"rank[-_]?(\d{1,6})")
 
 
 class TimedAction(NamedTuple):
-    """An action, when it ran, and when its rank had handed over what it made, in seconds of the rank's clock."""
+    """An action, when it ran, and when its result was sent, in seconds of the rank's clock."""
 
     action: Action
     start: float
     end: float
     sent: float | None
-    host_start: float  # when the host began it, which on a GPU is earlier
-    receives: tuple[Range, ...] = ()  # of the messages that it needed, from post to arrival
+    host_start: float  # when the host began it; on a GPU this is earlier
+    receives: tuple[Range, ...] = ()  # of the messages that it needs, from post to arrival
 
 
 @dataclass
 class RankTrace:
-    """What the trace of one rank says."""
+    """The trace of one rank."""
 
     path: Path
     rank: int
-    pipeline: tuple[int, ...]  # the job's ranks in its pipeline, in order; empty: not known
-    host: str  # name of the machine; empty: not known
+    pipeline: tuple[int, ...]  # the job's ranks in its pipeline, in order; empty if unknown
+    host: str  # name of the machine; empty if unknown
     names_stages: bool = True
     is_inferred: bool = False
-    is_counted: bool = False  # microbatches are the places of their ranges in a step
-    actions: list[TimedAction] = field(default_factory=list)  # in order of time
+    is_counted: bool = False  # a microbatch is the index of its range in a step
+    actions: list[TimedAction] = field(default_factory=list)  # sorted by time
     marks: Marks = field(default_factory=lambda: Marks(0.0))
-    began: list[float] = field(default_factory=list)  # starts of all that belongs to pipeline steps, in order
-    steps: dict[int, Range] = field(default_factory=dict)  # number of the profiler step -> when it was
+    work_starts: list[float] = field(default_factory=list)  # of actions, receives and messages, sorted
+    steps: dict[int, Range] = field(default_factory=dict)  # number of the profiler step -> its range
 
 
 def read_rank(path: Path, position: int, on_bytes: Callable[[int], object] = lambda count: None) -> RankTrace:
-    """Read the trace at `path`. `position`: the rank that it counts as where neither it nor its name says one.
+    """Read the trace at `path`. `position` is taken as its rank if neither the trace nor its name says one.
 
     Raises PenstockError for a file that is no trace, is damaged, or has no action of a pipeline.
     """
     header, events = open_trace(path, on_bytes)
-    trace, marks = _described(path, header, position), Marks(_base_seconds(header))
+    trace, marks = _identify_rank(path, header, position), Marks(_base_seconds(header))
     for event in events:
         marks.add(event)
     marks.sort()
     trace.steps = marks.steps
 
     if not marks.actions:
-        _count_calls(marks)
+        _number_calls(marks)
         trace.is_counted = bool(marks.actions)
-    inferred = list(_inferred(marks)) if marks.posts and not marks.actions else []
-    timed_actions = inferred or list(_marked(marks))
+    inferred = list(_infer_actions(marks)) if marks.posts and not marks.actions else []
+    timed_actions = inferred or list(_read_ranges(marks))
     if not timed_actions:
         raise PenstockError(
             f"{path} has no action of a pipeline, neither ranges (PP:2F3, Forward 3) nor backwards between sends and receives: "
@@ -84,35 +84,37 @@ def read_rank(path: Path, position: int, on_bytes: Callable[[int], object] = lam
     trace.is_inferred, trace.names_stages = bool(inferred), not inferred and not marks.lacks_stages
     trace.marks = marks
     starts = [timed.host_start for timed in timed_actions]
-    trace.began = sorted([*starts, *(receive.start for receive in marks.receives), *(mark.start for mark, _ in marks.messages)])
-    actions = timed_actions if marks.graph_launches else [_on_device(timed, marks) for timed in timed_actions]
+    trace.work_starts = sorted(
+        [*starts, *(receive.start for receive in marks.receives), *(mark.start for mark, _ in marks.messages)]
+    )
+    actions = timed_actions if marks.graph_launches else [_with_kernel_times(timed, marks) for timed in timed_actions]
     trace.actions = sorted(actions, key=lambda timed: timed.start)
     return trace
 
 
-def _on_device(timed: TimedAction, marks: Marks) -> TimedAction:
-    """The action from its first kernel to its last; unchanged where it has none."""
-    when = marks.on_device(Range(timed.start, timed.end))
-    return timed._replace(start=when.start, end=when.end, sent=None) if when else timed
+def _with_kernel_times(timed: TimedAction, marks: Marks) -> TimedAction:
+    """Return the action from its first to its last kernel; unchanged if it has none."""
+    span = marks.on_device(Range(timed.start, timed.end))
+    return timed._replace(start=span.start, end=span.end, sent=None) if span else timed
 
 
 # ---- which rank it is
 
 
-def _described(path: Path, header: str, position: int) -> RankTrace:
-    """What the header of a trace says of its rank; else its file's name."""
-    info = _value(header, "distributedInfo")
+def _identify_rank(path: Path, header: str, position: int) -> RankTrace:
+    """Return an empty trace, with its rank from the header, else from the file's name, else `position`."""
+    info = _header_value(header, "distributedInfo")
     info = info if isinstance(info, dict) else {}
-    named = _FILE_RANK.search(path.name)
+    match = _FILE_RANK.search(path.name)
     rank = info.get("rank")
     if not isinstance(rank, int):
-        rank = int(named[1]) if named else position
-    host = _value(header, "host_name")
-    return RankTrace(path, rank, _pipeline(info.get("pg_config")), host if isinstance(host, str) else "")
+        rank = int(match[1]) if match else position
+    host = _header_value(header, "host_name")
+    return RankTrace(path, rank, _pipeline_ranks(info.get("pg_config")), host if isinstance(host, str) else "")
 
 
-def _pipeline(groups: Any) -> tuple[int, ...]:
-    """The ranks of the process group that is described as the pipeline's, as `DeviceMesh` and Megatron do; else none."""
+def _pipeline_ranks(groups: Any) -> tuple[int, ...]:
+    """Return the ranks of the process group described as the pipeline's, as in `DeviceMesh` and Megatron; else none."""
     for group in groups if isinstance(groups, list) else ():
         if isinstance(group, dict) and re.search(r"\bpp\b|_pp|pipeline", str(group.get("pg_desc")).lower()):
             ranks = group.get("ranks")
@@ -122,12 +124,12 @@ def _pipeline(groups: Any) -> tuple[int, ...]:
 
 
 def _base_seconds(header: str) -> float:
-    base = _value(header, "baseTimeNanoseconds")
+    base = _header_value(header, "baseTimeNanoseconds")
     return base / 1e9 if isinstance(base, int) and abs(base) < 2**63 else 0.0
 
 
-def _value(header: str, key: str) -> Any:
-    """The value of `key` in the text before the events; None if it is not there."""
+def _header_value(header: str, key: str) -> Any:
+    """Return the value of `key` in the text before the events; None if it has none."""
     place = header.find(f'"{key}":')
     try:
         return json.JSONDecoder(strict=False).raw_decode(header, place + len(key) + 4)[0] if place >= 0 else None
@@ -138,19 +140,19 @@ def _value(header: str, key: str) -> Any:
 # ---- actions from ranges
 
 
-def _marked(marks: Marks) -> Iterator[TimedAction]:
-    """The actions that ranges name, without the waits at their beginning and the sends at their end."""
+def _read_ranges(marks: Marks) -> Iterator[TimedAction]:
+    """Yield the actions that ranges name, without the waits at their beginning and the sends at their end."""
     arrivals, free = sorted(marks.receives, key=_end), -math.inf
-    posts = defaultdict[Action | None, list[Range]](list)  # what needs a message -> when its receives were posted or awaited
-    for when, needing in marks.messages:
-        posts[needing].append(when)
-    for when, actions in marks.actions:
-        launch = marks.graph_launches.get(when)
-        parts = [when] if len(actions) == 1 else _halves(when, marks)
+    posts = defaultdict[Action | None, list[Range]](list)  # action -> when the receives of its message were posted or awaited
+    for span, receiver in marks.messages:
+        posts[receiver].append(span)
+    for span, actions in marks.actions:
+        launch = marks.graph_launches.get(span)
+        parts = [span] if len(actions) == 1 else _split_pair(span, marks)
         for action, part in zip(actions, parts, strict=True):
-            of_message = action._replace(kind=Kind.F if action.kind is Kind.F else Kind.B)
-            of_this = posts[of_message][: bisect_right(posts[of_message], part.start, key=start_of)][-1:]
-            receives = [receive for post in of_this for receive in within(marks.receives, post) or [post]]
+            action_posts = posts[action._replace(kind=Kind.F if action.kind is Kind.F else Kind.B)]
+            last_post = action_posts[: bisect_right(action_posts, part.start, key=start_of)][-1:]
+            receives = [receive for post in last_post for receive in within(marks.receives, post) or [post]]
             receives = receives or within(marks.receives, part)
             if marks.lacks_stages:  # then messages arrive before the ranges of actions
                 receives = (
@@ -161,45 +163,45 @@ def _marked(marks: Marks) -> Iterator[TimedAction]:
             start = max([part.start, *(receive.end for receive in receives if receive.end <= part.end)])
             sends = [send for send in within(marks.sends, part) if send.start >= start]
             end = sends[0].start if sends else part.end
-            sent = sends[-1].end if sends else _sent(marks, part.end)
+            sent = sends[-1].end if sends else _send_end(marks, part.end)
             host_start = part.start if launch is None else launch
             yield TimedAction(action, start, end, sent, host_start, tuple(receives))
 
 
-def _end(when: Range) -> float:
-    return when.end
+def _end(span: Range) -> float:
+    return span.end
 
 
-def _halves(when: Range, marks: Marks) -> list[Range]:
-    """The two actions that torch runs one after the other in one range: autograd's operations begin the second."""
-    backwards = within([operation for operation, _ in marks.backwards], when)
+def _split_pair(span: Range, marks: Marks) -> list[Range]:
+    """Split the range of two actions that torch runs one after the other; the second begins with autograd's operations."""
+    backwards = within([operation for operation, _ in marks.backwards], span)
     if not backwards:
-        middle = (when.start + when.end) / 2
-        return [Range(when.start, middle), Range(middle, when.end)]
+        middle = (span.start + span.end) / 2
+        return [Range(span.start, middle), Range(middle, span.end)]
     begin = backwards[0].start
-    forwards = [operation.end for operation in within(marks.forward_operations, when) if operation.end <= begin]
-    return [Range(when.start, max(forwards, default=begin)), Range(begin, when.end)]
+    forwards = [operation.end for operation in within(marks.forward_operations, span) if operation.end <= begin]
+    return [Range(span.start, max(forwards, default=begin)), Range(begin, span.end)]
 
 
-def _sent(marks: Marks, end: float) -> float | None:
-    """When the send that follows an action that ended at `end` was handed over; None if another action follows."""
+def _send_end(marks: Marks, end: float) -> float | None:
+    """Return the end of the send after an action that ended at `end`; None if another action comes first."""
     place = bisect_left(marks.messages, end, key=start_of)
-    following = bisect_left(marks.actions, end, key=start_of)
+    next_action = bisect_left(marks.actions, end, key=start_of)
     if place == len(marks.messages) or marks.messages[place][1] is not None:
         return None
     send = marks.messages[place][0]
-    return send.end if following == len(marks.actions) or send.start < marks.actions[following][0].start else None
+    return send.end if next_action == len(marks.actions) or send.start < marks.actions[next_action][0].start else None
 
 
-def _count_calls(marks: Marks) -> None:
-    """Make actions of forwards and backwards that say no microbatch: the first of a kind in a profiler step is microbatch 0."""
+def _number_calls(marks: Marks) -> None:
+    """Number the calls that name no microbatch: the first of a kind in a profiler step is microbatch 0."""
     steps = sorted(marks.steps.values()) or [Range(-math.inf, math.inf)]
     for step in steps:
         last_end, counts = dict.fromkeys(Kind, -math.inf), dict.fromkeys(Kind, 0)
-        for when, kind in marks.calls:
-            if step.start <= when.start < step.end and when.start >= last_end[kind]:  # else it is in one of its own kind
-                marks.actions.append((when, (Action(kind, ONLY_STAGE, counts[kind]),)))
-                last_end[kind], counts[kind] = when.end, counts[kind] + 1
+        for span, kind in marks.calls:
+            if step.start <= span.start < step.end and span.start >= last_end[kind]:  # else it is inside a call of its kind
+                marks.actions.append((span, (Action(kind, ONLY_STAGE, counts[kind]),)))
+                last_end[kind], counts[kind] = span.end, counts[kind] + 1
     marks.actions.sort(key=start_of)
     marks.lacks_stages = bool(marks.actions)
 
@@ -207,9 +209,9 @@ def _count_calls(marks: Marks) -> None:
 # ---- actions without ranges
 
 
-def _inferred(marks: Marks) -> Iterator[TimedAction]:
-    """Actions of the one stage of a rank, microbatch by microbatch within a profiler step, from its operations."""
-    spans, all_groups = list[tuple[Range, Action]](), list(_backwards(marks))
+def _infer_actions(marks: Marks) -> Iterator[TimedAction]:
+    """Infer the actions of a rank with one stage from its operations; microbatches count up in each profiler step."""
+    ranges, all_groups = list[tuple[Range, Action]](), list(_group_backwards(marks))
     for step in marks.steps.values():
         groups = [group for group in all_groups if step.start <= group[0][0].start < step.end]
         for microbatch, group in enumerate(groups):
@@ -218,21 +220,24 @@ def _inferred(marks: Marks) -> Iterator[TimedAction]:
             forwards = [operation for operation in linked if operation.end <= backward.start]
             if forwards:
                 forward = Range(min(forwards).start, max(operation.end for operation in forwards))
-                spans += [(forward, Action(Kind.F, ONLY_STAGE, microbatch)), (backward, Action(Kind.B, ONLY_STAGE, microbatch))]
-    spans.sort(key=start_of)
+                ranges += [
+                    (forward, Action(Kind.F, ONLY_STAGE, microbatch)),
+                    (backward, Action(Kind.B, ONLY_STAGE, microbatch)),
+                ]
+    ranges.sort(key=start_of)
 
     arrivals, free = sorted(receive.end for receive in marks.receives), -math.inf
-    for (when, action), following in zip(spans, [*(later.start for later, _ in spans[1:]), math.inf], strict=False):
-        arrived = arrivals[bisect_right(arrivals, free) : bisect_right(arrivals, when.start)]
-        sends = within(marks.sends, Range(when.end, following))
+    for (span, action), next_start in zip(ranges, [*(later.start for later, _ in ranges[1:]), math.inf], strict=False):
+        arrived = arrivals[bisect_right(arrivals, free) : bisect_right(arrivals, span.start)]
+        sends = within(marks.sends, Range(span.end, next_start))
         receives = tuple(Range(arrival, arrival) for arrival in arrived)
-        start = max(arrived, default=when.start)  # with the host's time until the first operation
-        yield TimedAction(action, start, when.end, sends[-1].end if sends else None, start, receives)
-        free = when.end
+        start = max(arrived, default=span.start)  # includes the host's time until the first operation
+        yield TimedAction(action, start, span.end, sends[-1].end if sends else None, start, receives)
+        free = span.end
 
 
-def _backwards(marks: Marks) -> Iterator[list[tuple[Range, int]]]:
-    """What autograd ran, cut where messages were posted."""
+def _group_backwards(marks: Marks) -> Iterator[list[tuple[Range, int]]]:
+    """Yield autograd's operations in groups: a new one begins where a message was posted."""
     group: list[tuple[Range, int]] = []
     for operation in marks.backwards:
         if group and bisect_left(marks.posts, group[-1][0].end) < bisect_left(marks.posts, operation[0].start):

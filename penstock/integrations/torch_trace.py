@@ -1,4 +1,4 @@
-"""Steps of other programs, read from their torch.profiler traces, one a rank: `penstock show traces/`.
+"""Read the steps of other programs from their torch.profiler traces, one for each rank: `penstock show traces/`.
 
 timeline = read("traces/")
 print(timeline.explain())
@@ -24,18 +24,18 @@ from penstock.view.record import FILE, Record
 ENDINGS = (".json", ".json.gz")
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
-StepKey = tuple[int, int]  # number of the profiler step, and of the pipeline's step in it
+StepKey = tuple[int, int]  # number of the profiler step, number of the pipeline step in it
 RankStep = list[TimedAction]  # the actions of one rank in one step, in order
 
 
 def read(paths: Paths, ranks: Sequence[int] | None = None, placement: Sequence[int] | None = None) -> MeasuredTimeline:
-    """Return the usual one of the steps in these traces, the middle one by its length, in seconds.
+    """Return the step of median length in these traces, in seconds.
 
     `paths`: a folder, or a file for each rank; `.json` or `.json.gz`, as `export_chrome_trace` writes them.
-    `ranks`: the job's ranks that make one pipeline, in its order; by default what the traces say, else all.
-    `placement`: the rank of every stage, as a place in `ranks`; by default what the traces say, else a stage a rank in order.
+    `ranks`: the job's ranks of one pipeline, in its order; by default those that the traces name, else all.
+    `placement`: the rank of each stage, as an index into `ranks`; by default as the traces say, else one stage for each rank.
 
-    Raises PenstockError for a file that is no trace or is damaged, and for traces that do not make one pipeline's step.
+    Raises PenstockError for a file that is no trace or is damaged, and for traces that do not form steps of one pipeline.
     """
     usual = read_record(paths, ranks, placement)[0].usual
     assert isinstance(usual, MeasuredTimeline)
@@ -51,14 +51,14 @@ def read_record(
 ) -> tuple[Record, list[str]]:
     """Return all steps in the traces, and notes on how they were read. Arguments and errors: as `read`.
 
-    `on_bytes` is called with the number of bytes read, piece by piece. `stages_per_rank`: of a program whose ranges name no
-    stages, where no `placement` is given.
+    `on_bytes` is called with the number of bytes read, chunk by chunk. `stages_per_rank`: for a program whose ranges name no
+    stages, if no `placement` is given.
     """
     files = trace_files(paths)
-    traces = _of_pipeline([read_rank(file, position, on_bytes) for position, file in enumerate(files)], ranks)
+    traces = _select_pipeline([read_rank(file, position, on_bytes) for position, file in enumerate(files)], ranks)
     _set_stages(traces, placement, stages_per_rank)
     steps = _common_steps(traces)
-    tables, dropped = _whole_tables(steps, placement)
+    tables, num_dropped = _complete_tables(steps, placement)
     _check_last_stage(next(iter(tables.values())), traces)
     steps = {key: steps[key] for key in tables}
     table = next(iter(tables.values()))
@@ -66,29 +66,33 @@ def read_record(
     intervals = [[{timed.action: (timed.start, timed.end) for timed in row} for row in rows] for rows in steps.values()]
     offsets, error = clock_offsets(intervals, [trace.host for trace in traces])
     name = f"{_catalog_name(table)}, measured"
-    timelines, size = [], max(trace.marks.message_bytes for trace in traces)
+    timelines, message_bytes = [], max(trace.marks.message_bytes for trace in traces)
     for key, rows in steps.items():
         events = tuple(_events(rank, row, offsets[rank]) for rank, row in enumerate(rows))
-        between = tuple(_between(trace, row) for trace, row in zip(traces, rows, strict=True))
+        between_steps = tuple(_seconds_before_step(trace, row) for trace, row in zip(traces, rows, strict=True))
         timeline = MeasuredTimeline(
-            name, events, between_steps=between, message_bytes=size, pairs_send_together=traces[0].marks.is_of_torch_runtime
+            name,
+            events,
+            between_steps=between_steps,
+            message_bytes=message_bytes,
+            pairs_send_together=traces[0].marks.is_of_torch_runtime,
         )
-        timelines.append(_checked(timeline, key))
+        timelines.append(_check_timeline(timeline, key))
     record = Record(tuple(timelines), unit="s", labels=tuple(map(_step_name, steps)))
     usual = list(steps.values())[record.steps.index(record.usual)]
     findings = tuple(find_causes(record, traces, usual))
-    return replace(record, findings=findings), [*_notes(record, traces, dropped, error), *describe(record, traces, usual)]
+    return replace(record, findings=findings), [*_notes(record, traces, num_dropped, error), *describe(record, traces, usual)]
 
 
 def is_traces(path: Path) -> bool:
-    """Return whether `path` is a trace, or a folder of traces and not that of a run."""
+    """Return whether `path` is a trace, or a folder of traces that is not the folder of a run."""
     if path.is_dir():
         return not (path / FILE).exists() and any(is_trace(file) for file in path.iterdir() if file.name.endswith(ENDINGS))
     return path.is_file() and (path.name.endswith(".json.gz") or (path.name.endswith(".json") and is_trace(path)))
 
 
 def trace_files(paths: Paths) -> list[Path]:
-    """The traces that `paths` are or that a folder has. Raises PenstockError where there are none."""
+    """Return the trace files that `paths` lists or that its folders hold. Raises PenstockError if there is none."""
     given_paths = [Path(path) for path in ([paths] if isinstance(paths, str | PathLike) else paths)]
     files = []
     for path in given_paths:
@@ -105,8 +109,8 @@ def trace_files(paths: Paths) -> list[Path]:
 # ---- ranks and stages
 
 
-def _of_pipeline(traces: Sequence[RankTrace], ranks: Sequence[int] | None) -> list[RankTrace]:
-    """The traces of one pipeline, in its order."""
+def _select_pipeline(traces: Sequence[RankTrace], ranks: Sequence[int] | None) -> list[RankTrace]:
+    """Return the traces of one pipeline, in its order. Raises PenstockError if one is missing or given twice."""
     by_rank: dict[int, RankTrace] = {}
     for trace in traces:
         if (earlier := by_rank.setdefault(trace.rank, trace)) is not trace:
@@ -115,74 +119,78 @@ def _of_pipeline(traces: Sequence[RankTrace], ranks: Sequence[int] | None) -> li
     ranks = ranks or [rank for rank in by_rank[first_rank].pipeline if rank in by_rank] or sorted(by_rank)
     if missing_ranks := [rank for rank in ranks if rank not in by_rank]:
         raise PenstockError(
-            f"there is no trace of rank {missing_ranks[0]}, but of {_listed(sorted(by_rank))}: add it, or give ranks="
+            f"there is no trace of rank {missing_ranks[0]}, but of {_comma_list(sorted(by_rank))}: add it, or give ranks="
         )
     return [by_rank[rank] for rank in ranks]
 
 
 def _set_stages(traces: Sequence[RankTrace], placement: Sequence[int] | None, stages_per_rank: int) -> None:
-    """Set the stages of actions on ranks whose traces name none."""
+    """Set the stages of actions if the traces name none. Raises PenstockError if they do not fit `placement`."""
     if any(trace.names_stages for trace in traces):
         if nameless := [trace for trace in traces if not trace.names_stages]:
             raise PenstockError(f"{nameless[0].path} names no stages, the other traces do: give traces of one job")
         return
     count = len(traces)
-    homes = list(range(count)) * stages_per_rank if placement is None else list(placement)
-    if sorted(homes[:count]) != list(range(count)) or homes != homes[:count] * (len(homes) // count):
+    rank_of = list(range(count)) * stages_per_rank if placement is None else list(placement)
+    if sorted(rank_of[:count]) != list(range(count)) or rank_of != rank_of[:count] * (len(rank_of) // count):
         raise PenstockError(
-            f"placement {homes} is none of {count} ranks that take turns: give every rank once, or V times in turn"
+            f"placement {rank_of} is none of {count} ranks that take turns: give every rank once, or V times in turn"
         )
-    if len(homes) > count and not all(trace.is_counted for trace in traces):
+    if len(rank_of) > count and not all(trace.is_counted for trace in traces):
         raise PenstockError(f"{traces[0].path} has one stage, as its ranges say: leave out placement and stages_per_rank")
     for rank, trace in enumerate(traces):
-        named = partial(
-            _interleaved, first_stage=homes.index(rank), ranks=count, stages=len(homes), forwards=_count_forwards(trace)
+        action_of = partial(
+            _interleaved_action,
+            first_stage=rank_of.index(rank),
+            ranks=count,
+            stages=len(rank_of),
+            forwards=_count_forwards(trace),
         )
-        trace.actions = [timed._replace(action=named(timed.action)) for timed in trace.actions]
+        trace.actions = [timed._replace(action=action_of(timed.action)) for timed in trace.actions]
 
 
 def _count_forwards(trace: RankTrace) -> int:
-    """Return how many forwards the rank runs in a step, in all its stages."""
+    """Return how many forwards the rank runs in a step, over all its stages."""
     return 1 + max(timed.action.microbatch for timed in trace.actions)
 
 
-def _interleaved(action: Action, first_stage: int, ranks: int, stages: int, forwards: int) -> Action:
-    """The stage and microbatch of the n-th forward or backward of a rank that runs P microbatches in one stage after the other.
+def _interleaved_action(action: Action, first_stage: int, ranks: int, stages: int, forwards: int) -> Action:
+    """Return stage and microbatch of the n-th forward or backward of a rank, where n is `action.microbatch`.
 
-    So does Megatron's interleaved schedule, backwards from the last stage on. `forwards`: those of a rank in a step.
+    The rank runs P microbatches in each of its stages in turn, and backwards from its last stage, as in Megatron's interleaved
+    schedule. `forwards`: how many a rank runs in a step.
     """
-    kind, _, place, _ = action
+    kind, _, index, _ = action
     stages_per_rank = stages // ranks
-    group, within_group = divmod(place, ranks * stages_per_rank)
+    group, within_group = divmod(index, ranks * stages_per_rank)
     size = max(1, min(ranks, forwards // stages_per_rank - group * ranks))
-    turn, microbatch = divmod(within_group, size)
-    turn = turn if kind is Kind.F else stages_per_rank - 1 - turn
-    return Action(kind, first_stage + max(turn, 0) * ranks, group * ranks + microbatch)
+    chunk, microbatch = divmod(within_group, size)
+    chunk = chunk if kind is Kind.F else stages_per_rank - 1 - chunk
+    return Action(kind, first_stage + max(chunk, 0) * ranks, group * ranks + microbatch)
 
 
 # ---- steps
 
 
 def _common_steps(traces: Sequence[RankTrace]) -> dict[StepKey, list[RankStep]]:
-    """The steps that all ranks have, in order, with what every rank ran. Raises PenstockError if there are none."""
-    format_per_rank = [_steps_of(trace) for trace in traces]
-    common = sorted(set.intersection(*(set(steps) for steps in format_per_rank)))
+    """Return the steps that all ranks have, with the actions of every rank. Raises PenstockError if there is none."""
+    steps_per_rank = [_steps_of(trace) for trace in traces]
+    common = sorted(set.intersection(*(set(steps) for steps in steps_per_rank)))
     if not common:
-        step_texts = "; ".join(
-            f"{trace.path.name}: {_listed(_numbers(steps))}" for trace, steps in zip(traces, format_per_rank, strict=True)
-        )
+        rows = zip(traces, steps_per_rank, strict=True)
+        step_texts = "; ".join(f"{trace.path.name}: {_comma_list(_step_numbers(steps))}" for trace, steps in rows)
         raise PenstockError(f"the traces have no step in common ({step_texts}): profile the same steps on every rank")
-    return {key: [steps[key] for steps in format_per_rank] for key in common}
+    return {key: [steps[key] for steps in steps_per_rank] for key in common}
 
 
-def _numbers(steps: Mapping[StepKey, RankStep]) -> list[int]:
+def _step_numbers(steps: Mapping[StepKey, RankStep]) -> list[int]:
     return sorted({number for number, _ in steps})
 
 
 def _steps_of(trace: RankTrace) -> dict[StepKey, RankStep]:
-    """The actions of every profiler step; an action that comes again in one begins another step of the pipeline."""
+    """Return the actions of each step. An action that repeats in a profiler step begins another pipeline step."""
     steps = defaultdict[StepKey, RankStep](list)
-    ranges = sorted((when.start, when.end, number) for number, when in trace.steps.items())
+    ranges = sorted((span.start, span.end, number) for number, span in trace.steps.items())
     part, step, actions_in_part = 0, -1, set[Action]()
     for timed in trace.actions:
         place = bisect_right(ranges, timed.host_start, key=lambda timed_range: timed_range[0]) - 1
@@ -198,46 +206,46 @@ def _steps_of(trace: RankTrace) -> dict[StepKey, RankStep]:
     return steps
 
 
-def _whole_tables(
+def _complete_tables(
     steps: Mapping[StepKey, Sequence[RankStep]], placement: Sequence[int] | None
 ) -> tuple[dict[StepKey, Schedule], int]:
-    """The tables of the steps that ran the usual one, and how many others there are.
+    """Return the tables of the steps that ran the most common table, and the number of other steps.
 
-    Raises PenstockError where no step is whole.
+    Raises PenstockError if no step is complete.
     """
-    tables, faults = dict[StepKey, Schedule](), list[PenstockError]()
+    tables, errors = dict[StepKey, Schedule](), list[PenstockError]()
     for key, rows in steps.items():
         try:
             tables[key] = _table(key, rows, placement)
         except PenstockError as error:
-            faults.append(error)
+            errors.append(error)
     if not tables:
-        raise faults[0]
-    usual = Counter(table.actions for table in tables.values()).most_common(1)[0][0]
-    alike = {key: table for key, table in tables.items() if table.actions == usual}
-    return alike, len(steps) - len(alike)
+        raise errors[0]
+    most_common = Counter(table.actions for table in tables.values()).most_common(1)[0][0]
+    kept_tables = {key: table for key, table in tables.items() if table.actions == most_common}
+    return kept_tables, len(steps) - len(kept_tables)
 
 
 def _table(key: StepKey, rows: Sequence[RankStep], placement: Sequence[int] | None) -> Schedule:
-    """What ran in a step. Raises PenstockError where actions are missing, or stand on two ranks."""
+    """Return the table that ran in a step. Raises PenstockError if actions are missing, or a stage ran on two ranks."""
     stages = {timed.action.stage for row in rows for timed in row}
     if len(stages) <= max(stages):
-        absent = next(stage for stage in range(len(stages) + 1) if stage not in stages)
-        raise PenstockError(f"no trace has stage {absent}: give the traces of all ranks of the pipeline")
+        missing_stage = next(stage for stage in range(len(stages) + 1) if stage not in stages)
+        raise PenstockError(f"no trace has stage {missing_stage}: give the traces of all ranks of the pipeline")
     table = from_rows("traces", [[timed.action for timed in row] for row in rows])
-    homes: dict[int, int] = {}
+    rank_of: dict[int, int] = {}
     for rank, row in enumerate(table.actions):
         for action in row:
-            if homes.setdefault(action.stage, rank) != rank:
-                problem = f"stage {action.stage} ran on two of these ranks, {homes[action.stage]} and {rank}"
+            if rank_of.setdefault(action.stage, rank) != rank:
+                problem = f"stage {action.stage} ran on two of these ranks, {rank_of[action.stage]} and {rank}"
                 raise PenstockError(f"{problem}: they are replicas, so give the traces of one pipeline")
     if placement is not None and tuple(placement) != table.placement:
         raise PenstockError(f"placement is {list(placement)}, but in the traces the stages ran on {list(table.placement)}")
     actions = {action for row in table.actions for action in row}
     for stage in range(table.stages):
         for microbatch in range(table.microbatches):
-            cells = {kind: Action(kind, stage, microbatch) in actions for kind in Kind}
-            for name, is_there in (("forward", cells[Kind.F]), ("backward", cells[Kind.B] or cells[Kind.I])):
+            has_kind = {kind: Action(kind, stage, microbatch) in actions for kind in Kind}
+            for name, is_there in (("forward", has_kind[Kind.F]), ("backward", has_kind[Kind.B] or has_kind[Kind.I])):
                 if not is_there:
                     problem = f"{_step_name(key)} has no {name} of microbatch {microbatch} on stage {stage}"
                     raise PenstockError(f"{problem}: profile whole steps of training, on all ranks")
@@ -245,7 +253,7 @@ def _table(key: StepKey, rows: Sequence[RankStep], placement: Sequence[int] | No
 
 
 def _check_last_stage(table: Schedule, traces: Sequence[RankTrace]) -> None:
-    """Raise PenstockError where every backward of the last stage has waited for a message, so that it is not the last."""
+    """Raise PenstockError if every backward of the last stage received a message: then it is not the last stage."""
     stage = table.stages - 1
     receiving = {timed.action for trace in traces for timed in trace.actions if timed.receives}
     backwards = {action for row in table.actions for action in row if action.stage == stage and action.kind in (Kind.B, Kind.I)}
@@ -260,7 +268,7 @@ def _step_name(key: StepKey) -> str:
 
 
 def _catalog_name(table: Schedule) -> str:
-    """The name of the catalog's schedule with these actions; of others, "traces"."""
+    """Return the name of the catalog's schedule with these actions, or "traces" if there is none."""
     for name in names():
         try:
             schedule = build(name, table.ranks, table.microbatches, table.stages // table.ranks)
@@ -272,7 +280,7 @@ def _catalog_name(table: Schedule) -> str:
 
 
 def _events(rank: int, row: RankStep, offset: float) -> tuple[Event, ...]:
-    """The events of `row`, none beginning or ending before the one it follows, as a rank runs one at a time."""
+    """Return the events of `row` by rank 0's clock, moved if needed so that no two overlap."""
     events, free = list[Event](), -float("inf")
     for action, start, end, sent, *_ in row:
         start, end = max(start + offset, free), max(end + offset, free)
@@ -281,15 +289,16 @@ def _events(rank: int, row: RankStep, offset: float) -> tuple[Event, ...]:
     return tuple(events)
 
 
-def _between(trace: RankTrace, row: RankStep) -> float:
-    """Seconds from the end of the step before to the first thing that belongs to this one; 0 if there is none before."""
+def _seconds_before_step(trace: RankTrace, row: RankStep) -> float:
+    """Return the seconds from the previous step's end to this step's first action or message; 0 for the first step."""
     step_start = row[0].host_start
     earlier_ends = [timed.sent or timed.end for timed in trace.actions if timed.host_start < step_start]
-    began = [start for start in trace.began if earlier_ends and earlier_ends[-1] <= start <= step_start]
-    return max(0.0, min(began, default=step_start) - earlier_ends[-1]) if earlier_ends else 0.0
+    starts = [start for start in trace.work_starts if earlier_ends and earlier_ends[-1] <= start <= step_start]
+    return max(0.0, min(starts, default=step_start) - earlier_ends[-1]) if earlier_ends else 0.0
 
 
-def _checked(timeline: MeasuredTimeline, key: StepKey) -> MeasuredTimeline:
+def _check_timeline(timeline: MeasuredTimeline, key: StepKey) -> MeasuredTimeline:
+    """Return `timeline`. Raises PenstockError if its events contradict each other."""
     try:
         check_timeline(timeline)
     except ValueError as error:
@@ -300,13 +309,13 @@ def _checked(timeline: MeasuredTimeline, key: StepKey) -> MeasuredTimeline:
 # ---- sentences
 
 
-def _notes(record: Record, traces: Sequence[RankTrace], dropped: int, error: float) -> list[str]:
-    """In a sentence each, what a reader of the timeline should know of how it was found."""
+def _notes(record: Record, traces: Sequence[RankTrace], num_dropped: int, error: float) -> list[str]:
+    """Return sentences on how the timeline was found."""
     lengths = [1e3 * step.makespan for step in record.steps]
     steps = f"{len(lengths)} steps of {min(lengths):.1f} to {max(lengths):.1f} ms, the middle one is shown"
     notes = [steps if len(lengths) > 1 else "1 step"]
-    if dropped:
-        notes.append(f"left out: {dropped} that ran other actions or are not whole")
+    if num_dropped:
+        notes.append(f"left out: {num_dropped} that ran other actions or are not whole")
     if len({trace.host for trace in traces}) > 1:
         notes.append(f"clocks lined up by the messages, to {1e6 * error:.0f} us")
     elif error:
@@ -318,5 +327,5 @@ def _notes(record: Record, traces: Sequence[RankTrace], dropped: int, error: flo
     return notes
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _comma_list(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers)) or "none"

@@ -1,7 +1,7 @@
-"""What a trace says of a step beyond its timeline: pauses of the host, blocked collectives, and what runs between steps.
+"""Find causes of slow steps that only traces show: pauses of the host, blocked collectives, work between steps.
 
-Each cause is an `Improvement` for the verdict: the step replayed without the time that it took. What cannot be shorter on its
-own, collectives in actions and what gaps consist of, is a sentence.
+Each cause is an `Improvement` for the verdict: the step replayed without the time that the cause took. Collectives in actions,
+and the parts of gaps, cannot be shortened alone: they are described in sentences.
 """
 
 from bisect import bisect_left, bisect_right
@@ -19,42 +19,47 @@ from penstock.view.record import Record
 
 RankStep = Sequence[TimedAction]
 
-PAUSE_FACTOR = 1.5  # times the usual action of its kind and stage: a longer one was paused
+PAUSE_FACTOR = 1.5  # an action that takes this many times its kind and stage's median was paused
 MIN_PAUSE_SECONDS = 0.001
-RARE_SHARE = 0.25  # of the actions of a kind and stage: more that are long are no pauses
-CLOSE_SECONDS = 0.0002  # between the end of a receive and what it blocked
-SHORT_REST_SHARE = 0.5  # of the time that a collective waited: what it may take after that
-NAMED_ACTIONS = 3  # in a sentence
-NAMED_GAP_SHARE = 0.005  # of the time between actions: what takes less is not named
-NAMED_SHARE = 0.1  # of the time between steps: what takes less is not named
+RARE_SHARE = 0.25  # of the actions of a kind and stage; if more are long, they are not pauses
+CLOSE_SECONDS = 0.0002  # at most, between the end of a receive and the start of the collective that it blocked
+SHORT_REST_SHARE = 0.5  # of its wait, at most, that a blocked collective takes after it
+MAX_NAMED_ACTIONS = 3  # in a sentence
+MIN_GAP_SHARE = 0.005  # of the time between actions; smaller parts are not named
+MIN_LOOP_SHARE = 0.1  # of the time between steps; smaller parts are not named
 
 
 def find_causes(record: Record, traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> Iterator[Improvement]:
-    """Yield what made the steps notably longer. `usual`: what every rank ran in the usual step of `record`."""
-    improvements = [*_pauses(record), *_blocked_collectives(record.usual, traces, usual), *_work_between_steps(record, traces)]
+    """Yield the causes that made steps notably longer. `usual`: each rank's actions in the median step of `record`."""
+    improvements = [
+        *_pauses(record),
+        *_blocked_collectives(record.usual, traces, usual),
+        *_work_between_steps(record, traces),
+    ]
     yield from (improvement for improvement in improvements if improvement.gain > NOTABLE_SHARE)
 
 
 def describe(record: Record, traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> Iterator[str]:
-    """Yield sentences on collectives in the actions of the usual step, and on what its gaps consist of."""
+    """Yield sentences on the collectives in the median step, and on the parts of its gaps."""
     inside = [call for trace, row in zip(traces, usual, strict=True) for call in _collectives_in(trace, row)]
     if inside:
         share = sum(call.end - call.began for call in inside) / (sum(record.usual.busy) or 1.0)
-        yield f"collectives in actions: {_listed(inside)}, {share:.1%} of the actions' time"
-    whole = [[timed._replace(start=row[0].start, end=row[-1].end)] for row in usual for timed in row[:1]]
-    in_step = (call for trace, row in zip(traces, whole, strict=True) for call in _collectives_in(trace, row))
+        yield f"collectives in actions: {_describe_collectives(inside)}, {share:.1%} of the actions' time"
+    whole_steps = [[timed._replace(start=row[0].start, end=row[-1].end)] for row in usual for timed in row[:1]]
+    in_step = (call for trace, row in zip(traces, whole_steps, strict=True) for call in _collectives_in(trace, row))
     inside_actions = set(inside)
     if outside := [call for call in in_step if call not in inside_actions]:
-        yield f"collectives between actions: {_listed(outside)}"
+        yield f"collectives between actions: {_describe_collectives(outside)}"
     shares = _gap_shares(traces, usual)
     if total := sum(shares.values()):
         listed = ", ".join(
-            f"{name} {seconds / total:.0%}" for name, seconds in shares.items() if seconds >= NAMED_GAP_SHARE * total
+            f"{name} {seconds / total:.0%}" for name, seconds in shares.items() if seconds >= MIN_GAP_SHARE * total
         )
         yield f"between actions {1e3 * total:.1f} ms on all ranks: {listed}"
 
 
-def _listed(collectives: Sequence[CollectiveCall]) -> str:
+def _describe_collectives(collectives: Sequence[CollectiveCall]) -> str:
+    """Return how many collectives of each name there are, and the milliseconds of all."""
     counts, seconds = Counter(call.name for call in collectives), sum(call.end - call.began for call in collectives)
     listed = ", ".join(f"{count} {name}" for name, count in counts.most_common())
     return f"{listed}, together {1e3 * seconds:.1f} ms"
@@ -64,7 +69,7 @@ def _listed(collectives: Sequence[CollectiveCall]) -> str:
 
 
 def _pauses(record: Record) -> Iterator[Improvement]:
-    """Actions that took much longer than others of their kind and stage, on the rank that lost most."""
+    """Yield the pauses of the rank that lost most: actions much longer than others of their kind and stage."""
     seconds = defaultdict[tuple[Kind, int], list[float]](list)
     for event in (event for step in record.steps for event in step.events):
         seconds[event.action[:2]].append(event.end - event.start)
@@ -82,7 +87,7 @@ def _pauses(record: Record) -> Iterator[Improvement]:
             timeline, rank = replay(record.usual, extra), row[0].rank
             gain = 1 - timeline.makespan / record.usual.makespan
             count = sum(any(map(is_paused, step.rows[rank])) for step in record.steps)
-            finding = f"rank {rank} pauses in {_named(extra)}, {1e3 * sum(extra.values()):.0f} ms longer than usual"
+            finding = f"rank {rank} pauses in {_name_actions(extra)}, {1e3 * sum(extra.values()):.0f} ms longer than usual"
             cause = f"garbage collection, or what else stops its host; in {count} of {len(record.steps)} steps"
             text = f"{finding} ({cause}), without that: {-100 * gain:.1f} %"
             best = max(best or Improvement("", "", 0.0, timeline), Improvement("pause", text, gain, timeline, rank), key=_gain)
@@ -94,39 +99,41 @@ def _gain(improvement: Improvement) -> float:
     return improvement.gain
 
 
-def _named(actions: Iterable[Action]) -> str:
+def _name_actions(actions: Iterable[Action]) -> str:
+    """Return the names of a few actions, and how many more there are."""
     names = [str(action) for action in actions]
-    num_more = len(names) - NAMED_ACTIONS
-    return ", ".join(names[:NAMED_ACTIONS]) + (f" and {num_more} more" if num_more > 0 else "")
+    num_more = len(names) - MAX_NAMED_ACTIONS
+    return ", ".join(names[:MAX_NAMED_ACTIONS]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 # ---- head-of-line blocking
 
 
 def _blocked_collectives(step: Timeline, traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> Iterator[Improvement]:
-    """Collectives in actions that went on when a receive ended that was posted before them and that the action did not need."""
+    """Yield, for each rank, collectives that waited behind an earlier receive which their action did not need."""
     for rank, (trace, row) in enumerate(zip(traces, usual, strict=True)):
-        receives = [(when, timed.action) for timed in row for when in timed.receives]
-        messages = [*receives, *((when, None) for when in trace.marks.transfers)]
+        receives = [(span, timed.action) for timed in row for span in timed.receives]
+        messages = [*receives, *((span, None) for span in trace.marks.transfers)]
         waits, reasons = defaultdict[Action, float](float), list[str]()
         for timed in row:
             for collective in _collectives_in(trace, [timed]) if messages else ():
-                for when, needing in messages:
-                    if needing != timed.action and when.end > timed.start and _blocks(when, collective):
+                for span, receiver in messages:
+                    if receiver != timed.action and span.end > timed.start and _blocks(span, collective):
                         waits[timed.action] = max(
-                            waits[timed.action], when.end - max(collective.posted, when.start, timed.start)
+                            waits[timed.action], span.end - max(collective.posted, span.start, timed.start)
                         )
-                        reasons.append(f"{collective.name} waits for {f'the receive of {needing}' if needing else 'a message'}")
+                        message = f"the receive of {receiver}" if receiver else "a message"
+                        reasons.append(f"{collective.name} waits for {message}")
         if waits:
             timeline = replay(step, waits)
             gain = 1 - timeline.makespan / step.makespan
-            finding = f"rank {rank} is blocked for {1e3 * sum(waits.values()):.0f} ms in {_named(waits)}: {reasons[0]}"
+            finding = f"rank {rank} is blocked for {1e3 * sum(waits.values()):.0f} ms in {_name_actions(waits)}: {reasons[0]}"
             text = f"{finding}, posted before it is needed (head-of-line blocking), posted later: {-100 * gain:.1f} %"
             yield Improvement("blocked", text, gain, timeline, rank)
 
 
 def _blocks(receive: Range, collective: CollectiveCall) -> bool:
-    """Whether `collective` was posted while `receive` was under way, and could go on when that had ended."""
+    """Return whether `collective` was posted during `receive`, and continued right after its end."""
     if not receive.start <= collective.posted < receive.end:
         return False
     if collective.began > collective.posted:  # on a device
@@ -136,7 +143,7 @@ def _blocks(receive: Range, collective: CollectiveCall) -> bool:
 
 
 def _collectives_in(trace: RankTrace, row: RankStep) -> Iterator[CollectiveCall]:
-    """The collectives that began in the actions of `row`."""
+    """Yield the collectives that began in the actions of `row`."""
     collectives = trace.marks.collectives
     for timed in row:
         begin = bisect_left(collectives, timed.start, key=lambda collective: collective.began)
@@ -147,29 +154,29 @@ def _collectives_in(trace: RankTrace, row: RankStep) -> Iterator[CollectiveCall]
 
 
 def _work_between_steps(record: Record, traces: Sequence[RankTrace]) -> Iterator[Improvement]:
-    """The time between steps in which no rank is in the pipeline, and what the rank does then that is busiest."""
+    """Yield the time between steps in which no rank is in the pipeline, with the work of the busiest rank in it."""
     between = median([next_step.start - step.end for step, next_step in pairwise(record.steps)] or [0.0])
     if between <= 0:
         return
     busiest = max(range(len(traces)), key=lambda rank: sum(_loop_work(traces[rank], len(record.steps)).values()))
     parts = sorted(_loop_work(traces[busiest], len(record.steps)).items(), key=lambda part: -part[1])
-    listed = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in parts if seconds >= NAMED_SHARE * between)
+    listed = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in parts if seconds >= MIN_LOOP_SHARE * between)
     gain = between / (between + record.usual.makespan)
-    named = f": on rank {busiest} {listed}" if listed else ""
+    details = f": on rank {busiest} {listed}" if listed else ""
     yield Improvement(
-        "between steps", f"between steps {1e3 * between:.1f} ms, {gain:.1%} of the loop{named}", gain, record.usual
+        "between steps", f"between steps {1e3 * between:.1f} ms, {gain:.1%} of the loop{details}", gain, record.usual
     )
 
 
 def _loop_work(trace: RankTrace, steps: int) -> dict[str, float]:
-    """Seconds of a step that the rank's data loader and optimizer take."""
-    loading = sum(when.end - when.start for when in trace.marks.loading)
-    optimizer = sum(step.when.end - step.when.start for step in trace.marks.optimizer)
+    """Return the seconds a step that the rank's data loader and optimizer take."""
+    loading = sum(span.end - span.start for span in trace.marks.loading)
+    optimizer = sum(step.span.end - step.span.start for step in trace.marks.optimizer)
     return {"data loader": loading / steps, f"optimizer{_fusion(trace)}": optimizer / steps}
 
 
 def _fusion(trace: RankTrace) -> str:
-    """How many operations a step of the optimizer is, where they are of a tensor each."""
+    """Return the number of operations of an optimizer step, as text; empty if the optimizer is fused."""
     steps = [step for step in trace.marks.optimizer if step.operations]
     if not steps or any(step.is_fused for step in steps):
         return ""
@@ -180,20 +187,20 @@ def _fusion(trace: RankTrace) -> str:
 
 
 def _gap_shares(traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> dict[str, float]:
-    """Seconds between actions in which ranks waited for messages, sent, ran FSDP's ranges, kernels or other code."""
+    """Return the seconds between actions, over all ranks, by what ran: waits, sends, FSDP, kernels, other host code."""
     shares = dict.fromkeys(("waiting for messages", "sending", *traces[0].marks.sharding, "device", "host"), 0.0)
     for trace, row in zip(traces, usual, strict=True):
         kernels = sorted(trace.marks.kernels.values())
-        for previous, following in pairwise(row):
-            free = Range(previous.end, following.start)
+        for previous, next_action in pairwise(row):
+            free = Range(previous.end, next_action.start)
             for name, ranges in (
-                ("waiting for messages", following.receives),
+                ("waiting for messages", next_action.receives),
                 ("sending", [Range(previous.end, previous.sent)] if previous.sent else []),
                 *((name, within(ranges, free)) for name, ranges in trace.marks.sharding.items()),
                 ("device", kernels[bisect_left(kernels, (free.start,)) : bisect_left(kernels, (free.end,))]),
             ):
-                for when in ranges:
-                    part = Range(max(free.start, when.start), min(free.end, when.end))
+                for span in ranges:
+                    part = Range(max(free.start, span.start), min(free.end, span.end))
                     if part.start < part.end:
                         shares[name] += part.end - part.start
                         free = Range(part.end, free.end)

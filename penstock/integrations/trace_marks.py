@@ -1,4 +1,4 @@
-"""What is kept of the events in one rank's trace: ranges of actions and messages, operations, kernels, what else took time."""
+"""Collect the events of one rank's trace that matter: ranges of actions and messages, operations, kernels, collectives."""
 
 import contextlib
 import math
@@ -31,19 +31,19 @@ _BYTES = {
     "half": 2,
     "bfloat16": 2,
 }
-MAX_ELEMENTS = 2**48  # of a message; beyond that the number is damaged
-ONLY_STAGE = 0  # of a rank whose ranges name no stage, until it is known which rank it is
+MAX_ELEMENTS = 2**48  # of a message; a larger number is damaged
+ONLY_STAGE = 0  # the stage of actions whose ranges name none, until all traces are read
 
 
 class Range(NamedTuple):
-    """From `start` to `end`, in seconds of the rank's clock."""
+    """A time range from `start` to `end`, in seconds of the rank's clock."""
 
     start: float
     end: float
 
 
 class CollectiveCall(NamedTuple):
-    """A collective, in seconds of the rank's clock: when it was posted, when it began on its device, and when it ended."""
+    """A collective: when it was posted, began on its device, and ended, in seconds of the rank's clock."""
 
     name: str
     posted: float
@@ -52,42 +52,46 @@ class CollectiveCall(NamedTuple):
 
 
 class OptimizerStep:
-    """A range of an optimizer's step, how many operations ran in it, and whether those were of many tensors each."""
+    """An optimizer step: its time range, its number of operations, and whether these were fused or foreach."""
 
-    def __init__(self, when: Range) -> None:
-        self.when, self.operations, self.is_fused = when, 0, False
+    def __init__(self, span: Range) -> None:
+        self.span, self.operations, self.is_fused = span, 0, False
 
 
 class Marks:
-    """What is kept of a trace's events, in the order of their starts once `sort` was called."""
+    """The events of a trace that matter. `sort` sorts them by start."""
 
     def __init__(self, base: float) -> None:
-        self.base = base  # seconds to add to all times
-        self.actions: list[tuple[Range, tuple[Action, ...]]] = []  # a range, and the action or the pair that ran in it
-        self.messages: list[tuple[Range, Action | None]] = []  # ranges SEND (None) and RECV (the action that needs it)
-        self.receives: list[Range] = []  # from the post to the arrival
+        self.base = base  # seconds, added to all times
+        self.actions: list[tuple[Range, tuple[Action, ...]]] = []  # a range, and the action or pair of actions that it names
+        self.messages: list[tuple[Range, Action | None]] = []  # ranges SEND (None); RECV, and the action that needs it
+        self.receives: list[Range] = []  # from post to arrival
         self.posts: list[float] = []  # when sends and receives were posted
         self.sends: list[Range] = []
-        self.backwards: list[tuple[Range, int]] = []  # what autograd ran, with its sequence number
+        self.backwards: list[tuple[Range, int]] = []  # autograd's operations, and their sequence numbers
         self.forwards: dict[int, Range] = {}  # sequence number -> the last operation with it
         self.steps: dict[int, Range] = {}
-        self.launches: list[tuple[float, int]] = []  # of kernels: when, and their correlation ids
+        self.launches: list[tuple[float, int]] = []  # of kernels: time, correlation id
         self.kernels: dict[int, Range] = {}
-        self.calls: list[tuple[Range, Kind]] = []  # forwards and backwards that say no microbatch
+        self.calls: list[tuple[Range, Kind]] = []  # forwards and backwards that name no microbatch
         self.collectives: list[CollectiveCall] = []
-        self.collective_kernels: list[tuple[int, CollectiveCall]] = []  # with correlation ids; posted when they are launched
+        self.collective_kernels: list[tuple[int, CollectiveCall]] = []  # correlation id, collective
         self.transfers: list[Range] = []  # sends and receives on the device
-        self.loading: list[Range] = []  # a data loader's next()
+        self.loading: list[Range] = []  # `next()` of a data loader
         self.optimizer: list[OptimizerStep] = []
         self.message_bytes = 0.0  # of the largest message
         self.lacks_stages = False
         self.is_of_torch_runtime = False
-        self.sharding: dict[str, list[Range]] = {"UNSHARD": [], "RESHARD": [], "REDUCE_GRAD": []}  # what torch's runtime calls
-        self.labelled_kernels: dict[tuple[str, int], Range] = {}  # a CUDA graph's, by the range they were captured in
-        self.graph_launches: dict[Range, float] = {}  # an action that a CUDA graph ran -> when the host launched the graph
+        self.sharding: dict[str, list[Range]] = {
+            "UNSHARD": [],
+            "RESHARD": [],
+            "REDUCE_GRAD": [],
+        }  # torch's FSDP actions
+        self.labelled_kernels: dict[tuple[str, int], Range] = {}  # of CUDA graphs: (range it was captured in, correlation id)
+        self.graph_launches: dict[Range, float] = {}  # action in a CUDA graph -> when the host launched the graph
 
     def add(self, event: Any) -> None:
-        """Keep what matters of `event`; leave out what is none of a profiler's."""
+        """Collect `event` if it matters; ignore it if it is not of a profiler's form."""
         if not isinstance(event, dict) or event.get("ph") != "X":
             return
         category, name, args = event.get("cat"), event.get("name"), event.get("args")
@@ -95,107 +99,112 @@ class Marks:
             return
         try:
             start = self.base + float(event["ts"]) / 1e6
-            when = Range(start, start + float(event["dur"]) / 1e6)
+            span = Range(start, start + float(event["dur"]) / 1e6)
         except (LookupError, TypeError, ValueError, OverflowError):
             return
-        if not (math.isfinite(when.end) and when.start <= when.end):
+        if not (math.isfinite(span.end) and span.start <= span.end):
             return
         args = args if isinstance(args, dict) else {}
         if category == "user_annotation":
-            self._add_range(name, when, args)
+            self._add_range(name, span, args)
         elif category == "cpu_op":
-            self._add_operation(name, when, args)
+            self._add_operation(name, span, args)
         elif category == "python_function":
-            self._add_call(name, when)
+            self._add_call(name, span)
         elif isinstance(correlation := args.get("correlation"), int):
             if category in _LAUNCHES:
-                self.launches.append((when.start, correlation))
+                self.launches.append((span.start, correlation))
             else:
-                self._add_kernel(name, when, args, correlation)
+                self._add_kernel(name, span, args, correlation)
 
-    def _add_kernel(self, name: str, when: Range, args: dict[str, Any], correlation: int) -> None:
+    def _add_kernel(self, name: str, span: Range, args: dict[str, Any], correlation: int) -> None:
+        """Collect a kernel, by its correlation id and by the range it was captured in."""
         label = args.get("name", args.get("annotation"))
         if isinstance(label, str):
-            _extend(self.labelled_kernels, (label, correlation), when)
+            _extend(self.labelled_kernels, (label, correlation), span)
         if "nccl" in name.lower():
-            self._add_communication(name, when, args, correlation)
+            self._add_communication(name, span, args, correlation)
         else:
-            _extend(self.kernels, correlation, when)  # all of a CUDA graph have the id of its launch
+            _extend(self.kernels, correlation, span)  # all kernels of a CUDA graph have the id of its launch
 
-    def _add_communication(self, kernel: str, when: Range, args: dict[str, Any], correlation: int) -> None:
-        """Keep a kernel of NCCL: a collective by its arguments, of an older torch by its own name; else a message."""
+    def _add_communication(self, kernel: str, span: Range, args: dict[str, Any], correlation: int) -> None:
+        """Collect a kernel of NCCL: a collective by its arguments (older torch: by its name), else a message."""
         name, elements = args.get("Collective name"), args.get("In msg nelems")
         if name is None and (match := _NCCL_KERNEL.fullmatch(kernel)):
             name = match[1]
         if isinstance(name, str) and name.lstrip("_") not in _TRANSFERS:
-            self.collective_kernels.append((correlation, CollectiveCall(name.lstrip("_"), when.start, *when)))
+            self.collective_kernels.append((correlation, CollectiveCall(name.lstrip("_"), span.start, *span)))
             return
-        self.transfers.append(when)
+        self.transfers.append(span)
         if isinstance(elements, int):
             self._add_message(elements, args.get("dtype"))
 
     def _add_message(self, elements: float, dtype: Any) -> None:
+        """Update the bytes of the largest message."""
         if 0 <= elements < MAX_ELEMENTS:
             self.message_bytes = max(self.message_bytes, float(elements) * _BYTES.get(str(dtype).lower(), 0))
 
-    def _add_call(self, name: str, when: Range) -> None:
+    def _add_call(self, name: str, span: Range) -> None:
+        """Collect a forward or backward that a function of Megatron, DeepSpeed or torch runs."""
         if match := _CALL.fullmatch(name):
-            self.calls.append((when, Kind.F if match[1] else Kind.B))
+            self.calls.append((span, Kind.F if match[1] else Kind.B))
 
-    def _add_range(self, name: str, when: Range, args: dict[str, Any]) -> None:
+    def _add_range(self, name: str, span: Range, args: dict[str, Any]) -> None:
+        """Collect a range that the program or torch has named."""
         if match := _ACTION.fullmatch(name):
-            self.actions.append((when, (Action.parse(match[2]),)))
+            self.actions.append((span, (Action.parse(match[2]),)))
             self.is_of_torch_runtime |= match[1] is not None
         elif match := _PAIR.fullmatch(name):
-            self.actions.append((when, (Action.parse(match[1]), Action.parse(match[2]))))
+            self.actions.append((span, (Action.parse(match[1]), Action.parse(match[2]))))
         elif match := _SINGLE_STAGE.fullmatch(name):
             kind = Kind.F if match[1] == "Forward" else Kind.B
-            self.actions.append((when, (Action(kind, ONLY_STAGE, int(match[2])),)))
+            self.actions.append((span, (Action(kind, ONLY_STAGE, int(match[2])),)))
             self.lacks_stages = True
         elif match := _MESSAGE.fullmatch(name):
             kind = Kind.F if match[3] == "F" else Kind.B
-            self.messages.append((when, Action(kind, int(match[1]), int(match[4])) if match[2] == "RECV" else None))
+            self.messages.append((span, Action(kind, int(match[1]), int(match[4])) if match[2] == "RECV" else None))
         elif match := _SHARDING.fullmatch(name):
-            self.sharding[match[1]].append(when)
+            self.sharding[match[1]].append(span)
         elif match := _STEP.fullmatch(name):
-            self.steps[int(match[1])] = when
+            self.steps[int(match[1])] = span
         elif name in ("gloo:recv", "nccl:recv"):
-            self.receives.append(when)
+            self.receives.append(span)
             self._add_shape(args)
         elif (match := _COLLECTIVE.fullmatch(name)) and match[1] not in _TRANSFERS:
-            self.collectives.append(CollectiveCall(match[1], when.start, *when))
+            self.collectives.append(CollectiveCall(match[1], span.start, *span))
         elif name.startswith("enumerate(DataLoader)#"):
-            self.loading.append(when)
+            self.loading.append(span)
         elif name.startswith("Optimizer.step#"):
-            self.optimizer.append(OptimizerStep(when))
+            self.optimizer.append(OptimizerStep(span))
         else:
-            self._add_call(name, when)
+            self._add_call(name, span)
 
     def _add_shape(self, args: dict[str, Any]) -> None:
-        """Keep the size of a message, which is in the trace with `record_shapes=True`."""
+        """Collect the size of a message, which a trace with `record_shapes=True` has."""
         with contextlib.suppress(LookupError, TypeError, ValueError, OverflowError):
             self._add_message(math.prod(args["Input Dims"][0]), args["Input type"][0])
 
-    def _add_operation(self, name: str, when: Range, args: dict[str, Any]) -> None:
-        if self.optimizer and self.optimizer[-1].when.start <= when.start < self.optimizer[-1].when.end:
+    def _add_operation(self, name: str, span: Range, args: dict[str, Any]) -> None:
+        """Collect an operation on the CPU: of the optimizer, a send or receive, of autograd, or a forward."""
+        if self.optimizer and self.optimizer[-1].span.start <= span.start < self.optimizer[-1].span.end:
             self.optimizer[-1].operations += name.startswith("aten::")
             self.optimizer[-1].is_fused |= name.startswith(("aten::_foreach", "aten::_fused"))
             return
         number = args.get("Sequence number")
         if name == "c10d::send":
-            self.sends.append(when)
-            self.posts.append(when.start)
+            self.sends.append(span)
+            self.posts.append(span.start)
         elif name == "c10d::recv_":
-            self.posts.append(when.start)
+            self.posts.append(span.start)
         elif name.startswith("autograd::engine::evaluate_function"):
-            self.backwards.append((when, number if isinstance(number, int) else -1))
+            self.backwards.append((span, number if isinstance(number, int) else -1))
         elif isinstance(number, int) and args.get("Fwd thread id") == 0:
             earlier = self.forwards.get(number)
-            if earlier is None or earlier.start <= when.start:
-                self.forwards[number] = when
+            if earlier is None or earlier.start <= span.start:
+                self.forwards[number] = span
 
     def sort(self) -> None:
-        """Bring everything into the order of time."""
+        """Sort everything by time, once all events are added."""
         if not self.actions:
             self._add_labelled_ranges()
         for ranges in (
@@ -209,29 +218,29 @@ class Marks:
             self.calls,
         ):
             ranges.sort(key=start_of)
-        for of_name in self.sharding.values():
-            of_name.sort()
+        for ranges_of_kind in self.sharding.values():
+            ranges_of_kind.sort()
         self.transfers.sort()
-        if self.collective_kernels:  # then the ranges are the host's launches alone
-            launched = {correlation: when for when, correlation in self.launches}
+        if self.collective_kernels:  # then the ranges of collectives are only launches by the host
+            launched = {correlation: span for span, correlation in self.launches}
             self.collectives = [
                 collective._replace(posted=launched.get(correlation, collective.began))
                 for correlation, collective in self.collective_kernels
             ]
         self.collectives.sort(key=lambda collective: collective.began)
-        self._launched = [when for when, _ in self.launches]
+        self._launched = [span for span, _ in self.launches]
         self.forward_operations = sorted(self.forwards.values()) if any(len(pair) > 1 for _, pair in self.actions) else []
 
     def _add_labelled_ranges(self) -> None:
-        """Keep as ranges what kernels of CUDA graphs say that they were captured in, as the graphs' launches have none."""
-        launched = {correlation: when for when, correlation in self.launches}
-        for (label, correlation), when in self.labelled_kernels.items():
-            self._add_range(label, when, {})
-            self.graph_launches[when] = launched.get(correlation, when.start)
+        """Add the ranges that kernels of CUDA graphs were captured in: the launch of a graph has no range."""
+        launched = {correlation: span for span, correlation in self.launches}
+        for (label, correlation), span in self.labelled_kernels.items():
+            self._add_range(label, span, {})
+            self.graph_launches[span] = launched.get(correlation, span.start)
 
-    def on_device(self, when: Range) -> Range | None:
-        """From the first to the last kernel that was launched in `when`; None where there are none."""
-        begin, end = bisect_left(self._launched, when.start), bisect_right(self._launched, when.end)
+    def on_device(self, span: Range) -> Range | None:
+        """Return the range from the first to the last kernel launched in `span`; None if there is none."""
+        begin, end = bisect_left(self._launched, span.start), bisect_right(self._launched, span.end)
         ids = (correlation for _, correlation in self.launches[begin:end])
         kernels = [self.kernels[correlation] for correlation in ids if correlation in self.kernels]
         return Range(min(kernel.start for kernel in kernels), max(kernel.end for kernel in kernels)) if kernels else None
@@ -241,18 +250,19 @@ _LAUNCHES = {"cuda_runtime", "cuda_driver"}
 _CATEGORIES = _LAUNCHES | {"user_annotation", "python_function", "cpu_op", "kernel", "gpu_memcpy", "gpu_memset"}
 
 
-def _extend(ranges: dict[Any, Range], key: Any, when: Range) -> None:
-    earlier = ranges.get(key, when)
-    ranges[key] = Range(min(earlier.start, when.start), max(earlier.end, when.end))
+def _extend(ranges: dict[Any, Range], key: Any, span: Range) -> None:
+    """Extend the range of `key` so that it includes `span`."""
+    earlier = ranges.get(key, span)
+    ranges[key] = Range(min(earlier.start, span.start), max(earlier.end, span.end))
 
 
 def start_of(item: Any) -> float:
-    """The start of a range, alone or with what belongs to it."""
+    """Return the start of a range, or of the range that a tuple begins with."""
     while isinstance(item, tuple):
         item = item[0]
     return float(item)
 
 
 def within(ranges: list[Range], outer: Range) -> list[Range]:
-    """Those of `ranges`, sorted, that start in `outer`."""
+    """Return the ranges that start in `outer`. `ranges` must be sorted."""
     return ranges[bisect_left(ranges, outer.start, key=start_of) : bisect_right(ranges, outer.end, key=start_of)]

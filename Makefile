@@ -58,7 +58,7 @@ $(VENV)/docs: $(VENV)/ready
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -C editable_mode=compat -e '.[docs]'
 	touch $@
 
-# Schedules, models, meshes and faults over communicators with NCCL's manners, on the CPU: tests/nccl_like.py. `ahead` connects
+# Schedules, models, meshes and faults over emulated NCCL, on the CPU: tests/emulated_nccl.py. `ahead` connects
 # at first use as `lazy` does, and takes every test; `lazy` those in which the host waits, `eager` those that make groups.
 NCCL_LAZY := faults mistakes rollback handshake
 NCCL_EAGER := faults pipeline

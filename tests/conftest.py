@@ -45,16 +45,16 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_addoption(parser):
-    message = "have ranks use communicators with NCCL's manners (nccl_like.py): lazy, eager or ahead"
-    parser.addoption("--over-nccl", metavar="MANNERS", help=message)
+    message = "have ranks use emulated NCCL (emulated_nccl.py): lazy, eager or ahead"
+    parser.addoption("--over-nccl", metavar="MODE", help=message)
 
 
 def pytest_configure(config):
-    if manners := config.getoption("--over-nccl"):
-        from nccl_like import over_nccl
+    if mode := config.getoption("--over-nccl"):
+        from emulated_nccl import over_nccl
 
         launch = ps.launch
-        ps.launch = lambda function, ranks, *args, **how: launch(over_nccl, ranks, manners, function, *args, **how)
+        ps.launch = lambda function, ranks, *args, **how: launch(over_nccl, ranks, mode, function, *args, **how)
 
 
 @pytest.fixture(scope="module")

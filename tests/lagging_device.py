@@ -1,13 +1,13 @@
-"""A device that lags behind its host, made of the CPU: a step runs on while a thread, the stream, does what it has told so far.
+"""An emulation of a GPU's asynchronous execution on the CPU: the host runs ahead while a thread, the stream, runs operations.
 
-Inside `ahead` an operation on the device's tensors returns at once, and what it makes is POISON until the stream comes to it: a
-moment after it was told, in order. Tensors of the device are a pipeline's parameters, what was received, and whatever is made
-of them. The host waits for the stream where it asks for a value, and nowhere else; `waits` has these places. Where an operation
-fails in the stream, the device is broken, as after an assertion in a kernel.
+Inside `ahead` an operation on the device's tensors returns at once. Its result is POISON until the stream has run it, in order
+and a moment later. Tensors of the device are a pipeline's parameters, received tensors, and all results computed from these.
+The host waits for the stream only where it reads a value; `waits` has these places. An operation that fails in the stream
+breaks the device, as an assertion in a kernel does.
 
-Not so on a GPU: what draws random numbers, what torch has no shapes for, and what torch itself does for replicas wait for the
-stream here; so does an optimizer. Memory that was let go is kept until the stream has done with it: that it is used again too
-early is seen for sends only (nccl_like.py).
+Other than on a GPU, these wait for the stream here: operations that draw random numbers, those without shapes on torch's meta
+device, torch's own work for replicas, and optimizers. Freed memory is kept until the stream has run what uses it: a use too
+early is detected for sends only (emulated_nccl.py).
 """
 
 import os
@@ -37,61 +37,61 @@ from penstock.pipeline import Pipeline
 from penstock.stage.dtensor import local_shard
 
 POISON = 0xFF  # every byte: NaN as a float, -1 as a whole number
-LAG = 0.01  # seconds that an operation is done after it was told, at most
+MAX_LAG_SECONDS = 0.01  # from the host's call of an operation until the stream runs it
 BROKEN = "CUDA error: device-side assert triggered"
-HOUSE = Path(penstock.__file__).parent
+PACKAGE_FOLDER = Path(penstock.__file__).parent
 META = torch.device("meta")
-COUNTED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # that a tensor was changed: when the host tells so
+VERSION_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # excluded: the host counts versions, at the call
 aten = torch.ops.aten
 EMPTY = (aten.empty, aten.empty_strided)
-NOT_TOLD = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}  # done at once, when the stream is
-VALUES = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default)
-VIEWS = (aten._unsafe_view.default, aten.lift_fresh.default)  # which do not say that they are
-PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)  # of one dtype, which the host sees to
+SYNCHRONOUS_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}  # run by the host, after the stream
+HOST_READS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default)
+VIEWS = (aten._unsafe_view.default, aten.lift_fresh.default)  # not marked as views by torch
+PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)  # the host checks that all dtypes are the same
 
-waits: list[str] = []  # where the host asked for a value
+waits: list[str] = []  # the places where the host read a value
 
 
-class AtOnce:
-    """The stream where the host computes: what it is told is done."""
+class HostStream:
+    """The stream of a host that computes itself: it runs everything at once."""
 
-    def do(self, function: Any, *args: Any, **kwargs: Any) -> None:
+    def run(self, function: Any, *args: Any, **kwargs: Any) -> None:
         function(*args, **kwargs)
 
     def synchronize(self) -> None:
         pass
 
 
-AT_ONCE = AtOnce()
+HOST_STREAM = HostStream()
 
 
-class LaggingStream(AtOnce):
-    """What the host has told the device to do: one after the other, each a moment later."""
+class LaggingStream(HostStream):
+    """A stream that runs the host's operations in a thread: one after the other, each a moment later."""
 
     def __init__(self) -> None:
-        self._told, self.broken = queue.SimpleQueue[Any](), False
-        threading.Thread(target=self._run, daemon=True).start()
+        self._operations, self.broken = queue.SimpleQueue[Any](), False
+        threading.Thread(target=self._run_operations, daemon=True).start()
 
-    def do(self, function: Any, *args: Any, **kwargs: Any) -> None:
+    def run(self, function: Any, *args: Any, **kwargs: Any) -> None:
         if self.broken:
             raise torch.AcceleratorError(BROKEN)
-        self._told.put((time.monotonic() + LAG * random.random(), function, args, kwargs))
+        self._operations.put((time.monotonic() + MAX_LAG_SECONDS * random.random(), function, args, kwargs))
 
     def synchronize(self) -> None:
         reached = threading.Event()
-        self._told.put((0.0, None, reached, {}))
+        self._operations.put((0.0, None, reached, {}))
         reached.wait()
         if self.broken:
             raise torch.AcceleratorError(BROKEN)
 
-    def _run(self) -> None:
-        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(COUNTED):
+    def _run_operations(self) -> None:
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(VERSION_KEYS):
             while True:
-                at, function, args, kwargs = self._told.get()
+                start_seconds, function, args, kwargs = self._operations.get()
                 if function is None:
                     args.set()
                 elif not self.broken:
-                    time.sleep(max(0.0, at - time.monotonic()))
+                    time.sleep(max(0.0, start_seconds - time.monotonic()))
                     try:
                         function(*args, **kwargs)
                     except Exception as error:
@@ -100,43 +100,43 @@ class LaggingStream(AtOnce):
                 function = args = kwargs = None
 
 
-_here = threading.local()  # where a thread's operations go
-_there: dict[int, StorageWeakRef] = {}  # memory of the device
+_thread = threading.local()  # `stream`: where a thread's operations run
+_device_storages: dict[int, StorageWeakRef] = {}
 
 
-def compute() -> AtOnce:
-    """The stream that does what this thread tells."""
-    return getattr(_here, "stream", AT_ONCE)
+def compute_stream() -> HostStream:
+    """Return the stream that runs this thread's operations."""
+    return getattr(_thread, "stream", HOST_STREAM)
 
 
 @contextmanager
 def ahead(stream: LaggingStream, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the host runs ahead of a device that has the parameters of `modules`; at the end it waits for it."""
-    for key in [key for key, memory in _there.items() if memory.expired()]:
-        del _there[key]
+    """Inside, the host runs ahead of a device that has the parameters of `modules`; at the end it waits for the stream."""
+    for key in [key for key, storage in _device_storages.items() if storage.expired()]:
+        del _device_storages[key]
     for module in modules:
         for parameter in (*module.parameters(), *module.buffers()):
-            put(local_shard(parameter))
-            put(local_shard(parameter.grad))
-    outer, _here.stream = compute(), stream  # a call within a call has the stream already
+            move_to_device(local_shard(parameter))
+            move_to_device(local_shard(parameter.grad))
+    outer_stream, _thread.stream = compute_stream(), stream  # a call within a call has the stream already
     try:
-        with _Ahead():
+        with _EnqueueOperations():
             yield
     finally:
         with suppress(torch.AcceleratorError):
             stream.synchronize()
-        _here.stream = outer
+        _thread.stream = outer_stream
 
 
-def put(tensor: Any) -> None:
-    """From now on this is one of the device's."""
+def move_to_device(tensor: Any) -> None:
+    """Count the tensor's memory as the device's from now on."""
     if isinstance(tensor, Tensor) and not tensor.is_meta:
         for storage in _storages(tensor):
-            _there[storage._cdata] = StorageWeakRef(storage)
+            _device_storages[storage._cdata] = StorageWeakRef(storage)
 
 
-def is_there(tensor: Tensor) -> bool:
-    return any(storage._cdata in _there for storage in _storages(tensor))
+def is_on_device(tensor: Tensor) -> bool:
+    return any(storage._cdata in _device_storages for storage in _storages(tensor))
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
@@ -145,47 +145,49 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill its memory."""
+    """Fill the tensor's memory with POISON."""
     if tensor.numel() and not tensor.is_meta:
         torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).fill_(POISON)
 
 
-class _Ahead(TorchDispatchMode):
-    """Tells the stream what to do."""
+class _EnqueueOperations(TorchDispatchMode):
+    """Gives operations on the device's tensors to the stream."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(map(is_traceable_wrapper_subclass, tensors)):
-            return NotImplemented  # it is taken apart first
-        if not any(map(is_there, tensors)):
+            return NotImplemented  # torch takes the subclass apart and calls again
+        if not any(map(is_on_device, tensors)):
             made = func(*args, **kwargs)
             if func.overloadpacket in EMPTY:
                 poison(made)
             return made
         if func.is_view or func in VIEWS:
             return func(*args, **kwargs)
-        if func in VALUES:
-            waits.append(_place())
-        elif func.namespace == "aten" and not NOT_TOLD & set(func.tags) and not _needs_host(func, tensors):
-            with suppress(RuntimeError):  # its shapes are not known, or wrong: as a GPU's host does, it says so itself
-                return _later(func, args, kwargs)
-        compute().synchronize()
+        if func in HOST_READS:
+            waits.append(_package_line())
+        elif func.namespace == "aten" and not SYNCHRONOUS_TAGS & set(func.tags) and not _runs_on_host(func, tensors):
+            with suppress(
+                RuntimeError
+            ):  # its shapes are unknown, or wrong: then the host runs it, and raises as a GPU's host does
+                return _enqueue(func, args, kwargs)
+        compute_stream().synchronize()
         made = func(*args, **kwargs)
         for leaf in tree_leaves(made):
-            put(leaf)
+            move_to_device(leaf)
         return made
 
 
-def _needs_host(func: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether it is done at once: sparse; with a workspace that has no shape; or a product that the host refuses."""
+def _runs_on_host(func: Any, tensors: Sequence[Tensor]) -> bool:
+    """Return whether the host runs it: sparse tensors, workspaces without a shape, products that the host refuses."""
     if any(tensor.layout != torch.strided for tensor in tensors) or "mkldnn" in func.name():
         return True
     return func.overloadpacket in PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1
 
 
-def _later(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation gives, before it is done. Raises NotImplementedError where that is not known."""
+def _enqueue(func: Any, args: Any, kwargs: Any) -> Any:
+    """Give an operation to the stream. Return its result, not computed yet. Raises NotImplementedError if that is unknown."""
     names, returns = func._schema.arguments, func._schema.returns
     written = [
         args[place] if place < len(args) else kwargs[name.name]
@@ -196,8 +198,8 @@ def _later(func: Any, args: Any, kwargs: Any) -> Any:
         if any(value.alias_info is None for value in returns):
             raise NotImplementedError
         for leaf in tree_leaves(written):
-            put(leaf)
-        compute().do(func, *args, **kwargs)
+            move_to_device(leaf)
+        compute_stream().run(func, *args, **kwargs)
         return None if not returns else written[0] if len(returns) == 1 else tuple(written)
     if kwargs.get("device") == META:
         return func(*args, **kwargs)
@@ -210,9 +212,9 @@ def _later(func: Any, args: Any, kwargs: Any) -> Any:
     )
     for leaf in tree_leaves(made):
         if leaf is not None:
-            put(leaf)
+            move_to_device(leaf)
             poison(leaf)
-    compute().do(_fill, made, func, *args, **kwargs)
+    compute_stream().run(_fill, made, func, *args, **kwargs)
     return made
 
 
@@ -222,24 +224,28 @@ def _shape(tensor: Tensor) -> Tensor:
 
 def _fill(made: Any, func: Any, *args: Any, **kwargs: Any) -> None:
     for to, leaf in zip(tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True):
-        if to is not None and leaf is not None and to.shape == leaf.shape:  # else it is of no use: nobody has asked for it
+        if to is not None and leaf is not None and to.shape == leaf.shape:  # else an output that the operation did not compute
             to.copy_(leaf)
 
 
-def _place() -> str:
-    """The innermost line of the package that is running, if one is."""
-    frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(HOUSE)]
-    return f"{Path(frames[-1].filename).relative_to(HOUSE)} {frames[-1].name}: {frames[-1].line}" if frames else "elsewhere"
+def _package_line() -> str:
+    """Return the innermost running line of the package; "elsewhere" if there is none."""
+    frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(PACKAGE_FOLDER)]
+    return (
+        f"{Path(frames[-1].filename).relative_to(PACKAGE_FOLDER)} {frames[-1].name}: {frames[-1].line}"
+        if frames
+        else "elsewhere"
+    )
 
 
-def _reads(name: str) -> None:
-    """Have a method of tensors that reads memory without an operation wait for the stream; what it gives is the host's."""
+def _make_synchronous(name: str) -> None:
+    """Have a method of tensors that reads memory without an operation wait for the stream; its result is the host's."""
     method = getattr(Tensor, name)
 
     def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(compute(), LaggingStream) and is_there(self):
-            waits.append(_place())
-            compute().synchronize()
+        if isinstance(compute_stream(), LaggingStream) and is_on_device(self):
+            waits.append(_package_line())
+            compute_stream().synchronize()
             with _disable_current_modes():
                 self = self.detach().clone()
         return method(self, *args, **kwargs)
@@ -248,17 +254,17 @@ def _reads(name: str) -> None:
 
 
 for value in ("tolist", "numpy", "cpu"):
-    _reads(value)
+    _make_synchronous(value)
 
 
 class LaggingEvent:
-    """In the place of `torch.cuda.Event`."""
+    """Replaces `torch.cuda.Event`."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.reached = threading.Event()
 
     def record(self) -> None:
-        compute().do(self._reach)
+        compute_stream().run(self._reach)
 
     def _reach(self) -> None:
         self.time = time.perf_counter()
@@ -266,13 +272,13 @@ class LaggingEvent:
 
     def synchronize(self) -> None:
         if not self.reached.is_set():
-            compute().synchronize()
+            compute_stream().synchronize()
 
     def elapsed_time(self, other: "LaggingEvent") -> float:
         return (other.time - self.time) * 1e3
 
 
-# The module stands in for `torch.cuda`, which has them by these names.
+# The names that they have in `torch.cuda`, which this module replaces.
 Stream, Event = LaggingStream, LaggingEvent
 
 
@@ -284,30 +290,30 @@ class LaggingClock(GpuActionClock):
             super().__init__(*args)
 
 
-def _settled(function: Any) -> Any:
-    """`function`, which is no operation, done when the stream is."""
+def _after_stream(function: Any) -> Any:
+    """Return a function that waits for the stream, then calls `function`, which is no operation."""
 
-    def settled(*args: Any) -> Any:
-        compute().synchronize()
+    def wait_and_call(*args: Any) -> Any:
+        compute_stream().synchronize()
         return function(*args)
 
-    return settled
+    return wait_and_call
 
 
 def install() -> None:
-    """From now on pipelines of this rank run on such a device."""
-    torch.UntypedStorage.resize_ = _settled(torch.UntypedStorage.resize_)
-    fsdp._averaging_pool.submit = _settled(fsdp._averaging_pool.submit)
+    """Have the pipelines of this process run on such a device from now on."""
+    torch.UntypedStorage.resize_ = _after_stream(torch.UntypedStorage.resize_)
+    fsdp._averaging_pool.submit = _after_stream(fsdp._averaging_pool.submit)
     stream = LaggingStream()
     os.register_at_fork(after_in_child=stream.__init__)  # which has no thread yet
 
-    def within(method: Any) -> Any:
-        def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def on_device(method: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             with ahead(stream, self.stages.values()):
                 return method(self, *args, **kwargs)
 
-        return inside
+        return call
 
     for name in ("_run", "generate", "clip_grad_norm_"):
-        setattr(Pipeline, name, within(getattr(Pipeline, name)))
+        setattr(Pipeline, name, on_device(getattr(Pipeline, name)))
     step.make_clock = LaggingClock

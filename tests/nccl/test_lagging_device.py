@@ -16,7 +16,7 @@ def held():
     layer, stream, go_on = nn.Linear(3, 3, bias=False), LaggingStream(), threading.Event()
     nn.init.ones_(layer.weight)
     with ahead(stream, [layer]):
-        stream.do(go_on.wait)
+        stream.run(go_on.wait)
         lagging_device.waits.clear()
         yield layer, go_on
         go_on.set()

@@ -1,4 +1,4 @@
-"""Pipelines over communicators with NCCL's manners (nccl_like.py): no hang, the bits of one process, every fault told."""
+"""Pipelines over emulated NCCL (emulated_nccl.py): no hang, the bits of one process, every fault told."""
 
 import os
 import signal
@@ -9,12 +9,12 @@ from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import emulated_nccl
 import lagging_device
-import nccl_like
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_like import MANNERS, install
+from emulated_nccl import MODES, install
 from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import nn
 
@@ -140,9 +140,9 @@ def test_a_rank_opens_its_lines_in_these_rounds(rank, monkeypatch):
 # ---- schedules ------------------------------------------------------------------------------------------------------
 
 
-def rank_schedules(manners, kind, microbatches, names):
+def rank_schedules(mode, kind, microbatches, names):
     """Two steps with each schedule, without an optimizer between."""
-    install(manners)
+    install(mode)
     model, loss_fn = make(kind, depth=DEPTH)
     results = {}
     for name in names:
@@ -155,8 +155,8 @@ def rank_schedules(manners, kind, microbatches, names):
     return results
 
 
-def assert_bits_of_one_process(manners, ranks, kind, microbatches, names):
-    everyone = ps.launch(rank_schedules, ranks, manners, kind, microbatches, names)
+def assert_bits_of_one_process(mode, ranks, kind, microbatches, names):
+    everyone = ps.launch(rank_schedules, ranks, mode, kind, microbatches, names)
     model, loss_fn = make(kind, depth=DEPTH)
     losses = [accumulate(model, loss_fn, data(kind, 2 * microbatches + 1, seed), microbatches) for seed in (3, 4)]
     for name in names:
@@ -187,12 +187,12 @@ TABLES = {  # kinds of models and M, by the number of ranks
 
 @pytest.mark.nccl
 @pytest.mark.parametrize(
-    ("ranks", "manners"),
-    [*((2, manner) for manner in MANNERS), (3, "eager"), (3, "ahead"), (4, "lazy"), (4, "ahead"), (8, "lazy")],
+    ("ranks", "mode"),
+    [*((2, mode) for mode in MODES), (3, "eager"), (3, "ahead"), (4, "lazy"), (4, "ahead"), (8, "lazy")],
 )
-def test_every_schedule_has_the_bits_of_one_process(ranks, manners):
+def test_every_schedule_has_the_bits_of_one_process(ranks, mode):
     for kind, microbatches in TABLES[ranks]:
-        assert_bits_of_one_process(manners, ranks, kind, microbatches, ps.schedule.names())
+        assert_bits_of_one_process(mode, ranks, kind, microbatches, ps.schedule.names())
 
 
 def rank_replicas(way):
@@ -269,7 +269,7 @@ def rank_travels():
     other.step(inputs, target=target)
     grads = gradients(pipe.named_parameters())
     ps.comms.shutdown()
-    return arrived, losses, grads, list(nccl_like.closed)
+    return arrived, losses, grads, list(emulated_nccl.shut_down_groups)
 
 
 @pytest.mark.ranks
@@ -317,9 +317,9 @@ def faulty():
 BATCH = torch.ones(4, 4), torch.zeros(4, 4)
 
 
-def rank_fails(manners, *faults, timeout=600.0):
+def rank_fails(mode, *faults, timeout=600.0):
     """Steps on three ranks, each with a fault on rank 1: what is raised, the loss of the step without."""
-    install(manners)
+    install(mode)
     ps.comms.init_distributed(timeout=timeout)
     model, loss_fn = faulty()
     pipe = ps.Pipeline(model, loss_fn, "1f1b", 4, cuts=["1", "3"])
@@ -336,13 +336,13 @@ def rank_fails(manners, *faults, timeout=600.0):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("manners", ["lazy", pytest.param("eager", marks=pytest.mark.nccl), "ahead"])
-def test_an_error_ends_the_step_on_all_ranks_the_next_works_and_a_device_assert_is_a_lost_rank(manners):
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.nccl), "ahead"])
+def test_an_error_ends_the_step_on_all_ranks_the_next_works_and_a_device_assert_is_a_lost_rank(mode):
     model, loss_fn = faulty()
     loss = accumulate(model, loss_fn, BATCH, 4)
     raised = ("StageError", "rank 1, stage 1, action 1F0, microbatch 0: ValueError: boom")
     broken = "rank 1 has lost its GPU: AcceleratorError: CUDA error: device-side assert triggered"
-    for first, boom, second, lost, after in ps.launch(rank_fails, 3, manners, "raises", None, "assert", None):
+    for first, boom, second, lost, after in ps.launch(rank_fails, 3, mode, "raises", None, "assert", None):
         assert torch.equal(first, loss)
         assert torch.equal(second, loss)
         assert boom == raised
@@ -385,7 +385,7 @@ def test_what_never_came_is_not_looked_up_by_a_device_that_would_break():
 
 def rank_loses_another(how):
     """Rank 1 dies, or leaves, while others wait for it, in a step or in other ways."""
-    if how in MANNERS:
+    if how in MODES:
         *_, (_, text) = rank_fails(how, "dies")
         raise ps.LostRankError(text)
     install()
@@ -422,15 +422,15 @@ def _rank_waits_in_vain():
 # ---- the communicator itself ----------------------------------------------------------------------------------------
 
 
-def rank_breaks_rules(manners):
+def rank_breaks_rules(mode):
     """What arrives where a tensor is used too early, changed too early, or let go too early; what is refused."""
-    install(manners)
+    install(mode)
     joined = ps.comms.init_distributed()
-    group = nccl_like.NcclLike(dist.PrefixStore("rules", joined.store), joined.rank, 2, timedelta(seconds=60))
+    group = emulated_nccl.EmulatedNccl(dist.PrefixStore("rules", joined.store), joined.rank, 2, timedelta(seconds=60))
     layer, byte = nn.Linear(3, 1), torch.zeros(1)
     (group.send([byte], 1, 0) if joined.rank == 0 else group.recv([byte], 0, 0)).wait()  # connects them
     with (
-        lagging_device.ahead(lagging_device.LaggingStream(), [layer]) if manners == "ahead" else nullcontext(),
+        lagging_device.ahead(lagging_device.LaggingStream(), [layer]) if mode == "ahead" else nullcontext(),
         torch.no_grad(),
     ):
         if joined.rank == 0:
@@ -438,7 +438,7 @@ def rank_breaks_rules(manners):
             works = [group.send([value], 1, 0) for value in (changed, gone, kept)]
             changed.add_(1)
             del gone
-            lagging_device.compute().synchronize()
+            lagging_device.compute_stream().synchronize()
             joined.store.set("told", "")
             works[-1].wait()
             return None
@@ -457,7 +457,7 @@ def rank_breaks_rules(manners):
 
 
 @pytest.mark.nccl
-@pytest.mark.parametrize("manners", MANNERS)
-def test_what_breaks_nccls_rules_is_seen(manners):
+@pytest.mark.parametrize("mode", MODES)
+def test_what_breaks_nccls_rules_is_seen(mode):
     nan = [float("nan")] * 3
-    assert ps.launch(rank_breaks_rules, 2, manners)[1] == str([(True, nan), (True, nan), (True, [1.0] * 3)])
+    assert ps.launch(rank_breaks_rules, 2, mode)[1] == str([(True, nan), (True, nan), (True, [1.0] * 3)])

@@ -445,13 +445,13 @@ def test_lab_14_fails_when_a_block_keeps_more_or_gradients_differ():
     size = 4 * dim * rows * lab.BLOCKS
     held = {lab.STORE: (9 * size, 0), lab.RECOMPUTE: (size, 0), lab.COMMUNICATE: (0, 9 * size)}
     seconds = {lab.STORE: 1.0, lab.RECOMPUTE: 1.5, lab.COMMUNICATE: 19.0}
-    trial = lab.ActivationTrial(held, seconds, equal=True, again=0.5, bandwidth=size)
-    assert [trial.expected(way) for way in lab.WAYS] == [0, 0.5, 18]
+    trial = lab.ActivationTrial(held, seconds, equal=True, recompute_seconds=0.5, bandwidth=size)
+    assert [trial.expected_seconds(method) for method in lab.METHODS] == [0, 0.5, 18]
     lab.check_trial(dim, trial)
     with pytest.raises(SystemExit, match="the gradients depend on the way"):
         lab.check_trial(dim, replace(trial, equal=False))
     with pytest.raises(SystemExit, match=r"they hold .*'recompute': \(2.0, 0.0\)"):
-        lab.check_trial(dim, replace(trial, held=held | {lab.RECOMPUTE: (2 * size, 0)}))
+        lab.check_trial(dim, replace(trial, held_bytes=held | {lab.RECOMPUTE: (2 * size, 0)}))
     with pytest.raises(SystemExit, match=r"to recompute, a step of dim .* should take 1500.0 ms, it takes 4000.0"):
         lab.check_trial(dim, replace(trial, seconds=seconds | {lab.RECOMPUTE: 4.0}))
 

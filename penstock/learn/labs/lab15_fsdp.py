@@ -1,15 +1,15 @@
 """Lab 15: replicas without copies, FSDP by hand.
 
-Replicas (lab 11) each hold all weights, all gradients and all of Adam's averages. Fully sharded, each of P ranks holds a P-th
-of all three. Before a layer runs, the ranks gather its weight; after that they let it go; its backward gathers it once more,
-and sums the gradients so that each rank gets its own part: a reduce-scatter. By hand, by torch's `fully_shard`, and in a
-pipeline. What does it save, and what does it send?
+Each replica (lab 11) holds all weights, all gradients and all of Adam's averages. With full sharding each of P ranks holds a
+P-th of all three. Before a layer runs, the ranks gather its weight; after it ran, they free it. The backward gathers the weight
+again, and reduce-scatters the gradient, so that each rank gets the sum of its part. The lab trains by hand, by torch's
+`fully_shard`, and in a pipeline, and measures the memory that sharding saves and the bytes it sends.
 
     penstock lab 15
     python -m penstock.learn.labs.lab15_fsdp
     torchrun --nproc-per-node 4 -m penstock.learn.labs.lab15_fsdp
 
-Try: keep the weight from the forward until the backward (ZeRO's second stage). What is sent less, and what is held more?
+Try: keep the weight from the forward until the backward (ZeRO's second stage). How much less is sent, and how much more held?
 """
 
 import weakref
@@ -29,189 +29,190 @@ from penstock.learn.lab_helpers import check, on_ranks, say
 
 RANKS = 4
 DIM, LAYERS, ROWS, STEPS = 32, 8, 8, 5  # rows of each rank; DIM is a multiple of the ranks
-WAYS = "by hand", "by torch", "in a pipeline"
-EXACT = 1e-12  # of float64 sums in another order
+METHODS = "by hand", "by torch", "in a pipeline"
+EXACT = 1e-12  # error of float64 sums in another order
 
 
 def main() -> None:
-    """The same training by hand, by torch and in a pipeline, beside one process; then what each way holds and sends."""
+    """Train sharded by hand, by torch and in a pipeline; compare weights with one process, and memory and bytes sent."""
     say(f"Lab 15: {RANKS} ranks, each with a {RANKS}th of every weight\n")
     shards = on_ranks(train_all, RANKS)
     weights = 8 * LAYERS * DIM**2
     say("Bytes of a rank:                      held always   gathered at once   sent in a step")
-    ring = 2 * (RANKS - 1) * weights // RANKS
-    say(f"  replicas, all-reduce in a ring {4 * weights:16,} {'-':>18} {ring:16,}")
-    say(f"  sharded, by hand               {shards[0].held:16,} {shards[0].gathered:18,} {shards[0].sent:16,}")
+    all_reduce_bytes = 2 * (RANKS - 1) * weights // RANKS
+    say(f"  replicas, all-reduce in a ring {4 * weights:16,} {'-':>18} {all_reduce_bytes:16,}")
+    say(f"  sharded, by hand               {shards[0].held_bytes:16,} {shards[0].peak_gathered:18,} {shards[0].sent:16,}")
     check(
-        all(shard.held == 4 * weights // RANKS for shard in shards),
+        all(shard.held_bytes == 4 * weights // RANKS for shard in shards),
         f"a rank holds a {RANKS}th of weights, gradients and Adam's two averages",
-        f"the ranks hold {[shard.held for shard in shards]} bytes, not {4 * weights // RANKS}",
+        f"the ranks hold {[shard.held_bytes for shard in shards]} bytes, not {4 * weights // RANKS}",
     )
     check(
-        all(shard.gathered == 8 * DIM**2 for shard in shards),
-        "and never more than one whole weight beside it",
-        f"the ranks had {[shard.gathered for shard in shards]} bytes of whole weights at once, not {8 * DIM**2}",
+        all(shard.peak_gathered == 8 * DIM**2 for shard in shards),
+        "besides it a rank never holds more than one whole weight",
+        f"the ranks had {[shard.peak_gathered for shard in shards]} bytes of whole weights at once, not {8 * DIM**2}",
     )
     check(
-        all(2 * shard.sent == 3 * ring for shard in shards),
-        "it sends half as much again as an all-reduce: gathered twice, reduce-scattered once",
-        f"the ranks sent {[shard.sent for shard in shards]} bytes in a step, not {3 * ring // 2}",
+        all(2 * shard.sent == 3 * all_reduce_bytes for shard in shards),
+        "it sends 1.5 times the bytes of an all-reduce: two all-gathers and a reduce-scatter instead of one of each",
+        f"the ranks sent {[shard.sent for shard in shards]} bytes in a step, not {3 * all_reduce_bytes // 2}",
     )
-    off = {way: max(shard.off[way] for shard in shards) for way in WAYS}
-    say(f"\nAfter {STEPS} steps, the weights against those of one process on all {RANKS * ROWS} rows:")
-    for way, error in off.items():
-        check(error < EXACT, f"{way}: {error:.0e} off", f"{way} the weights are {error:.0e} off those of one process")
+    max_errors = {method: max(shard.max_errors[method] for shard in shards) for method in METHODS}
+    say(f"\nAfter {STEPS} steps, the weights compared with those of one process on all {RANKS * ROWS} rows:")
+    for method, error in max_errors.items():
+        check(error < EXACT, f"{method}: {error:.0e} off", f"{method} the weights are {error:.0e} off those of one process")
     say("By torch: fully_shard(layer, mesh=mesh) for each layer, then fully_shard(model, mesh=mesh). In a pipeline:")
     say('  ps.Pipeline(model, loss, "1f1b", 4, mesh=ps.comms.init_mesh(pp=2, dp=2), data_parallel="fsdp")')
-    say("There a stage is gathered once a step, not for each microbatch: M microbatches would send it 2 M times.")
-    say("\nWho holds what, of 10 billion parameters in float32 with Adam (160 GB), on each of 8 and of 64 ranks:")
-    ways = {"replicas": 0, "ZeRO 1, averages shared out": 2, "ZeRO 2, and gradients": 3, "ZeRO 3 = FSDP, and weights": 4}
-    for name, parts in ways.items():
-        sizes = [40 * (4 - parts + parts / ranks) for ranks in (8, 64)]
+    say("There a stage is gathered once a step; gathering it for each of M microbatches would send it 2 M times.")
+    say("\nMemory of a rank for 10 billion parameters in float32 with Adam (160 GB), on 8 and on 64 ranks:")
+    sharded_parts = {"replicas": 0, "ZeRO 1, shards averages": 2, "ZeRO 2, and gradients": 3, "ZeRO 3 = FSDP, and weights": 4}
+    for name, num_sharded in sharded_parts.items():
+        sizes = [40 * (4 - num_sharded + num_sharded / ranks) for ranks in (8, 64)]
         say(f"  {name:28} {sizes[0]:7.1f} GB {sizes[1]:7.1f} GB")
     say(
-        f"\nMeasured: a rank holds {shards[0].held:,} bytes instead of {4 * weights:,} and sends {shards[0].sent:,} in a step "
-        f"instead of {ring:,}; by hand the weights are those of one process within {off['by hand']:.0e}."
+        f"\nMeasured: a rank holds {shards[0].held_bytes:,} bytes instead of {4 * weights:,} and sends {shards[0].sent:,} in a "
+        f"step instead of {all_reduce_bytes:,}; by hand the weights are those of one process within "
+        f"{max_errors['by hand']:.0e}."
     )
 
 
-class Shard(NamedTuple):
-    """What one rank has found."""
+class ShardResult(NamedTuple):
+    """The results of one rank."""
 
-    held: int  # bytes: its part of weights, gradients and averages
-    gathered: int  # bytes of whole weights at once, at most
+    held_bytes: int  # its shards of weights, gradients and averages
+    peak_gathered: int  # bytes of gathered weights at a time
     sent: int  # bytes in a step
-    off: dict[str, float]  # way -> how far its weights are from those of one process
+    max_errors: dict[str, float]  # method -> largest difference of its weights from one process
 
 
-whole_weights: list["weakref.ref[Tensor]"] = []  # all that were gathered, as far as they live
-most_at_once = [0]
+gathered_weights: list["weakref.ref[Tensor]"] = []  # of this process; a reference is empty once the weight is freed
+peak_gathered_bytes = [0]
 
 
-def gathered(group: RankGroup, shard: Tensor) -> Tensor:
-    """(out / ranks, in) of every rank -> (out, in)."""
+def gather_weight(group: RankGroup, shard: Tensor) -> Tensor:
+    """Gather the shards (out / ranks, in) of all ranks. Returns the weight (out, in)."""
     weight = collectives.all_gather(group, shard.detach()).flatten(0, 1)
-    whole_weights.append(weakref.ref(weight))
-    most_at_once[0] = max(most_at_once[0], sum(value.nbytes for ref in whole_weights if (value := ref()) is not None))
+    gathered_weights.append(weakref.ref(weight))
+    live_bytes = sum(live.nbytes for reference in gathered_weights if (live := reference()) is not None)
+    peak_gathered_bytes[0] = max(peak_gathered_bytes[0], live_bytes)
     return weight
 
 
 class ShardedLinear(torch.autograd.Function):
-    """y = x Wt, of whose W each rank has its part of the rows."""
+    """Computes y = x Wt. Each rank has a shard of the rows of W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: Tensor, group: RankGroup) -> Tensor:
-        """(rows, in), (out / ranks, in) -> (rows, out)."""
+        """Return y (rows, out) of x (rows, in) and this rank's shard (out / ranks, in)."""
         ctx.save_for_backward(x, shard)  # not the whole weight
         ctx.group = group
-        return x @ gathered(group, shard).t()
+        return x @ gather_weight(group, shard).t()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        """The gradients of x, of this rank's rows, and of the shard: the mean over the ranks."""
+        """Return the gradient of x (rows, in), and the shard's (out / ranks, in), the mean over the ranks."""
         x, shard = ctx.saved_tensors
-        pieces = (gradient.t() @ x).unflatten(0, (ctx.group.ranks, -1))  # one for each rank
-        tensor = collectives.reduce_scatter(ctx.group, pieces) / ctx.group.ranks
-        return gradient @ gathered(ctx.group, shard), tensor, None
+        pieces = (gradient.t() @ x).unflatten(0, (ctx.group.ranks, -1))  # a piece for each rank
+        shard_gradient = collectives.reduce_scatter(ctx.group, pieces) / ctx.group.ranks
+        return gradient @ gather_weight(ctx.group, shard), shard_gradient, None
 
 
 def model() -> nn.Sequential:
-    """The uncut model, the same on every rank."""
+    """Build the uncut model, the same on every rank."""
     torch.manual_seed(0)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(DIM, DIM, bias=False), nn.Tanh())]
     return nn.Sequential(*layers).double()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """All ranks' rows: inputs and targets, (ranks x rows, dim) each."""
+    """Return the rows of all ranks: inputs and targets (ranks x rows, dim)."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(RANKS * ROWS, DIM, generator=generator, dtype=torch.float64)
     return inputs, inputs.cos()
 
 
-def train_all() -> Shard:
-    """The same training in four ways."""
+def train_all() -> ShardResult:
+    """Train by all methods and in one process. Returns this rank's result."""
     group = RankGroup.join()
     sharded, held_bytes, sent_bytes = train_by_hand(group)
-    trained = sharded, train_by_torch(group), train_in_a_pipeline()
-    weights_of_one_process = train_alone()
-    off = {
-        way: max((weight - weights_of_one_process[name]).abs().max().item() for name, weight in weights.items())
-        for way, weights in zip(WAYS, trained, strict=True)
+    trained_weights = sharded, train_by_torch(group), train_in_a_pipeline()
+    uncut_weights = train_uncut()
+    max_errors = {
+        method: max((weight - uncut_weights[name]).abs().max().item() for name, weight in weights.items())
+        for method, weights in zip(METHODS, trained_weights, strict=True)
     }
-    return Shard(held_bytes, most_at_once[0], sent_bytes, off)
+    return ShardResult(held_bytes, peak_gathered_bytes[0], sent_bytes, max_errors)
 
 
 def train_by_hand(group: RankGroup) -> tuple[dict[str, Tensor], int, int]:
-    """The weights, gathered in the end; the bytes a rank holds, and sends in a step."""
-    named = dict(model().named_parameters())
-    shards = {name: nn.Parameter(parameter.detach().chunk(RANKS)[group.rank].clone()) for name, parameter in named.items()}
+    """Train with shards by hand. Returns the whole weights, the bytes that a rank holds, and those it sends in a step."""
+    shards = {
+        name: nn.Parameter(parameter.detach().chunk(RANKS)[group.rank].clone())
+        for name, parameter in model().named_parameters()
+    }
     optimizer = torch.optim.Adam(shards.values(), lr=0.01)
     for step in range(STEPS):
         group.sent = 0
-        inputs, targets = (microbatch.chunk(RANKS)[group.rank] for microbatch in batch(step))
+        inputs, targets = (tensor.chunk(RANKS)[group.rank] for tensor in batch(step))
         hidden = inputs.requires_grad_()
         for shard in shards.values():
             hidden = ShardedLinear.apply(hidden, shard, group).tanh()
         mse_loss(hidden, targets).backward()
-        sent_size = group.sent
+        sent_bytes = group.sent
         optimizer.step()
-        held_size = sum(shard.nbytes + shard.grad.nbytes for shard in shards.values() if shard.grad is not None)
-        held_size += sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
+        held_bytes = sum(shard.nbytes + shard.grad.nbytes for shard in shards.values() if shard.grad is not None)
+        held_bytes += sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.dim())
         optimizer.zero_grad()
-    return (
-        {name: collectives.all_gather(group, shard.detach()).flatten(0, 1) for name, shard in shards.items()},
-        held_size,
-        sent_size,
-    )
+    weights = {name: collectives.all_gather(group, shard.detach()).flatten(0, 1) for name, shard in shards.items()}
+    return weights, held_bytes, sent_bytes
 
 
 def train_by_torch(group: RankGroup) -> dict[str, Tensor]:
-    """The weights after the same steps, by `fully_shard`."""
+    """Train by `fully_shard`. Returns the whole weights."""
     replica, mesh = model(), init_device_mesh("cpu", (RANKS,))
     for layer in [*replica][::2]:
         fully_shard(layer, mesh=mesh)
     fully_shard(replica, mesh=mesh)
     optimizer = torch.optim.Adam(replica.parameters(), lr=0.01)
     for step in range(STEPS):
-        inputs, targets = (microbatch.chunk(RANKS)[group.rank] for microbatch in batch(step))
+        inputs, targets = (tensor.chunk(RANKS)[group.rank] for tensor in batch(step))
         mse_loss(replica(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return in_full(dict(replica.named_parameters()))
+    return full_tensors(dict(replica.named_parameters()))
 
 
 def train_in_a_pipeline() -> dict[str, Tensor]:
-    """This rank's weights after the same steps: two stages, each sharded over two ranks."""
+    """Train with two stages, each sharded over two ranks. Returns the whole weights of this rank's stage."""
     mesh = ps.comms.init_mesh(pp=2, dp=2)
     pipe = ps.Pipeline(model(), mse_loss, "1f1b", 4, mesh=mesh, data_parallel="fsdp")
     optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
     for step in range(STEPS):
-        inputs, targets = (microbatch.chunk(2)[pipe.position.replica] for microbatch in batch(step))
+        inputs, targets = (tensor.chunk(2)[pipe.position.replica] for tensor in batch(step))
         pipe.step(inputs, target=targets)
         optimizer.step()
         optimizer.zero_grad()
-    return in_full(dict(pipe.named_parameters()))
+    return full_tensors(dict(pipe.named_parameters()))
 
 
-def in_full(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The whole of each."""
+def full_tensors(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the whole tensor of each parameter, sharded or not."""
     return {
         name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
         for name, parameter in parameters.items()
     }
 
 
-def train_alone() -> dict[str, Tensor]:
-    """The weights after the same steps of one process on all rows."""
-    alone = model()
-    optimizer = torch.optim.Adam(alone.parameters(), lr=0.01)
+def train_uncut() -> dict[str, Tensor]:
+    """Train in one process on all rows. Returns the weights."""
+    uncut = model()
+    optimizer = torch.optim.Adam(uncut.parameters(), lr=0.01)
     for step in range(STEPS):
         inputs, targets = batch(step)
-        mse_loss(alone(inputs), targets).backward()
+        mse_loss(uncut(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: parameter.detach() for name, parameter in alone.named_parameters()}
+    return {name: parameter.detach() for name, parameter in uncut.named_parameters()}
 
 
 if __name__ == "__main__":

@@ -1,44 +1,44 @@
-"""Trainer of transformers, with the model cut over ranks, and `ps.attention` for their models.
+"""transformers' Trainer, with the model cut over ranks, and `ps.attention` for transformers' models.
 
-`Trainer` and `TrainingArguments` are subclasses of theirs: a script imports these instead, and is started by torchrun. See
+`Trainer` and `TrainingArguments` are subclasses of transformers'. A script imports these instead, and torchrun starts it. See
 docs/howto/trainer.md.
 
-What they override, and what each override needs of transformers (releases: `arguments.OLDEST_RELEASE`) and accelerate (1.15):
+The overrides, and what each needs of transformers (releases: `arguments.OLDEST_RELEASE`) and accelerate (1.15):
 
-    _setup_devices                  makes `PartialState`, from RANK, WORLD_SIZE and LOCAL_RANK of the environment: here one
-                                    process for each replica, so that loaders, sums and gathers are those of these processes
-    should_save, should_log,        decide which rank writes: rank 0
+    _setup_devices                  makes `PartialState` from RANK, WORLD_SIZE and LOCAL_RANK. Here it sees one process for each
+                                    replica, so that loaders, sums and gathers are over replicas
+    should_save, should_log,        decide which process writes. Here: rank 0
     is_world_process_zero, ..
-    main_process_first              waits for rank 0 of all ranks
-    create_accelerator_and_postprocess  makes `accelerator.scaler` for `fp16`: here one that all ranks share
-    call_model_init                 a new model, called at the beginning of a training: here it gets a new pipeline
-    _wrap_model                     whatever is not `self.model` is left as it is: here a `ModelView` of it
-    get_batch_samples               the batches of one optimizer step, before they are trained: here its microbatches
-    get_train_dataloader            collates by `data_collator`: with `group="planned"`, `get_batch_samples` does
-    training_step                   once for each of them, gives its loss: here the first call runs the pipeline
-    compute_loss                    not overridden; called with a `ModelView`, which gives it the last stage's outputs
-    prediction_step                 losses, logits and labels of one batch: here from the last stage's rank, on every rank
-    _get_eval_sampler, ..           with replicas each evaluates all rows
-    _clip_grad_norm, _get_grad_norm the norm over all ranks, of gradients that accelerate has unscaled
-    create_optimizer                of all parameters; those of other ranks are taken out once the model is cut
-    maybe_install_capturing_hooks   installs what hands the routers' logits on: here before the model is cut
+    main_process_first              runs a block on rank 0 first; here rank 0 of all ranks
+    create_accelerator_and_postprocess  makes `accelerator.scaler` for `fp16`. Here all ranks share one
+    call_model_init                 makes a new model at the beginning of a training. Here it gets a new pipeline
+    _wrap_model                     leaves anything that is not `self.model` as it is. Here it returns a `ModelView`
+    get_batch_samples               returns the batches of one optimizer step. Here they are the microbatches of one step
+    get_train_dataloader            collates by `data_collator`. With `group="planned"`, `get_batch_samples` collates
+    training_step                   runs a batch and returns its loss. Here the first call runs the pipeline for all batches
+    compute_loss                    not overridden. It gets a `ModelView`, which returns the last stage's outputs
+    prediction_step                 returns losses, logits and labels of a batch. Here they come from the last stage's rank
+    _get_eval_sampler, ..           share rows out to processes. Here each replica evaluates all rows
+    _clip_grad_norm, _get_grad_norm take the norm of gradients that accelerate has unscaled. Here the norm is over all ranks
+    create_optimizer                takes all parameters. Here those of other ranks are removed once the model is cut
+    maybe_install_capturing_hooks   installs the hooks that return the routers' logits. Here before the model is cut
     _load_from_checkpoint,          load files into `self.model`; they and `_save` read no values of it
     _load_best_model
-    _save                           takes a `state_dict`: here all ranks' together, on rank 0
-    _save_optimizer_and_scheduler   `optimizer.pt` and `scheduler.pt` as plain Trainer has them
-    _save_rng_state                 `rng_state.pth`, written by one rank of a pipeline
-    _save_checkpoint                updates `state.stateful_callbacks` on the process that writes: here on all ranks
-    train, evaluation_loop          what one rank raises in them is raised by all
-    callback_handler.callbacks      has a ProgressCallback, whose `training_bar` is tqdm's: here one that shows the idle share
-    _maybe_log_save_evaluate        after each step: what callbacks decided on rank 0 holds for all
+    _save                           takes a `state_dict`. Here rank 0 gets that of all ranks
+    _save_optimizer_and_scheduler   writes `optimizer.pt` and `scheduler.pt`. Here in plain Trainer's form, for all ranks
+    _save_rng_state                 writes `rng_state.pth`. Here one rank of each pipeline does
+    _save_checkpoint                updates `state.stateful_callbacks` on the process that writes. Here on all ranks
+    train, evaluation_loop          may raise on one rank. Here all ranks raise its error
+    callback_handler.callbacks      has a ProgressCallback with a tqdm bar. Here the bar also shows the idle share
+    _maybe_log_save_evaluate        follows each step. Here all ranks take what callbacks decided on rank 0
 
-    attention           `attn_implementation="penstock"`: their models call `ps.attention`
-    arguments           the arguments a pipeline adds, and those that cannot be beside it
+    attention           `attn_implementation="penstock"`: transformers' models call `ps.attention`
+    arguments           adds the arguments of a pipeline, and refuses those that conflict with it
     trainer             the mixin, and Trainer
-    model_view          what stands for the model where Trainer calls it; the loss that is `compute_loss`
-    grouping_collator   rows of like lengths share a microbatch
+    model_view          stands in for the model where Trainer calls it; the loss that calls `compute_loss`
+    grouping_collator   puts rows of similar lengths into the same microbatch
     progress            the progress bar, with the idle share
-    optimizer           the state of an optimizer that is spread over ranks
+    optimizer           an optimizer whose parameters are spread over ranks
 """
 
 from penstock.integrations.transformers.arguments import PipelineArguments, TrainingArguments

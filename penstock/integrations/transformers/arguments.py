@@ -1,4 +1,4 @@
-"""The arguments that a pipeline adds to TrainingArguments, and those of theirs that cannot be beside it."""
+"""Add a pipeline's arguments to TrainingArguments, and refuse those that conflict with a pipeline."""
 
 import logging
 import os
@@ -16,8 +16,8 @@ import penstock as ps
 from penstock.comms.control_group import shared_control_group
 
 OLDEST_RELEASE, NEWEST_RELEASE = (5, 23), (5, 24)  # of transformers, tested; before 5.23 arguments have other names
-OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables that accelerate reads
-OPTIMIZERS = {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"}  # work parameter by parameter
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables that accelerate reads
+OPTIMIZERS = {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"}  # update each parameter by itself
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments as Mixin
@@ -27,22 +27,24 @@ else:
 
 @dataclass
 class PipelineArguments(Mixin):
-    """How the model is cut and run; a mixin for any subclass of transformers' TrainingArguments.
+    """Options of the pipeline; a mixin for any subclass of transformers' TrainingArguments.
 
-    It comes before that among the bases of a dataclass. Fields are arguments of `ps.Pipeline`, but for `replicas`.
+    Put it before that class among the bases of a dataclass. Fields are arguments of `ps.Pipeline`, except `replicas`.
     """
 
     schedule: str = field(default="1f1b", metadata={"help": "A name of `penstock show`, or the path of a CSV table."})
     cuts: list[str] | None = field(
-        default=None, metadata={"help": "Submodules that stages but the first begin with; by default as measured."}
+        default=None,
+        metadata={"help": "Submodules that begin the stages after the first; by default by measured times."},
     )
     stages_per_rank: int | None = field(default=None, metadata={"help": "For schedules that have several."})
     recompute: str | None = field(
-        default=None, metadata={"help": "`block` or `stage`: what activation_checkpointing is to a pipeline (block)."}
+        default=None, metadata={"help": "`block` or `stage`: what to recompute; activation_checkpointing means block."}
     )
     replicas: int = field(default=1, metadata={"help": "How many pipelines share the rows, on ranks / replicas each."})
     group: str | None = field(
-        default=None, metadata={"help": "`planned`: rows of like lengths share a batch, among those of one optimizer step."}
+        default=None,
+        metadata={"help": "`planned`: regroup the rows of an optimizer step into batches of similar lengths."},
     )
     plan: str | None = field(default=None, metadata={"help": "A file of `penstock plan`: schedule, cuts, recomputation."})
 
@@ -73,17 +75,17 @@ class PipelineArguments(Mixin):
 
     @property
     def should_save(self) -> bool:
-        """Whether this process writes files."""
+        """Return whether this process writes files."""
         return ps.comms.current_topology().rank == 0
 
     @property
     def should_log(self) -> bool:
-        """Whether this process logs more than warnings."""
+        """Return whether this process logs more than warnings."""
         return ps.comms.current_topology().rank == 0
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Run the block on rank 0 before the other ranks, which then read what a data set's `map` has cached."""
+        """Run the block on rank 0 first; the other ranks then read what a data set's `map` has cached."""
         topology = ps.comms.current_topology()
         if topology.world_size == 1:
             yield
@@ -98,11 +100,11 @@ class PipelineArguments(Mixin):
 
     @property
     def place_model_on_device(self) -> bool:
-        """Not by Trainer: each rank places its own stages."""
+        """Return False, so that Trainer does not move the model: each rank places its own stages."""
         return False
 
     def pipeline_options(self) -> dict[str, Any]:
-        """The arguments of `ps.Pipeline` that are settings."""
+        """Return the keyword arguments of `ps.Pipeline` that these arguments set."""
         options: dict[str, Any] = {"stages_per_rank": self.stages_per_rank, "recompute": self.recompute, "cuts": self.cuts}
         if self.plan is not None:
             options = {"plan": ps.plan.load(self.plan)}
@@ -131,8 +133,8 @@ def check_release(version: str) -> None:
 
 @contextmanager
 def _without_launcher() -> Iterator[None]:
-    """Hide from accelerate that there are several processes, and what transformers says where it finds them all the same."""
-    hidden = {name: os.environ.pop(name) for name in OF_LAUNCHERS if name in os.environ}
+    """Hide the launcher's variables from accelerate, so that it sees one process; silence transformers' warning about it."""
+    hidden = {name: os.environ.pop(name) for name in LAUNCHER_VARIABLES if name in os.environ}
     logger = logging.getLogger("transformers.training_args")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -143,7 +145,7 @@ def _without_launcher() -> Iterator[None]:
         logger.setLevel(level)
 
 
-REFUSED: list[tuple[Callable[[Any], Any], str]] = [
+CONFLICTS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda args: args.group not in (None, "planned"), "group= is None or 'planned'"),
     (lambda args: args.deepspeed, "deepspeed= cuts the model in its own way: leave it out"),
     (lambda args: args.fsdp, "fsdp= shards the model in its own way: leave it out; replicas= trains several pipelines"),
@@ -176,10 +178,10 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
 
 
 def check_arguments(args: Any) -> None:
-    """Raises MismatchError, in a sentence, for arguments that cannot be beside a pipeline."""
+    """Raise MismatchError for arguments that conflict with a pipeline."""
     if not isinstance(args, PipelineArguments):
         problem = f"args is a {type(args).__name__}: make it with penstock.integrations.transformers.TrainingArguments"
         raise ps.MismatchError(f"{problem}, or with a subclass of PipelineArguments and yours")
-    for is_refused, sentence in REFUSED:
-        if is_refused(args):
-            raise ps.MismatchError(sentence)
+    for has_conflict, message in CONFLICTS:
+        if has_conflict(args):
+            raise ps.MismatchError(message)

@@ -1,7 +1,7 @@
-"""`attn_implementation="penstock"`: transformers' models call `ps.attention`, where a pipeline cuts their tokens.
+"""`attn_implementation="penstock"`: transformers' models call `ps.attention` when a pipeline cuts their tokens.
 
-Anywhere else it is their own "sdpa", function and masks. Where tokens are cut, their mask of (batch, time) goes to
-`ps.attention` as it is: a mask over queries and keys would be that of one part.
+Otherwise they call transformers' own "sdpa", with its masks. When tokens are cut, the mask of (batch, time) is passed to
+`ps.attention` unchanged, because a mask over queries and keys would cover only one rank's part.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from penstock.attention_hook import attention, current_context
 from penstock.errors import MismatchError
 
 NAME = "penstock"
-UNSUPPORTED = ("position_bias", "s_aux", "sliding_window", "softcap")  # keywords of their attention functions
+UNSUPPORTED_KEYWORDS = ("position_bias", "s_aux", "sliding_window", "softcap")  # of transformers' attention functions
 
 
 def register_attention() -> None:
-    """Have transformers know the implementation by its name."""
+    """Register the attention and its mask with transformers, as "penstock"."""
     AttentionInterface.register(NAME, pipeline_attention)
     AttentionMaskInterface.register(NAME, pipeline_mask)
 
@@ -36,13 +36,13 @@ def pipeline_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention as transformers take it, (batch, time, heads, width), and no weights."""
+    """Return the attention's output in transformers' form, (batch, time, heads, width), and None for the weights."""
     if current_context() is None:
         arguments = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments, **kwargs)
         return result
 
-    if unsupported := [name for name in UNSUPPORTED if kwargs.get(name) is not None]:
+    if unsupported := [name for name in UNSUPPORTED_KEYWORDS if kwargs.get(name) is not None]:
         raise MismatchError(
             f"the attention of a {type(module).__name__} has a {unsupported[0]}, with which tokens cannot be cut"
         )
@@ -59,13 +59,13 @@ def pipeline_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the mask for `pipeline_attention`; where tokens are cut the padding of (batch, time), or None."""
+    """Return the mask for `pipeline_attention`: if tokens are cut, the padding mask of (batch, time), or None."""
     settings = {"mask_function": mask_function, "attention_mask": attention_mask, "local_size": local_size}
     if current_context() is None:
         mask: Tensor | None = sdpa_mask(*arguments, **settings, use_vmap=use_vmap, **kwargs)
         return mask
 
-    # An export always asks for the mask of packed documents, a conjunction, whatever the positions are.
+    # An export always requests the mask of packed documents, an "and" of two masks, for any positions.
     is_plain = getattr(mask_function, "__name__", "") in ("causal_mask_function", "bidirectional_mask_function", "and_mask")
     if local_size is not None or use_vmap or not is_plain:
         raise MismatchError(

@@ -1,4 +1,4 @@
-"""Rows of a dataset, collated into microbatches of like lengths."""
+"""Collate rows of a dataset into microbatches of similar lengths."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,13 +7,13 @@ import penstock as ps
 
 
 class GroupingCollator:
-    """Shares rows out over microbatches by `ps.plan.group_rows`, and collates each by `collate`: for a DataLoader.
+    """A DataLoader's `collate_fn` that groups rows into microbatches by `ps.plan.group_rows`, and collates each group.
 
         grouping = GroupingCollator(collate, microbatches=16)  # as DataCollatorForSeq2Seq(tokenizer)
         loader = DataLoader(dataset, batch_size=64, sampler=pipe.sampler(dataset), collate_fn=grouping)
 
-    A row's length is that of its longest field. `cost`, `limit`: as for `group_rows`. Fewer rows than `microbatches` make as
-    many as there are. Raises MismatchError as `group_rows`.
+    A row's length is that of its longest field. `cost`, `limit`: as for `group_rows`. Fewer rows than `microbatches` make one
+    microbatch each. Raises MismatchError as `group_rows`.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class GroupingCollator:
         self.collate, self.microbatches, self.cost, self.limit = collate, microbatches, cost, limit
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the microbatches, in the order in which the pipeline takes least time."""
+        """Return the microbatches, in the order in which the pipeline is fastest."""
         groups = ps.plan.group_rows(list(map(_length, rows)), min(self.microbatches, len(rows)), self.cost, self.limit)
         return [self.collate([rows[row] for row in group]) for group in groups]
 
@@ -37,7 +37,7 @@ def _length(row: Mapping[str, Any]) -> int:
 
 
 class RowBatch:
-    """Rows of a batch that are collated later. Not a list: accelerate would look for tensors in each of its numbers."""
+    """Rows of a batch, to be collated later. Not a list, because accelerate would search each element for tensors."""
 
     def __init__(self, rows: list[Any]) -> None:
         self.rows = rows

@@ -1,4 +1,4 @@
-"""What stands for the model where Trainer calls it, and the loss that is Trainer's `compute_loss`."""
+"""A stand-in for the model where Trainer calls it, and a loss module that calls Trainer's `compute_loss`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ import penstock as ps
 
 
 class ModelView:
-    """The uncut model in all but its call, which is `forward`."""
+    """Has all attributes and the type of the uncut model, but calling it calls `forward`."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         self._model, self._forward = model, forward
@@ -25,7 +25,7 @@ class ModelView:
         return getattr(self._model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `forward` gives for arguments by name."""
+        """Call `forward`. Raises MismatchError for positional arguments."""
         if args:
             raise ps.MismatchError(
                 "compute_loss calls the model with arguments by position: give them by name, model(**inputs)"
@@ -34,33 +34,31 @@ class ModelView:
 
 
 def refuse_call(**_: Any) -> NoReturn:
-    """The forward of the model where nobody should call it."""
+    """Raise MismatchError: the forward of a model that nothing may call."""
     raise ps.MismatchError("the model is cut over the ranks: train, evaluate and predict run it, nothing else does")
 
 
-def settle(model: nn.Module) -> None:
-    """Before the model is cut: no cache in its outputs, and in place what transformers installs at the first forward."""
+def prepare_for_cut(model: nn.Module) -> None:
+    """Turn off the cache in the model's outputs, and install the hooks that transformers installs at the first forward."""
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
             continue
-        if getattr(
-            module.config, "use_cache", False
-        ):  # that of a decoder is a config of its own, which Trainer leaves as it is
+        if getattr(module.config, "use_cache", False):  # a decoder may have its own config, which Trainer does not change
             module.config.use_cache = False
         records = getattr(module, "_can_record_outputs", None) or {}
-        if any(getattr(module.config, f"output_{name}", False) for name in records):  # the logits of routers, for their losses
+        if any(getattr(module.config, f"output_{name}", False) for name in records):  # as the routers' logits
             maybe_install_capturing_hooks(module)
 
 
 class _ModelCall(BaseException):
-    """Ends a function where it calls the model."""
+    """Raised to end a function where it calls the model; holds the arguments of the call."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
 
 
 def arguments_of_call(model: nn.Module, function: Callable[[Any], object]) -> dict[str, Any]:
-    """What `function(model)` calls the model with. The call is not made, and ends the function."""
+    """Return the arguments with which `function(model)` calls the model. The call ends the function; the model is not run."""
 
     def forward(**arguments: Any) -> NoReturn:
         raise _ModelCall(arguments)
@@ -73,7 +71,7 @@ def arguments_of_call(model: nn.Module, function: Callable[[Any], object]) -> di
 
 
 def outputs_once(outputs: Any, accelerator: Any) -> Callable[..., Any]:
-    """A forward that returns `outputs`, in float32 where accelerate has them so, and only once."""
+    """Return a forward that returns `outputs` once, in float32 if accelerate would; a second call raises MismatchError."""
     if accelerator.native_amp:
         from accelerate.utils import convert_to_fp32  # the attention of this package needs no accelerate
 
@@ -91,7 +89,7 @@ def outputs_once(outputs: Any, accelerator: Any) -> Callable[..., Any]:
 
 
 class TrainerLoss(nn.Module):
-    """`compute_loss` of one batch's outputs, scaled as `training_step` does; the losses of all batches of a step add up."""
+    """Calls `compute_loss` on a batch's outputs, and scales as `training_step` does, so that losses of batches add up."""
 
     num_items: Tensor | None
 
@@ -101,7 +99,7 @@ class TrainerLoss(nn.Module):
         self.register_buffer("num_items", torch.zeros(()), persistent=False)  # tokens of the step, on all replicas
 
     def forward(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """The loss on the last stage. `inputs`: the batch, labels included."""
+        """Return the loss, on the last stage. `inputs`: the batch, labels included."""
         trainer = self._trainer
         view = ModelView(trainer.model, outputs_once(outputs, trainer.accelerator))
         with torch.autocast(trainer.args.device.type, enabled=False):
@@ -109,7 +107,7 @@ class TrainerLoss(nn.Module):
             return loss if self.is_scaled() else loss / trainer.current_gradient_accumulation_steps
 
     def is_scaled(self) -> bool:
-        """Whether `compute_loss` has divided by the tokens of the whole step already."""
+        """Return whether `compute_loss` already divides by the tokens of the whole step."""
         trainer = self._trainer
         if (scaled := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
             return bool(scaled)

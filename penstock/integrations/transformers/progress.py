@@ -1,4 +1,4 @@
-"""Trainer's progress bar, with the idle share of the ranks."""
+"""Add the idle share of the ranks to Trainer's progress bar."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,9 @@ from penstock.engine.report import StepReport
 
 
 class PipelineProgress(ProgressCallback):
-    """Trainer's bar; behind it the share of the last step in which the ranks ran no action, as `idle 14%`.
+    """Trainer's bar, followed by the share of the last step in which the ranks were idle, as `idle 14%`.
 
-    `read_report`: the report of the last step of the pipeline; None before the first.
+    `read_report` returns the report of the pipeline's last step, or None before the first.
     """
 
     def __init__(self, read_report: Callable[[], StepReport | None]) -> None:
@@ -27,5 +27,5 @@ class PipelineProgress(ProgressCallback):
 
 
 def replace_progress(callbacks: list[TrainerCallback], read_report: Callable[[], StepReport | None]) -> None:
-    """Replace Trainer's own bar in its list of callbacks. A notebook's table and a bar of the user's stay."""
+    """Replace Trainer's own bar in its list of callbacks. Keep a notebook's table and a user's bar."""
     callbacks[:] = [PipelineProgress(read_report) if type(callback) is ProgressCallback else callback for callback in callbacks]

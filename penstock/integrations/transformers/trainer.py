@@ -1,4 +1,4 @@
-"""Trainer whose model is cut over ranks: what plain Trainer calls a batch is a step of the pipeline."""
+"""Trainer whose model is cut over ranks: the batches of one optimizer step are the microbatches of a pipeline step."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ from penstock.integrations.transformers.model_view import (
     TrainerLoss,
     arguments_of_call,
     outputs_once,
+    prepare_for_cut,
     refuse_call,
-    settle,
 )
 from penstock.integrations.transformers.optimizer import RankOptimizer
 from penstock.integrations.transformers.progress import replace_progress
@@ -35,10 +35,10 @@ else:
 
 
 class PipelineTrainerMixin(Mixin):
-    """What makes any subclass of transformers' Trainer train over ranks; before it among the bases.
+    """Makes any subclass of transformers' Trainer train over ranks. Put it before that class among the bases.
 
-    Every rank makes the same calls, those that save and evaluate too. The model is cut when the first batch is there.
-    `compute_loss` may be overridden: it calls the model once, by name, and looks at what it returns and at the batch.
+    Every rank must make the same calls, also those that save and evaluate. The first batch cuts the model. `compute_loss` may
+    be overridden: it must call the model once, with named arguments, and may read the outputs and the batch.
     """
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
@@ -47,43 +47,43 @@ class PipelineTrainerMixin(Mixin):
         super().__init__(model, args, *more, **options)
         if args.group is not None:
             self._check_divides_by_tokens()
-        self._pipelines: dict[frozenset[str], ps.Pipeline] = {}  # by the names of the arguments that the model is called with
+        self._pipelines: dict[frozenset[str], ps.Pipeline] = {}  # by the names of the arguments of the model's call
         self._loss = TrainerLoss(self)
         self._accumulated: list[dict[str, Any]] = []  # the batches of one optimizer step
-        self._losses: list[Tensor] = []  # of those that `training_step` is still to be called with
+        self._losses: list[Tensor] = []  # of batches for which `training_step` is not called yet
         self._rank_optimizer: RankOptimizer | None = None
-        self._flos_per_element: int | None = None  # floating-point operations, of an element of the model's main input
+        self._flos_per_element: int | None = None  # floating-point operations for an element of the model's main input
         replace_progress(self.callback_handler.callbacks, lambda: None if self.pipeline is None else self.pipeline.report)
         ranks, replicas = ps.comms.current_topology().world_size, args.replicas
         self._mesh = ps.comms.init_mesh(pp=ranks // replicas, dp=replicas) if replicas > 1 else None
 
     @property
     def pipeline(self) -> ps.Pipeline | None:
-        """What trains and evaluates; None before the first batch."""
+        """Return the pipeline that trains; None before the first batch."""
         return next(iter(self._pipelines.values()), None)
 
     def _pipeline_for(self, call: dict[str, Any]) -> ps.Pipeline:
-        """The pipeline of a model that is called so. One that gets no labels, to predict, has another graph of the same cut."""
+        """Return the pipeline for a call with these arguments. A call without labels has another graph, with the same cut."""
         names = frozenset(name for name, value in call.items() if value is not None)
         if names not in self._pipelines:
-            settle(self.model)
+            prepare_for_cut(self.model)
             previous, options = self.pipeline, self.args.pipeline_options()
             if previous is not None and "plan" not in options:
                 options["cuts"] = previous.cuts
             options |= {"mesh": self._mesh, "seed": self.args.seed, "reduction": "sum", "example_kwargs": call}
             options["scaler"] = self.accelerator.scaler
             self._pipelines[names] = ps.Pipeline(self.model, self._loss, **options)
-            self._take_out_parameters()
+            self._remove_other_ranks_parameters()
         return self._pipelines[names]
 
     def create_accelerator_and_postprocess(self) -> None:
-        """With a scaler that overflows on all ranks if it does on one, where `fp16` has one."""
+        """Replace the scaler of `fp16` by one that skips a step on all ranks if gradients overflow on one."""
         super().create_accelerator_and_postprocess()
         if self.accelerator.scaler is not None and ps.comms.current_topology().world_size > 1:
             self.accelerator.scaler = share_scaler(self.accelerator.scaler, self.args.device.type)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A new model, which a new pipeline trains."""
+        """Return a new model, and drop the pipelines of the old one."""
         self._pipelines, self._rank_optimizer, self._flos_per_element = {}, None, None
         return super().call_model_init(trial)
 
@@ -93,7 +93,7 @@ class PipelineTrainerMixin(Mixin):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """The batches of one optimizer step, which flow through the pipeline together."""
+        """Return the batches of one optimizer step, and keep them: the first `training_step` runs them all."""
         if self.args.group is not None:
             epoch_iterator = self._grouped_batches(list(islice(epoch_iterator, num_batches)))
         self._accumulated, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -101,7 +101,7 @@ class PipelineTrainerMixin(Mixin):
         return self._accumulated, num_items
 
     def get_train_dataloader(self) -> Any:
-        """With `group="planned"`, of rows as they are: `get_batch_samples` groups and collates them."""
+        """Return the loader; with `group="planned"` one of uncollated rows, which `get_batch_samples` groups and collates."""
         if self.args.group is None:
             return super().get_train_dataloader()
         collate: Any = self.data_collator
@@ -112,7 +112,7 @@ class PipelineTrainerMixin(Mixin):
             self.data_collator = collate
 
     def _check_divides_by_tokens(self) -> None:
-        """Raise MismatchError where batches of unequal rows would count alike: a loss that is each batch's own mean."""
+        """Raise MismatchError if the loss is a mean over each batch: then batches of unequal rows would have equal weights."""
         is_causal = getattr(self.model, "loss_type", None) == "ForCausalLM" and not self.args.label_smoothing_factor
         if not is_causal and self.compute_loss_func is None:
             raise ps.MismatchError(
@@ -121,19 +121,19 @@ class PipelineTrainerMixin(Mixin):
             )
 
     def _grouped_batches(self, batches: Sequence[RowBatch]) -> Iterator[Any]:
-        """As many batches of the same rows, of like lengths."""
+        """Return as many batches of the same rows, regrouped by similar lengths."""
         rows = [row for batch in batches for row in batch.rows]
         return iter(GroupingCollator(self.data_collator, len(batches))(rows) if rows else ())
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """The loss of one of these batches; with the first of them, forward and backward of all."""
+        """Return the loss of one batch. The first call of an optimizer step runs forward and backward of all its batches."""
         if not self._losses:
             self._losses = self._step(self._accumulated or [inputs], num_items_in_batch)
             self._accumulated = []
         return self._losses.pop(0)
 
     def _step(self, batches: Sequence[dict[str, Any]], num_items: Tensor | None) -> list[Tensor]:
-        """Forward and backward of all `batches`; the loss of each, as `training_step` has it."""
+        """Run forward and backward of all `batches`. Return the loss of each, scaled as in plain Trainer."""
         batches = [self._prepare_inputs(batch) for batch in batches]
         calls = [self._arguments_of_model(batch, num_items) for batch in batches]
         pipe = self._pipeline_for(calls[0])
@@ -157,7 +157,7 @@ class PipelineTrainerMixin(Mixin):
         return [loss.to(self.args.device) for loss in losses]
 
     def _arguments_of_model(self, inputs: dict[str, Any], num_items: Tensor | None) -> dict[str, Any]:
-        """What `compute_loss` calls the model with."""
+        """Return the arguments with which `compute_loss` calls the model."""
         return arguments_of_call(self.model, lambda model: self.compute_loss(model, dict(inputs), num_items_in_batch=num_items))
 
     def _clip_grad_norm(self, model: Any, max_norm: float | None = None) -> Tensor:
@@ -169,13 +169,13 @@ class PipelineTrainerMixin(Mixin):
         return self._clip_grad_norm(model, float("inf")) if grad_norm is None else grad_norm
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Of all parameters, in groups by their names; this rank's are left once it is known which they are."""
+        """Make the optimizer with all parameters; once the model is cut, only this rank's stay."""
         super().create_optimizer(self.model)
-        self._take_out_parameters()
+        self._remove_other_ranks_parameters()
         return self.optimizer
 
-    def _take_out_parameters(self) -> None:
-        """Those of other ranks, from the optimizer, once."""
+    def _remove_other_ranks_parameters(self) -> None:
+        """Remove other ranks' parameters from the optimizer, once both it and the pipeline exist."""
         pipe, optimizer = self.pipeline, getattr(self.optimizer, "optimizer", self.optimizer)
         if pipe is None or optimizer is None or (self._rank_optimizer and self._rank_optimizer.optimizer is optimizer):
             return
@@ -183,11 +183,11 @@ class PipelineTrainerMixin(Mixin):
         self._rank_optimizer = RankOptimizer(optimizer, own_ids, set(map(id, self.model.parameters())))
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
-        """What callbacks decided on rank 0 holds for all: one that looks at a clock may see another on each rank."""
+        """Take rank 0's decisions on all ranks: a callback that reads a clock may decide differently on each."""
         self._take_decisions_of_rank_0()
-        runs_callbacks = self.control.should_log or self.control.should_evaluate or self.control.should_save
+        calls_callbacks = self.control.should_log or self.control.should_evaluate or self.control.should_save
         super()._maybe_log_save_evaluate(*arguments, **options)
-        if runs_callbacks:
+        if calls_callbacks:
             self._take_decisions_of_rank_0()
 
     def _take_decisions_of_rank_0(self) -> None:
@@ -199,7 +199,7 @@ class PipelineTrainerMixin(Mixin):
                 setattr(self.control, name, bool(value))
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Those of all replicas. Trainer's own counts the model's parameters for each batch: here once."""
+        """Return the operations of all replicas. Trainer's own counts the parameters for each batch; this counts them once."""
         count = super().floating_point_ops
         main_input = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         if getattr(count, "__func__", None) is not transformers.Trainer.floating_point_ops or not isinstance(
@@ -213,7 +213,7 @@ class PipelineTrainerMixin(Mixin):
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """Loss, logits and labels of one batch, which is one microbatch, on every rank."""
+        """Return loss, logits and labels of one batch, run as one microbatch, on every rank."""
         predict = super().prediction_step
         call = arguments_of_call(self.model, lambda view: predict(view, dict(inputs), prediction_loss_only, ignore_keys))
         pipe = self._pipeline_for(call)
@@ -224,27 +224,30 @@ class PipelineTrainerMixin(Mixin):
             if outputs is not None:
                 view = ModelView(self.model, outputs_once(outputs[0], self.accelerator))
                 result = predict(view, dict(inputs), prediction_loss_only, ignore_keys)
-        return everywhere(pipe, result)
+        return broadcast_from_last_stage(pipe, result)
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
-        """The loop of `evaluate` and `predict`, the same on each replica: a loss counts the items of its own rows."""
+        """Run the loop of `evaluate` and `predict`, on each replica with all rows."""
         with propagate_errors("evaluation_loop()"), self._without_replicas():
             return super().evaluation_loop(*arguments, **options)
 
     def get_eval_dataloader(self, *arguments: Any, **options: Any) -> Any:
-        """All rows, on each replica."""
+        """Return a loader of all rows, on each replica."""
         with self._without_replicas():
             return super().get_eval_dataloader(*arguments, **options)
 
     def get_test_dataloader(self, *arguments: Any, **options: Any) -> Any:
-        """All rows, on each replica."""
+        """Return a loader of all rows, on each replica."""
         with self._without_replicas():
             return super().get_test_dataloader(*arguments, **options)
 
     @contextmanager
     def _without_replicas(self) -> Iterator[None]:
-        """Have accelerate neither share rows out to replicas nor multiply losses by their number."""
-        states = self.args.distributed_state, self.accelerator.state  # accelerate copies one to the other now and then
+        """Hide the replicas from accelerate, which would share rows out to them and multiply losses by their number."""
+        states = (
+            self.args.distributed_state,
+            self.accelerator.state,
+        )  # accelerate copies one to the other
         for state in states:
             state.num_processes = 1
         try:
@@ -256,7 +259,7 @@ class PipelineTrainerMixin(Mixin):
     # -- files -------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
-        """As Trainer's. `resume_from_checkpoint=True` goes on from the newest checkpoint that was written to its end."""
+        """Train as Trainer. `resume_from_checkpoint=True` resumes the newest complete checkpoint."""
         if resume_from_checkpoint is True:
             complete = [path.parent for path in Path(self.args.output_dir).glob("checkpoint-*/trainer_state.json")]
             newest = max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
@@ -267,17 +270,17 @@ class PipelineTrainerMixin(Mixin):
             return super().train(resume_from_checkpoint, *arguments, **options)
 
     def _load_from_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        """Every rank loads the whole model. peft reads names from it."""
+        """Load the whole model on every rank. Old values may be read, because peft reads names from it."""
         with allow_outdated_use(self.model):
             super()._load_from_checkpoint(*arguments, **options)
 
     def _load_best_model(self) -> None:
-        """As `_load_from_checkpoint`."""
+        """Load the best model as `_load_from_checkpoint`."""
         with allow_outdated_use(self.model):
             super()._load_best_model()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """All ranks' weights, by rank 0, as plain Trainer saves its own."""
+        """Save all ranks' weights on rank 0, as plain Trainer saves its own."""
         folder = Path(output_dir or self.args.output_dir)
         if self.pipeline is None:
             super()._save(str(folder), state_dict)
@@ -291,22 +294,22 @@ class PipelineTrainerMixin(Mixin):
                 state = safetensors.torch.load_file(path)
                 path.unlink()
                 first_name: dict[int, str] = {}
-                for name, parameter in self.model.named_parameters(remove_duplicate=False):  # tied ones share memory
+                for name, parameter in self.model.named_parameters(remove_duplicate=False):  # tied ones have several
                     state[name] = state[first_name.setdefault(id(parameter), name)]
-                with allow_outdated_use(self.model):  # peft reads names from it, and values from `state`
+                with allow_outdated_use(self.model):  # peft reads names from the model, and values from `state`
                     super()._save(str(folder), state)
         self._wait_for_all("to save the model")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         self._wait_for_all("to save a checkpoint")
-        if not self.args.should_save:  # rank 0 has it from its callbacks
+        if not self.args.should_save:  # on rank 0 they are up to date
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             state = transformers.TrainerState.load_from_json(str(folder / "trainer_state.json"))
             self.state.stateful_callbacks = state.stateful_callbacks
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """As plain Trainer's: the state of all parameters, and the schedule's."""
+        """Save the optimizer's state of all parameters, and the learning-rate scheduler's, in plain Trainer's form."""
         assert self.pipeline is not None
         assert self._rank_optimizer is not None
         self._rank_optimizer.save(self.pipeline, Path(output_dir) / "optimizer.pt")
@@ -314,7 +317,7 @@ class PipelineTrainerMixin(Mixin):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """The same on all ranks of a pipeline: layers and losses draw from seeds of their own."""
+        """Save the random state on one rank of each pipeline. It is equal on all: layers and losses have their own seeds."""
         assert self.pipeline is not None
         if self.pipeline.topology.rank == 0:
             super()._save_rng_state(output_dir)
@@ -326,20 +329,20 @@ class PipelineTrainerMixin(Mixin):
     # -- writing ranks --------------------------------------------------------------------------------------------------
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return bool(self.args.should_save)
 
     def is_local_process_zero(self) -> bool:
-        """Whether this is rank 0, which alone prints and shows progress."""
+        """Return whether this is rank 0: only it prints and shows progress."""
         return bool(self.args.should_log)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
-        """Not built."""
+        """Raise MismatchError: a hyperparameter search over ranks is not built."""
         raise ps.MismatchError("hyperparameter_search is not built over ranks: start a training for each trial")
 
 
 class Trainer(PipelineTrainerMixin, transformers.Trainer):
-    """transformers' Trainer with a model that is cut over ranks. Started by torchrun, or in one process.
+    """transformers' Trainer with a model that is cut over ranks, started by torchrun or in one process.
 
     The batches of one optimizer step are the microbatches of one step of the pipeline. See docs/howto/trainer.md.
     """
@@ -347,20 +350,20 @@ class Trainer(PipelineTrainerMixin, transformers.Trainer):
 
 @contextmanager
 def propagate_errors(call_name: str) -> Iterator[None]:
-    """Around a call that all ranks make: what one rank alone raises, in a data set or a callback, all raise."""
+    """Around a call that all ranks make: raise an error of one rank, as in a data set or a callback, on all ranks."""
     control = shared_control_group(ps.comms.current_topology())
     with control.collective_call(call_name):
         pass  # connects the ranks: only then do the others learn of an error on this one
     try:
         yield
-    except ps.NonFiniteError:  # raised by all ranks already
+    except ps.NonFiniteError:  # all ranks have raised it already
         raise
     except BaseException as error:
         control.raise_error_on_all_ranks(error)
 
 
 def share_scaler(scaler: torch.amp.GradScaler, device: str) -> torch.amp.GradScaler:
-    """Return one like `scaler`, of which all ranks skip the same steps."""
+    """Return a scaler with the settings of `scaler` that skips the same steps on all ranks."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # the import takes a second
 
     return ShardedGradScaler(
@@ -372,22 +375,22 @@ def share_scaler(scaler: torch.amp.GradScaler, device: str) -> torch.amp.GradSca
     )
 
 
-def everywhere(pipe: ps.Pipeline, result: Any) -> Any:
-    """The last stage's `result`, tensors in tuples, lists and dicts, on every rank of its pipeline."""
-    home, topology = pipe.last_rank, pipe.topology
+def broadcast_from_last_stage(pipe: ps.Pipeline, result: Any) -> Any:
+    """Return the last stage's `result`, tensors in tuples, lists and dicts, on every rank of its pipeline."""
+    last_rank, topology = pipe.last_rank, pipe.topology
     if topology.world_size == 1:
         return result
     data = torch.empty(0, dtype=torch.uint8)
-    if topology.rank == home:
+    if topology.rank == last_rank:
         buffer = io.BytesIO()
         torch.save(result, buffer)
         data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
     sizes = pipe.gather(data.numel)
     rank_of = topology.get_global_rank
-    if topology.rank == home:
+    if topology.rank == last_rank:
         for rank in range(topology.world_size):
-            if rank != home:
+            if rank != last_rank:
                 ps.comms.send_tensor(data, rank_of(rank))
         return result
-    data = ps.comms.recv_tensor((sizes[rank_of(home)],), rank_of(home), torch.uint8, "cpu")
+    data = ps.comms.recv_tensor((sizes[rank_of(last_rank)],), rank_of(last_rank), torch.uint8, "cpu")
     return torch.load(io.BytesIO(data.numpy().tobytes()), map_location=topology.device, weights_only=True)

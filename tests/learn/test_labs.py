@@ -396,8 +396,8 @@ def test_ring_attention_is_that_of_one_process_on_any_number_of_ranks():
 
 
 def test_a_mesh_with_its_pipeline_outermost_keeps_all_but_activations_within_a_machine():
-    assert lab17_hardware.crosses(("pp", "dp", "tp")) == {"pp": 4, "dp": 0, "tp": 0}
-    assert lab17_hardware.crosses(("dp", "tp", "pp")) == {"pp": 0, "dp": 4, "tp": 0}
+    assert lab17_hardware.count_crossing_pairs(("pp", "dp", "tp")) == {"pp": 4, "dp": 0, "tp": 0}
+    assert lab17_hardware.count_crossing_pairs(("dp", "tp", "pp")) == {"pp": 0, "dp": 4, "tp": 0}
 
 
 def test_a_stage_that_never_drains_is_as_many_steps_behind_as_there_are_ranks_after_it():

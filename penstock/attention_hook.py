@@ -132,7 +132,7 @@ def _attend_with_dropout(
 
 
 class AttentionContext:
-    """What `attention` does while it is set by `attention_context`: here, what it does without one."""
+    """How `attention` computes inside of `attention_context`. This base class computes as it does without a context."""
 
     num_calls = 0  # of `attention`, so far
     lengths: Sequence[int] = ()  # the tokens of each part of the sequence, if the forward has one of them
@@ -141,7 +141,7 @@ class AttentionContext:
 
     @property
     def first_position(self) -> int:
-        """How many tokens of the sequence precede those of this forward."""
+        """The number of tokens of the sequence before those of this forward."""
         return sum(self.lengths[: self.part])
 
     def count_and_attend(
@@ -154,7 +154,7 @@ class AttentionContext:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float
     ) -> Tensor:
-        """Return the attention of this forward's tokens, which the arguments are of."""
+        """Return the attention of this forward's tokens. The arguments are of these tokens only."""
         return attend(query, key, value, causal, mask, scale, dropout)
 
 

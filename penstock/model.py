@@ -29,14 +29,14 @@ class _SeededBuilder:
         self.seed = int(torch.randint(2**62, (), device="cpu"))  # advances the generator, so the next model is another
 
     def build_layer(self, number: int, make: Callable[[], nn.Module]) -> nn.Module:
-        """The module `make` makes, initialised as layer `number`."""
+        """Return the module that `make` creates, initialised as layer `number`."""
         with preserve_generator_state(CPU) as generator:
             generator.manual_seed(mix_seed(self.seed, number))
             return make()
 
 
 def _mlp_layers(dim: int, total_layers: int, classes: int, start: int, end: int) -> "OrderedDict[str, nn.Module]":
-    """Hidden layers `start` to `end` by their names in the monolith, the head behind the last of all."""
+    """Return hidden layers `start` to `end`, by their names in the whole model; after the last one the head."""
     if dim < 1 or classes < 1 or total_layers < 1:
         raise MismatchError(f"an MLP needs a dim, layers and classes of 1 or more, got {dim}, {total_layers} and {classes}")
     seeded, layers = _SeededBuilder(), OrderedDict[str, nn.Module]()
@@ -70,7 +70,7 @@ def mlp(dim: int, total_layers: int = 16, classes: int = 2) -> nn.Sequential:
 
 
 class ShardedMLP(nn.Module):
-    """One rank's slice of `mlp(dim, total_layers, classes)`, and nothing else of it.
+    """One rank's layers of `mlp(dim, total_layers, classes)`; the others are never created.
 
         slice = ps.ShardedMLP(512, 16, topology.rank, topology.world_size)
         pipe = ps.Pipeline({topology.rank: slice}, loss_fn)
@@ -91,7 +91,7 @@ class ShardedMLP(nn.Module):
             self.add_module(name, layer)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, dim) -> (batch, dim), on the last rank (batch, classes)."""
+        """Map (batch, dim) to (batch, dim), on the last rank to (batch, classes)."""
         for layer in self.children():
             hidden = layer(hidden)
         return hidden
@@ -128,7 +128,7 @@ class GPT(nn.Sequential):
         self.config = config
 
     def tensor_parallel(self) -> dict[str, Any]:
-        """What ranks along a mesh's axis `tp` may share, for `Pipeline(.., tensor_parallel=)`: heads, perceptrons, the head."""
+        """Return the plan for `Pipeline(.., tensor_parallel=)`: it shards attention heads, perceptrons and the head."""
         from torch.distributed.tensor import Replicate  # these import for a second
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -138,7 +138,7 @@ class GPT(nn.Sequential):
 
 
 class GPTEmbedding(nn.Module):
-    """Tokens and their positions as vectors."""
+    """The embedding of tokens and of their positions, added."""
 
     uses_cache = True
 
@@ -150,14 +150,14 @@ class GPTEmbedding(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, time) -> (batch, time, width)."""
+        """Map tokens (batch, time) to vectors (batch, time, width)."""
         first_position = cache.first_position()
         positions = torch.arange(first_position, first_position + tokens.shape[1], device=tokens.device)
         return self.dropout(self.token(tokens) + self.position(positions))
 
 
 class GPTBlock(nn.Module):
-    """Causal self-attention, then a two-layer perceptron, each added to what came in."""
+    """Causal self-attention and a two-layer perceptron, each with a residual connection."""
 
     uses_cache = True
 
@@ -170,12 +170,12 @@ class GPTBlock(nn.Module):
         self.up, self.down = LinearWithGPT2Init(width, 4 * width), LinearWithGPT2Init(4 * width, width, 2 * config.layers)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, time, width) -> the same."""
+        """Map (batch, time, width) to the same shape."""
         hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
         return hidden + self.dropout(self.down(functional.gelu(self.up(self.norm2(hidden)))))
 
     def attention(self, hidden: Tensor) -> Tensor:
-        """(batch, time, width) -> the same; a token sees itself and those before it."""
+        """Return causal self-attention: (batch, time, width) to the same shape."""
         batch, time, width = hidden.shape
         qkv = self.qkv(hidden).view(batch, time, -1, 3, width // self.heads)  # head by head: ranks may have some heads each
         query, key, value = qkv.permute(3, 0, 2, 1, 4)  # each (batch, heads, time, width / heads)
@@ -189,7 +189,7 @@ class GPT2Embedding(nn.Embedding):
     """An embedding with GPT-2's initialisation."""
 
     def reset_parameters(self) -> None:
-        """Draw the vectors."""
+        """Initialise the vectors as GPT-2 does."""
         nn.init.normal_(self.weight, std=0.02)
 
 
@@ -201,6 +201,6 @@ class LinearWithGPT2Init(nn.Linear):
         super().__init__(inputs, outputs)
 
     def reset_parameters(self) -> None:
-        """Draw the weights."""
+        """Initialise weight and bias as GPT-2 does."""
         nn.init.normal_(self.weight, std=self.std)
         nn.init.zeros_(self.bias)

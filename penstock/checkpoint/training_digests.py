@@ -162,7 +162,7 @@ class DigestLog:
             self._write_on_first_rank(control, lambda: self._write_run_header(settings or {}))
 
     def _write_run_header(self, settings: Settings) -> None:
-        """Leave what goes on, and say with what it does."""
+        """Append the settings and conditions of this run; drop records of steps that it runs again."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         pipe, names, step_count = self.pipe, self.pipe._engine.parameters, self.pipe.step_count
         records = [value for value in json_lines.read(self.path) if value["step"] < step_count + ("run" not in value)]

@@ -65,7 +65,7 @@ class _OutputRecorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled functions stay compiled under this mode."""
+        """Return True: compiled functions stay compiled under this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,7 +94,7 @@ class MemoryMeasurement:
 
     @property
     def sizes(self) -> dict[int, ActivationSize]:
-        """Of each stage: of the first microbatch that was measured."""
+        """The activation size of every stage, as its first measured microbatch had it."""
         first = self._measured_microbatch
         return {stage: size for (stage, number), size in self.sizes_by_microbatch.items() if number == first[stage]}
 

@@ -94,7 +94,7 @@ class StepCall(NamedTuple):
 
 
 class StepHeader(NamedTuple):
-    """What a rank sends to all others before a step: numbers, as float64. A hash of 0 is one that was not taken."""
+    """A rank's message to all others before a step: numbers, as float64. A hash is 0 if it was not taken."""
 
     training: float
     input_rows: float
@@ -120,7 +120,7 @@ class StepHeader(NamedTuple):
 
 
 class LocalBatch(NamedTuple):
-    """This rank's share of the batch: what its actions work on, and the header for the other ranks."""
+    """This rank's share of the batch: the tensors for its actions, and the header for the other ranks."""
 
     call: StepCall
     header: StepHeader

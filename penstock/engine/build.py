@@ -56,7 +56,7 @@ Modules = dict[int, nn.Module]  # by stage
 
 
 class PlanLike(Protocol):
-    """What a pipeline takes from a plan: the arguments of these names."""
+    """The attributes of a plan that a pipeline uses as its arguments."""
 
     @property
     def schedule(self) -> Schedule: ...  # noqa: D102

@@ -67,7 +67,7 @@ class GenerationOptions(NamedTuple):
 
 
 class RankGenerationHeader(NamedTuple):
-    """What a rank sends to all others before the first pass."""
+    """A rank's message to all others before the first pass."""
 
     options: GenerationOptions
     prompt: str  # shape and hash of the tokens
@@ -116,7 +116,7 @@ def generate_text(
 
 
 class TextGeneration:
-    """Rows of text, (batch, time), that grow by a token with each pass."""
+    """Text of (batch, time) tokens, to which every pass adds one token a row."""
 
     def __init__(
         self, engine: Engine, tokens: Tensor, kwargs: Mapping[str, Any], options: GenerationOptions, rows_dim: int = 0

@@ -36,7 +36,7 @@ def _autocast_name(autocast_index: float) -> str:
 
 
 class LearnedShapes(NamedTuple):
-    """What the first step of a kind of batch has shown, so that later ones need not send or measure it."""
+    """Message specs and activation sizes of a kind of batch: found in its first step, reused in later ones."""
 
     message_specs: MessageSpecs
     activation_sizes: Mapping[int, ActivationSize]  # stage of this rank -> bytes that a microbatch keeps, if known
@@ -100,7 +100,7 @@ class StepHandshake:
         return result._replace(learned=learned, message_specs=specs)
 
     def remember(self, result: HandshakeResult, learned: LearnedShapes) -> None:
-        """After a step: remember what it has shown. All ranks forget the same kinds, the oldest first."""
+        """Remember what a step has shown about its kind of batch. All ranks forget the same kinds, the oldest first."""
         if result.lists:
             self._message_specs_of_lists.remember(learned.message_specs, result.message_keys)
             learned = learned._replace(message_specs={})
@@ -110,7 +110,7 @@ class StepHandshake:
             del self._learned[next(iter(self._learned))]
 
     def forget_learned(self) -> None:
-        """After a failed step: some ranks may have learned what others have not."""
+        """Forget all kinds. After a failed step some ranks may have learned what others have not."""
         self._learned.clear()
         self._message_specs_of_lists.forget()
 

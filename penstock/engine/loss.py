@@ -73,7 +73,7 @@ class LossComponent(NamedTuple):
 
     @property
     def reduction(self) -> str | None:
-        """Its reduction, if that is "mean", "sum" or "none"."""
+        """The reduction it declares: "mean", "sum" or "none"; None if it declares another or none."""
         value = getattr(self.settings, "reduction", None)
         return value if isinstance(value, str) and value in (*get_args(Reduction), "none") else None
 

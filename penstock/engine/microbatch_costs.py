@@ -35,7 +35,7 @@ LEAST_GAIN = 0.99  # a larger set of features must bring the deviation down to t
 
 
 class MicrobatchFit(NamedTuple):
-    """What a microbatch takes on a stage: the seconds of one kind of action, or the bytes of its activations."""
+    """A fitted cost of a microbatch on a stage: the seconds of one kind of action, or the bytes of its activations."""
 
     per_token: float
     per_token_and_length: float
@@ -65,7 +65,7 @@ class MicrobatchSizes(Protocol):
 
 
 class MicrobatchSamples:
-    """What microbatches of this rank's last steps over lists were like, and what they took."""
+    """Sizes and costs of this rank's microbatches in its last steps over lists."""
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[Kind, int], deque[Sample]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))
@@ -74,13 +74,13 @@ class MicrobatchSamples:
         self._last_clock: ActionClock | None = None
 
     def add_seconds(self, actions: Sequence[Action], clock: ActionClock, microbatches: MicrobatchSizes) -> None:
-        """After a step: what each action took."""
+        """Add the seconds of each action of a step."""
         self._last_actions, self._last_clock = actions, clock
         for (kind, stage, number, _), (start, end, _) in zip(actions, clock.intervals(), strict=True):
             self._seconds[kind, stage].append((microbatches.rows[number], microbatches.elements[number], end - start))
 
     def add_bytes(self, sizes: Mapping[tuple[int, int], ActivationSize], microbatches: MicrobatchSizes) -> None:
-        """After a step that was measured: what activations took. `sizes`: by stage and microbatch."""
+        """Add the bytes of activations in a measured step. `sizes`: by stage and microbatch."""
         for (stage, number), size in sizes.items():
             self._bytes[stage].append((microbatches.rows[number], microbatches.elements[number], size.act))
 
@@ -99,7 +99,7 @@ class MicrobatchSamples:
 
 
 class SampleSummary(NamedTuple):
-    """What one rank has found."""
+    """The fits of one rank's stages, and the events of its last step."""
 
     seconds: Mapping[tuple[Kind, int], MicrobatchFit]
     bytes: Mapping[int, MicrobatchFit]
@@ -141,7 +141,7 @@ def _solve_nonnegative(relative: "np.ndarray", weights: "np.ndarray") -> "np.nda
 
 @dataclass(frozen=True)
 class MicrobatchCosts:
-    """What a microbatch of any size takes: `pipe.plan_costs()`.
+    """The cost of a microbatch of any size, as `pipe.plan_costs()` returns it.
 
         costs = pipe.plan_costs()
         costs(4, 100)  # seconds of 4 rows, padded to 100 tokens, on the rank that takes longest
@@ -177,7 +177,7 @@ class MicrobatchCosts:
 
     @cached_property
     def _coefficient_sums_by_rank(self) -> list[list[float]]:
-        """Rank -> the sums of its actions' coefficients."""
+        """The coefficients of every rank: sums over its actions."""
         sums = [[0.0, 0.0, 0.0] for _ in range(max(self.placement) + 1)]
         for stage, rank in enumerate(self.placement):
             for fit in (part for kind in (Kind.F, Kind.B) for part in self._fits_of_action(kind, stage)):

@@ -31,7 +31,7 @@ MAX_REMEMBERED_SHAPES = 1024  # microbatch shapes whose messages are remembered
 
 
 class MicrobatchSummary(NamedTuple):
-    """What the first stage's rank says of one microbatch."""
+    """One microbatch, as the first stage's rank describes it to the others."""
 
     rows: int
     elements: int  # of the largest tensor with rows: the padded tokens
@@ -39,7 +39,7 @@ class MicrobatchSummary(NamedTuple):
 
 
 class ListSummary(NamedTuple):
-    """What one rank says of a list; empty where it does not read it."""
+    """One rank's description of a list; fields are empty where the rank does not read the list."""
 
     inputs: Sequence[MicrobatchSummary] = ()
     order: Sequence[int] = ()  # position in the step -> index in the list
@@ -257,7 +257,7 @@ def _check_limit(sizes: Sequence[float], table: Table, order: object, limit: Siz
 
 
 class MessageSpecCache:
-    """What messages were like, by the shapes of their microbatch. The ranks of a pipeline remember and forget the same ones."""
+    """Message specs by the shapes of their microbatch. The ranks of a pipeline remember and forget the same ones."""
 
     def __init__(self) -> None:
         self._specs: dict[object, dict[Transfer, MessageSpec]] = {}  # the oldest first
@@ -270,7 +270,7 @@ class MessageSpecCache:
         return {transfer: spec for transfer, spec in found.items() if spec is not None}
 
     def remember(self, specs: MessageSpecs, keys: Sequence[object]) -> None:
-        """After a step in which messages were like `specs`."""
+        """Remember the `specs` of a step's messages. `keys`: of its microbatches."""
         for key in keys:
             self._specs[key] = self._specs.pop(key, {})
         for transfer, spec in specs.items():
@@ -279,7 +279,7 @@ class MessageSpecCache:
             del self._specs[next(iter(self._specs))]
 
     def forget(self) -> None:
-        """After a failed step."""
+        """Forget all specs, after a failed step."""
         self._specs.clear()
 
 

@@ -72,7 +72,7 @@ class OriginalModel(NamedTuple):
 
 
 class UncutModelClassAndConfig(NamedTuple):
-    """What an uncut model was besides its weights: transformers writes this next to them."""
+    """Class and configuration of an uncut model, which transformers saves next to the weights."""
 
     model_class: type[nn.Module]
     config: Any
@@ -190,7 +190,7 @@ def partition_model(
 
 
 class StageStructure(NamedTuple):
-    """How stages are connected, as far as one rank knows them."""
+    """The connections between stages, of those that one rank knows."""
 
     num_layers: Mapping[int, int]  # by stage; 1 where it is no Sequential
     tied: Sequence[Sequence[StageParameter]]
@@ -199,7 +199,7 @@ class StageStructure(NamedTuple):
 
 
 class ModelAnnouncement(NamedTuple):
-    """What a rank sends to the others of the model that it was given."""
+    """A rank's message to the others about the model that it was given."""
 
     model_kind: str
     starts: Sequence[str]  # of the stages of a model that is cut
@@ -267,7 +267,7 @@ def _stage_structure(stages: Mapping[Any, nn.Module]) -> StageStructure:
 
 
 def _merge_structures(structures: Sequence[StageStructure]) -> StageStructure:
-    """Merge those of all ranks. Replicas have the same."""
+    """Return one structure from those of all ranks. Replicas have the same."""
     num_layers = {stage: count for structure in structures for stage, count in structure.num_layers.items()}
     tied_groups = dict.fromkeys(tuple(group) for structure in structures for group in structure.tied)
     return StageStructure(

@@ -47,7 +47,7 @@ def check_same_group_options(expected: Mapping[str, str], options: Mapping[str, 
 
 @cache
 def make_scaler_flags_binary() -> None:
-    """From now on give fused optimizers a 0 or 1 where a ShardedGradScaler gives the number of ranks that overflow.
+    """Have ShardedGradScaler give fused optimizers a 0 or 1, not the number of ranks that overflow.
 
     They skip a step where the number is 1, so that an overflow on two ranks would be trained on (torch 2.13), and they take no
     tensor of one element.

@@ -19,7 +19,7 @@ from penstock.stage.arguments import keyword_names
 
 
 class RankDescription(NamedTuple):
-    """What one rank is about to build."""
+    """A description of the pipeline that one rank is about to build."""
 
     settings: Mapping[str, str]  # what must be equal on all ranks, in words
     tensors: Mapping[int, Mapping[str, str]]  # stage -> name -> shape, dtype and whether it is trained
@@ -31,7 +31,7 @@ class RankDescription(NamedTuple):
 
 
 class RankComparisonResult(NamedTuple):
-    """What all ranks' descriptions come to. Names and keywords are by stage of the whole model."""
+    """The joint result of all ranks' descriptions. Names and keywords are by stage of the whole model."""
 
     names: Sequence[Mapping[str, str]]  # a stage's own name of each entry -> the name in the uncut model
     keywords: Sequence[Sequence[str]]  # that the stage's forward takes

@@ -91,7 +91,7 @@ def optimizer_list(optimizer: Any, num_ranks: int) -> list[Any]:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """What another rank must know of a tensor to allocate one like it."""
+    """The properties of a tensor from which another rank allocates one like it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class TensorLayout:
 
 
 class ModuleState(NamedTuple):
-    """What a submodule has besides tensors."""
+    """The state of a submodule besides its tensors."""
 
     training: bool
     has_hooks: bool
@@ -108,7 +108,7 @@ class ModuleState(NamedTuple):
 
 
 class RankInventory(NamedTuple):
-    """What a rank has, and what it will need."""
+    """The state that a rank has, and the state that it will need."""
 
     tensors: Mapping[str, Any]  # name -> `Redistribution._tensor_state` of it, with a TensorLayout in place of each tensor
     modules: Mapping[str, ModuleState]  # by name

@@ -48,7 +48,7 @@ class StepReport(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step returns to the pipeline."""
+    """The result of a step for the pipeline."""
 
     loss: Tensor  # of the whole batch, a scalar, the same on every rank
     losses: Sequence[Tensor]  # of each microbatch of this pipeline, if a rank wants them
@@ -76,7 +76,7 @@ class BackgroundSave(Protocol):
 
 
 class RankSummary(NamedTuple):
-    """What one rank sends to all others at the end of a step: numbers, as float64."""
+    """A rank's message to all others at the end of a step: numbers, as float64."""
 
     loss: float  # what its microbatches add to the loss
     loss_dtype: float  # index in LOSS_DTYPES; NO_LOSS if no microbatch ended here
@@ -162,7 +162,7 @@ def local_loss_and_dtype(losses: Mapping[int, Tensor], shares: Sequence[float], 
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """At the begin of a step: on a GPU, let `peak_memory` count from here."""
+    """Let `peak_memory` of a GPU count from here, the begin of a step."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

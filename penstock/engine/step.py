@@ -80,7 +80,7 @@ from penstock.torch_private import profiler_is_active
 
 
 class Engine:
-    """What one rank runs its steps with. All ranks call `step` with the same kind of call."""
+    """Runs the steps of one rank. All ranks call `step` with the same kind of call."""
 
     def __init__(
         self,
@@ -409,7 +409,7 @@ class Engine:
         return self._opened_channels[1]
 
     def discard_step_state(self) -> None:
-        """Before a step: drop what a failed one left in the stages, and read their modules anew."""
+        """Drop what a failed step has left in the stages, and read their modules anew. Called before a step."""
         for stage in self.stages.values():
             stage.begin_step()
 

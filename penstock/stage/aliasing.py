@@ -76,7 +76,7 @@ def record_versions(tensors: Iterable[Tensor]) -> Versions:
 
 
 def check_unchanged(versions: Versions, stage: int, kind: tuple[str, str]) -> None:
-    """After a forward of `stage`, raise MismatchError if it has changed one of these tensors in place.
+    """Raise MismatchError if a forward of `stage` has changed one of these tensors in place.
 
     `kind`: ALIASED_VALUE or SHARED_PARAMETER.
     """

@@ -18,7 +18,7 @@ from penstock.torch_private import unwrap_compiled
 
 
 class ValueWithKeywords(NamedTuple):
-    """What a stage sends to the next one, and the step's keywords that later stages take."""
+    """A message to the next stage, with the step's keywords that later stages take."""
 
     value: Any
     keywords: dict[str, Any]
@@ -50,7 +50,7 @@ class ForwardSignature:
         self._takes_several = len(parameters) > 1 or "VAR_POSITIONAL" in kinds or self._takes_only_keywords
 
     def arguments_from_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-        """On the first stage, return the call for a microbatch of the step's arguments.
+        """Return the first stage's arguments, from a microbatch of the step's.
 
         Raises MismatchError for more arguments than the forward takes, and for a keyword that no stage takes.
         """
@@ -69,7 +69,7 @@ class ForwardSignature:
         return Arguments(args, first_kwargs, kwargs)
 
     def arguments_from_values(self, values: Sequence[Any]) -> Arguments:
-        """On other stages, return the call for the `values` that arrived.
+        """Return another stage's arguments, from the `values` that arrived.
 
         A forward of several parameters gets the elements of a tuple or list, and those of a dict by name; any other value is
         its one argument.

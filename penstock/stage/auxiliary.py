@@ -21,7 +21,7 @@ def auxiliary_loss(value: Tensor) -> None:
 
 
 class AuxiliaryLossCollector:
-    """Around a stage's forward: a list that gets its auxiliary losses."""
+    """A context for a stage's forward. Its value is a list that collects the auxiliary losses."""
 
     def __enter__(self) -> list[Tensor]:
         global _collected

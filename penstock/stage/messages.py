@@ -19,7 +19,7 @@ from penstock.trees import flatten
 
 
 class ReceivedInputs(NamedTuple):
-    """What a microbatch received from other stages and returns gradients to; nothing on the first stage."""
+    """The messages that a microbatch received, for which it returns gradients; none on the first stage."""
 
     inputs: tuple[StageInput, ...] = ()  # one for each message
     borrowed: Sequence[tuple[TensorSlot, Tensor]] = ()  # what takes the places of parameters of earlier stages

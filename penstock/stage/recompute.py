@@ -76,7 +76,7 @@ class _RecomputedInputs:
         }
 
     def drop_unneeded_copies(self) -> bool:
-        """After the first run, keep copies only of the inputs that it has changed; return whether it has changed any."""
+        """Keep copies only of the inputs that the first run has changed. Return whether it has changed any."""
         changed = [index for index, tensor in self._tensors.items() if tensor_version(tensor) != self._versions[index]]
         self._copies = {index: self._copies[index] for index in changed if index in self._copies}
         return bool(changed)
@@ -104,7 +104,7 @@ class _RecomputedInputs:
 
 @contextmanager
 def _restart_call_count(context: AttentionContext | None, num_calls: int) -> Iterator[None]:
-    """Around the second forward, let the context know which calls of `attention` are run again."""
+    """Restore the context's count of `attention` calls for the second forward, so that it knows which calls run again."""
     if context is None:
         yield
         return
@@ -117,7 +117,7 @@ def _restart_call_count(context: AttentionContext | None, num_calls: int) -> Ite
 
 @contextmanager
 def _record_changed_buffers(slots: Sequence[TensorSlot], changed: dict[str, Tensor]) -> Iterator[None]:
-    """Around the first forward, put the former values of the buffers that it changes into `changed`."""
+    """Run the first forward inside. Put the former values of the buffers that it changes into `changed`."""
     values = [(slot, tensor_version(slot.tensor), slot.tensor.clone()) for slot in _current_buffers(slots)]
     yield
     for slot, version, value in values:
@@ -127,7 +127,7 @@ def _record_changed_buffers(slots: Sequence[TensorSlot], changed: dict[str, Tens
 
 @contextmanager
 def _use_former_buffers(slots: Sequence[TensorSlot], changed: dict[str, Tensor]) -> Iterator[None]:
-    """Around the second forward, replace the buffers by copies with the values that they had before the first."""
+    """Run the second forward inside. Buffers are copies with the values that they had before the first forward."""
     current = _current_buffers(slots)
     with replace_temporarily([(slot, changed[slot.name] if slot.name in changed else slot.tensor.clone()) for slot in current]):
         yield

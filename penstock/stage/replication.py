@@ -1,4 +1,4 @@
-"""How a stage is replicated or sharded over other ranks: hooks that a `Stage` and the step call at fixed moments.
+"""Replicating or sharding a stage over other ranks: the hooks that a `Stage` and the step call, in order.
 
 begin_step                      of the step
   prefetch_parameters           of the step, for the first stage; then by the stage before
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Replication:
-    """What data parallelism does around a stage's forwards and backwards; the base does nothing."""
+    """The hooks of data parallelism around a stage's forwards and backwards. The base class does nothing."""
 
     parameters_ready = True  # whether the parameters are on this rank, ready for use
     backwards_match = True  # whether all replicas run the same backwards in this step; if not, only `finish_step` averages
@@ -23,16 +23,16 @@ class Replication:
     next_stage: "Replication | None" = None  # of this rank's stage that comes into use after this one
 
     def begin_step(self) -> None:
-        """Before a step."""
+        """Prepare for a step."""
 
     def prefetch_parameters(self) -> None:
         """Begin to fetch the parameters that are on other ranks."""
 
     def wait_parameters(self) -> None:
-        """Before the stage's first action: wait until they are here."""
+        """Wait for the parameters. Called before the stage's first action."""
 
     def before_last_backward(self, graph_ends: Sequence[Tensor] = ()) -> None:
-        """Before the backward that completes this step's gradients. `graph_ends`: of its graph, by the method of that name."""
+        """Prepare for the backward that completes this step's gradients. `graph_ends`: what `graph_ends(outputs)` returned."""
 
     def after_last_backward(self) -> None:
         """Begin to average the gradients."""
@@ -41,7 +41,7 @@ class Replication:
         """Wait until the gradients are averaged."""
 
     def graph_ends(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Tensors that keep the graph of `outputs`, but not their memory, for `before_last_backward`."""
+        """Return tensors that depend on `outputs` and keep their graph, but not their memory, for `before_last_backward`."""
         return ()
 
 

@@ -53,7 +53,7 @@ class _SavedTensor(NamedTuple):
 
 
 class _SavedKeyValue(NamedTuple):
-    """What one call of `attention` was given for one slice."""
+    """Key, value and padding of one call of `attention` for one slice."""
 
     key: _SavedTensor
     value: _SavedTensor
@@ -74,14 +74,14 @@ class SlicedAttention(AttentionContext):
         self._in_backward = self._with_backward = False
 
     def begin_forward(self, slice_: int, with_backward: bool) -> None:
-        """Before the forward of a slice."""
+        """Set the slice of the forward that comes next."""
         self.part, self._in_backward, self._with_backward = slice_, False, with_backward
         self.num_calls = 0
 
     def begin_backward(self, slice_: int) -> list[tuple[GradientEdge, Tensor]]:
-        """Before the backward of a slice, which may run its forward again.
+        """Set the slice of the backward that comes next; recomputation may run its forward again.
 
-        Return where the backward begins besides the outputs: at keys and values, with the gradients of later slices.
+        Return where the backward starts besides the outputs: at keys and values, with the gradients from later slices.
         """
         self.part, self._in_backward = slice_, True
         self.num_calls = -1  # not known before the forward runs again
@@ -224,7 +224,7 @@ def _save_tensor(tensor: Tensor) -> _SavedTensor:
 
 @contextmanager
 def _join_again_in_backward(parts: list[tuple[Tensor, tuple[Tensor, ...]]]) -> Iterator[None]:
-    """Around an operation: of each pair it saves the second, which is kept anyway, and not the first, which joins it."""
+    """Run an operation inside. Instead of a joined tensor it saves the parts, which are kept anyway, for its backward."""
 
     def pack(saved: Tensor) -> Any:
         for joined, tensors in parts:

@@ -35,7 +35,7 @@ from penstock.trees import map_tensors, tensors
 
 
 class InFlightMicrobatch(NamedTuple):
-    """What a microbatch, or a slice of one, keeps alive from its forward to its backward, besides what its graph has saved."""
+    """What a microbatch or slice keeps from its forward to its backward, besides the tensors that autograd saves."""
 
     received: ReceivedInputs
     edges: tuple[GradientEdge, ...]  # of the outputs: an output itself is freed as soon as it is sent
@@ -102,7 +102,7 @@ class Stage:
         self._outside_autocast: AbstractContextManager[Any] = _NOTHING
 
     def begin_step(self) -> None:
-        """Before a step, drop microbatches that a failed step has left in flight, and look at the module anew."""
+        """Prepare for a step: drop microbatches that a failed one has left in flight, and read the module anew."""
         self.in_flight.clear()
         self._deferred.clear()
         self._sliced_attention.clear()
@@ -118,7 +118,7 @@ class Stage:
         self._outside_autocast = torch.autocast(self._device_type, enabled=False) if has_autocast else _NOTHING
 
     def wait_parameters(self) -> None:
-        """Before the step's first action, wait for parameters that are on other ranks."""
+        """Wait for parameters that are on other ranks. Called before the step's first action."""
         if not self.replication.parameters_ready:
             self.replication.wait_parameters()
             self._refresh_parameters(list_parameters_with_places(self.module))

@@ -59,13 +59,13 @@ class TiedParameters:
         return ((name, copy) for name, copy in self.copies.items() if self.owners[name][0] != self.topology.rank)
 
     def broadcast_values(self) -> None:
-        """Give every owner the value of the first."""
+        """Copy each tied parameter's value from its first owner to the others."""
         with torch.no_grad():
             for name, copy in self.copies.items():
                 copy.copy_(self._broadcast_from_first_owner(name, copy.detach()))
 
     def broadcast_gradients(self) -> None:
-        """At the end of a step, give every owner the gradient of the first."""
+        """Copy each tied parameter's gradient from its first owner to the others, at the end of a step."""
         for name, copy in self.copies.items():
             if copy.requires_grad:
                 has_gradient = torch.tensor([copy.grad is not None], device="cpu")

@@ -65,7 +65,7 @@ class NonFiniteValue(NamedTuple):
 
     @property
     def recurrence_key(self) -> tuple[Any, ...]:
-        """What is equal if the same happens again."""
+        """A key that is equal for another finding if the same happened again."""
         return self.rank, self.action, self.layer, self.description
 
 
@@ -262,7 +262,7 @@ def _shares_memory(tensor: Tensor, output: Any) -> bool:
 
 
 class NonFiniteOrigin(NamedTuple):
-    """Where the first value came from that was not finite, the same on every rank."""
+    """The origin of the first value that was not finite: the same on every rank."""
 
     cause: str  # STATE, DATA or COMPUTED
     text: str
@@ -292,7 +292,7 @@ def find_origin(
 
 
 def _nonfinite_parameters(parameters: RankParameters) -> Iterator[str]:
-    """Describe the parameters that are not finite. No step changes a parameter, so they were so before."""
+    """Yield a description of every parameter that is not finite. Steps do not change parameters: it was so before the step."""
     for name, parameter in parameters.named_parameters():
         if kind := nonfinite_kind(parameter):
             yield f"{name} has {kind} since the last optimizer step, or was loaded so"

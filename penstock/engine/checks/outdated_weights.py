@@ -141,7 +141,7 @@ class TensorsSharedBetweenPipelines:
                 self._remote_elsewhere.append((weakref.ref(pipeline), name, tensor, pipeline.steps))
 
     def check_not_trained_apart(self) -> None:
-        """Before a training step: raise MismatchError if another pipeline has trained a layer on another rank."""
+        """Raise MismatchError if another pipeline has trained a layer on another rank. Called before a training step."""
         for reference, name, tensor, steps in self._remote_elsewhere:
             pipeline, weight = reference(), tensor()
             if pipeline is not None and weight is not None and weight.requires_grad and pipeline.steps != steps:
@@ -155,7 +155,7 @@ class TensorsSharedBetweenPipelines:
 
 
 def refuse_outdated_use(model: nn.Module) -> None:
-    """After a training step: refuse to read, copy or pickle `model` and other ranks' parameters, while they are outdated."""
+    """Refuse to read, copy or pickle `model` and other ranks' parameters: after a training step they are outdated."""
     if model not in _hooks:
         hook = _RefusalHook(model)
         _hooks[model] = [model.register_forward_pre_hook(hook), model.register_state_dict_pre_hook(hook)]
@@ -167,7 +167,7 @@ def refuse_outdated_use(model: nn.Module) -> None:
 
 @contextmanager
 def allow_outdated_use(model: Any) -> Iterator[None]:
-    """Allow it again while another pipeline of `model` is built, which traces its forward and reads its names."""
+    """Allow outdated use while another pipeline of `model` is built: this traces its forward and reads its names."""
     handles = _hooks.pop(model, ()) if isinstance(model, nn.Module) else ()
     for handle in handles:
         handle.remove()

@@ -22,7 +22,7 @@ NO_VIEW_EDGES = (None, None)
 
 
 class WeightUse:
-    """One use of a weight by an operation: all that its gradient is computed from, but the gradient of the output."""
+    """One use of a weight by an operation, with all that the weight's gradient needs but the gradient of the output."""
 
     __slots__ = ("formula", "number", "targets", "unpack_saved", "value", "version", "view_edges", "weight")
 
@@ -157,7 +157,7 @@ class DeferredGradients:
             }
 
     def check_no_inner_backward(self) -> None:
-        """Before `I`, raise StageError if the forward itself has run a backward: the weights' part in it would be lost."""
+        """Raise StageError if the forward has run a backward itself: its weight gradients would be lost. Called before `I`."""
         if self.gradients:
             raise StageError(
                 "the forward differentiates inside (torch.autograd.grad), where a backward in two loses the weights' part: "

@@ -33,7 +33,7 @@ def list_parameters_with_places(module: nn.Module) -> list[ParameterSlot]:
 
 @contextmanager
 def replace_temporarily(replacements: Sequence[tuple[TensorSlot, Tensor]]) -> Iterator[None]:
-    """Temporarily replace what is in these places by these tensors; always restore it."""
+    """Replace the tensors in these slots while the context is open; always restore them."""
     try:
         for place, tensor in replacements:
             place.replace(tensor)

@@ -95,7 +95,7 @@ class BackwardSplitter:
         return DeferredGradients(self._slots, standins, self.autocast_cache)
 
     def write_back_replaced_data(self, deferred: DeferredGradients) -> None:
-        """After the forward, give the parameters what it has assigned to their stand-ins (`weight.data = ..`)."""
+        """Assign to the parameters what the forward has assigned to their stand-ins (`weight.data = ..`)."""
         if replaced := deferred.replaced_data():
             for index, values in replaced.items():
                 self._slots[index].parameter.data = values

@@ -158,8 +158,8 @@ class AttentionContext:
         return attend(query, key, value, causal, mask, scale, dropout)
 
 
-class ExampleAttention(AttentionContext):
-    """The attention of an example while a model is traced whose tokens will be cut: into slices, or over ranks."""
+class AttentionWhileTracing(AttentionContext):
+    """Attention while a model is traced whose tokens will be cut, into slices or over ranks: it sees uncut examples."""
 
     def __init__(self, in_slices: bool) -> None:
         self._in_slices = in_slices

@@ -67,8 +67,8 @@ def install(mode: str = "lazy") -> None:
     _mode = mode
     if mode == "ahead":
         install_lagging_device()
-    find_topology = topology._find_topology
-    topology._find_topology = lambda backend, timeout, device: _with_nccl_backend(find_topology("gloo", timeout, "cpu"))
+    find_topology = topology._connect_to_ranks
+    topology._connect_to_ranks = lambda backend, timeout, device: _with_nccl_backend(find_topology("gloo", timeout, "cpu"))
     process_groups.new_nccl_group = EmulatedNccl
     torch_private.group_backend = lambda group, device: _emulate_torch_group(group, topology.current_topology())
     set_nccl_defaults()

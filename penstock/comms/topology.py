@@ -59,7 +59,7 @@ class ProcessContext:
         if self.heartbeat is None and ("RANK" in os.environ or dist.is_initialized()):
             self.heartbeat = HeartbeatThread()
 
-        self.topology = topology = replace(_find_topology(backend, timeout, device), context=self)
+        self.topology = topology = replace(_connect_to_ranks(backend, timeout, device), context=self)
         if self.heartbeat is not None and topology.world_size > 1:
             store = topology.store.clone()  # a connection for the heartbeat alone: other threads may block theirs
             monitor = PeerMonitor(store, topology.rank, topology.world_size, self.activity, self.abort_waits, self.on_heartbeat)
@@ -191,7 +191,7 @@ def get_prev_rank() -> int | None:
     return current_topology().get_prev_rank()
 
 
-def _find_topology(backend: str | None, timeout: float | timedelta | None, device: str | torch.device | None) -> Topology:
+def _connect_to_ranks(backend: str | None, timeout: float | timedelta | None, device: str | torch.device | None) -> Topology:
     """Check the arguments of `init_distributed`, connect to the other ranks, and return the topology."""
     if backend not in (None, "gloo", "nccl"):
         raise PenstockError(

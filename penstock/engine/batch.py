@@ -13,7 +13,7 @@ from penstock.engine.checks.digest import cached_hash48, hash_values
 from penstock.engine.loss import Reduction, RowwiseLossCheck
 from penstock.engine.microbatch_costs import MicrobatchCosts
 from penstock.engine.microbatch_list import (
-    ListSummary,
+    MicrobatchListSummary,
     MicrobatchSummary,
     ReplicaList,
     RowCounts,
@@ -130,7 +130,7 @@ class LocalBatch(NamedTuple):
     loss_weights: Sequence[float]  # `loss_weight(target)`, there
     seed: int | None  # of this step's random numbers; None for torch's generator
     grad_scale: float  # of all gradients: the scaler's, the user's, and the number of parts of the batch
-    summary: ListSummary | None = None  # of a list of microbatches
+    summary: MicrobatchListSummary | None = None  # of a list of microbatches
     first_seed_index: int = 0  # of the replica's first microbatch, for random numbers
     order: Sequence[int] = ()  # of a list: position in the step -> index in the list
     slice_lengths: Sequence[int] = ()  # the tokens of each slice, if they are cut and known
@@ -228,7 +228,7 @@ def split_batch(
     summary = None
     if list_arguments is not None:
         of_target = target.list_rows, target.list_shapes, target.loss_weights
-        summary = ListSummary(inputs.list_summaries, inputs.order, *of_target, list_arguments)
+        summary = MicrobatchListSummary(inputs.list_summaries, inputs.order, *of_target, list_arguments)
 
     # If several ranks are given the batch, they compare some of its values, all of a small tensor.
     are_compared = rank in (first_rank, last_rank) and (first_rank != last_rank or len(mesh_position.pipelines[0]) > 1)

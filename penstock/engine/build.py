@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from penstock import partition, torch_private
 from penstock.attention_hook import (
     AttentionContext,
-    ExampleAttention,
+    AttentionWhileTracing,
     attention_context,
     check_layers_can_run_in_slices,
     check_positions,
@@ -123,7 +123,7 @@ def parse_arguments(
         raise MismatchError(f"slices={config.slices} are {num_slices}, but the table {schedule.name} has {schedule.slices}")
     if cp_size > 1 and schedule.slices > 1:
         raise MismatchError("slices and an axis cp cut the same tokens: use slices=1, or a mesh without cp")
-    cut_context = ExampleAttention(schedule.slices > 1) if cp_size > 1 or schedule.slices > 1 else None
+    cut_context = AttentionWhileTracing(schedule.slices > 1) if cp_size > 1 or schedule.slices > 1 else None
 
     if not is_whole_number(config.sequence_dim, 0):
         raise MismatchError(f"sequence_dim is the dimension that has the tokens, 0 or more, not {config.sequence_dim!r}")

@@ -111,7 +111,7 @@ class ActionClock:
         starts, ends = times[::3], times[1::3]
         return starts[0] + self.offset, ends[-1] + self.offset, sum(map(sub, ends, starts))
 
-    def seconds_between_and_averaging(self) -> tuple[float, float]:
+    def seconds_between_steps_and_averaging(self) -> tuple[float, float]:
         """Return the seconds from the last step's end to this one's begin (0 in the first), and those spent averaging."""
         last_action = self._marks[-1] if self._marks else self._began
         marks = [*filter(None, [self.previous_end]), self._began, last_action, self._averaged]

@@ -38,7 +38,7 @@ class MicrobatchSummary(NamedTuple):
     signature: str  # structure, shapes and dtypes
 
 
-class ListSummary(NamedTuple):
+class MicrobatchListSummary(NamedTuple):
     """One rank's description of a list; fields are empty where the rank does not read the list."""
 
     inputs: Sequence[MicrobatchSummary] = ()
@@ -147,7 +147,7 @@ def check_same_row_counts(rows_by_rank: Mapping[int, RowCounts], prefix: str, is
 def exchange_lists(
     control: ControlGroup,
     position: MeshPosition,
-    summary: ListSummary,
+    summary: MicrobatchListSummary,
     row_counts: Callable[[], RowCounts],
     wait_reason: str,
 ) -> list[ReplicaList]:
@@ -156,7 +156,7 @@ def exchange_lists(
     Raises MismatchError, the same on every rank, for a target of other rows than its microbatch, for ranks of one replica that
     were given different orders, and for ranks along tp that were given different lists.
     """
-    summaries: list[ListSummary] = control.all_gather_value(summary, wait_reason)
+    summaries: list[MicrobatchListSummary] = control.all_gather_value(summary, wait_reason)
     lists = []
     for replica, pipelines in enumerate(position.pipelines):
         prefix = f"replica {replica}: " if position.replicas > 1 else ""
@@ -183,12 +183,12 @@ def _check_same_arguments(arguments: Mapping[int, Sequence[object]], prefix: str
                 )
 
 
-def _merge_summaries(summaries: Sequence[ListSummary]) -> ListSummary:
+def _merge_summaries(summaries: Sequence[MicrobatchListSummary]) -> MicrobatchListSummary:
     """Return what the ranks of one pipeline say together: the first stage's has the inputs, the last stage's the targets."""
-    return ListSummary(*(next(filter(None, column), ()) for column in zip(*summaries, strict=True)))
+    return MicrobatchListSummary(*(next(filter(None, column), ()) for column in zip(*summaries, strict=True)))
 
 
-def _replica_list_in_run_order(summary: ListSummary, prefix: str) -> ReplicaList:
+def _replica_list_in_run_order(summary: MicrobatchListSummary, prefix: str) -> ReplicaList:
     inputs, order, target_rows, target_shapes, loss_weights, _ = summary
     for index, (microbatch_, rows) in enumerate(zip(inputs, target_rows, strict=bool(target_rows))):
         if rows != microbatch_.rows:

@@ -23,7 +23,9 @@ class RankDescription(NamedTuple):
 
     settings: Mapping[str, str]  # what must be equal on all ranks, in words
     tensors: Mapping[int, Mapping[str, str]]  # stage -> name -> shape, dtype and whether it is trained
-    names: Mapping[int, Mapping[str, str]]  # stage -> the names of its state, see `partition.names_without_compile_prefix`
+    names: Mapping[
+        int, Mapping[str, str]
+    ]  # stage -> the names of its state, see `partition.state_names_without_compile_prefix`
     keywords: Mapping[int, Sequence[str]]  # stage -> the keywords that its forward takes
     clock_id: str
     changed_keys: Collection[outdated_weights.TensorKey]  # of tensors that earlier pipelines have trained on this rank
@@ -82,7 +84,7 @@ def describe_rank(
     return RankDescription(
         settings,
         {stage: _tensor_descriptions(module) for stage, module in modules},
-        {stage: partition.names_without_compile_prefix(module) for stage, module in modules},
+        {stage: partition.state_names_without_compile_prefix(module) for stage, module in modules},
         {stage: keyword_names(module) for stage, module in modules},
         clock_id(),
         outdated_weights.changed_keys(),

@@ -328,7 +328,7 @@ class Engine:
         loss_and_dtype = local_loss_and_dtype(actions.losses, handshake_result.loss_shares, actions.batch.order)
         save_failed = self.background_save is not None and self.background_save.has_unreported_error
         flags = save_failed, preempted(), self.nonfinite_monitor is not None and self.nonfinite_monitor.check_final_gradients()
-        memory, seconds = peak_process_memory(self.device), clock.seconds_between_and_averaging()
+        memory, seconds = peak_process_memory(self.device), clock.seconds_between_steps_and_averaging()
         summary = RankSummary(*loss_and_dtype, *clock.span_and_busy_seconds(), memory, len(losses.auxiliary), *seconds, *flags)
 
         # 2. All ranks' summaries.

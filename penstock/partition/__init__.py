@@ -23,20 +23,20 @@ if TYPE_CHECKING:
         CuttableModel,
         as_cuttable,
         model_names_of_stages,
-        names_without_compile_prefix,
         run,
         split,
         stages_by_shared_parameter,
+        state_names_without_compile_prefix,
     )
 
 __all__ = [
     "CuttableModel",
     "as_cuttable",
     "model_names_of_stages",
-    "names_without_compile_prefix",
     "run",
     "split",
     "stages_by_shared_parameter",
+    "state_names_without_compile_prefix",
 ]
 
 __getattr__, __dir__ = lazy_exports(__name__, dict.fromkeys(__all__, "cutting"))  # `balance` needs no torch

@@ -307,7 +307,7 @@ def _cuts_as_submodule_names(model: nn.Module, cuts: Sequence[str] | None) -> li
 def model_names_of_stages(stages: Sequence[Mapping[str, str]], is_cut: bool = False) -> list[dict[str, str]]:
     """Return for every stage its name of each entry -> the name in the uncut model.
 
-    `stages`: their `names_without_compile_prefix`.
+    `stages`: their `state_names_without_compile_prefix`.
 
     Stages that were cut from one model (`is_cut`) keep its names. So do others, unless the same name is in two stages: then
     they are separate modules, and all names begin with the number of the stage, as in `nn.Sequential(*stages)`.
@@ -320,7 +320,7 @@ def model_names_of_stages(stages: Sequence[Mapping[str, str]], is_cut: bool = Fa
     ]
 
 
-def names_without_compile_prefix(module: nn.Module) -> dict[str, str]:
+def state_names_without_compile_prefix(module: nn.Module) -> dict[str, str]:
     """Return the names of a stage's state -> the same without the prefix that torch.compile adds."""
     return {name: strip_compiled_prefix(name) for name in module.state_dict()}
 

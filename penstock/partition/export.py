@@ -71,7 +71,7 @@ def export_graph(
     # What they hold for.
     guards = dict.fromkeys(guard for program, _ in exports for guard in _size_guards(program))
     inputs = GraphInputs(signature, _input_parameters(exports[0][0], values, rows_dims), list(guards))
-    return ModelGraph.from_graphs(model, graphs, inputs, extras)
+    return ModelGraph.from_train_and_eval_graphs(model, graphs, inputs, extras)
 
 
 # -- the example and the device ----------------------------------------------------------------------------------------

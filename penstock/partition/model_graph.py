@@ -31,7 +31,7 @@ class ModelGraph(NamedTuple):
     extras: Mapping[str, Any]  # constants that the graphs read and that are no part of the model
 
     @classmethod
-    def from_graphs(
+    def from_train_and_eval_graphs(
         cls, model: nn.Module, graphs: Sequence[fx.Graph], inputs: GraphInputs, extras: Mapping[str, Any]
     ) -> "ModelGraph":
         """Make one of the graphs of training and evaluation.

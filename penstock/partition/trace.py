@@ -27,7 +27,7 @@ def trace_graph(model: nn.Module, units: Mapping[str, nn.Module]) -> ModelGraph:
     """
     graphs = [_trace(model, units) for _ in train_then_eval(model)]
     parameters = [InputParameter(str(node.target)) for node in graphs[0].find_nodes(op="placeholder")]
-    return ModelGraph.from_graphs(model, graphs, GraphInputs(inspect.signature(model.forward), parameters), {})
+    return ModelGraph.from_train_and_eval_graphs(model, graphs, GraphInputs(inspect.signature(model.forward), parameters), {})
 
 
 class _Proxy(fx.Proxy):

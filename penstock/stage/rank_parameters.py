@@ -136,7 +136,7 @@ class RankParameters:
         `rank_norms`: `gradient_norms_by_name` of every rank.
         """
         total = nn.utils.get_total_norm(self._norms_in_model_order(rank_norms).values(), norm_type)
-        parameters = [_local_parameter(parameter) for parameter in self.parameters() if parameter.grad is not None]
+        parameters = [_local_shard_with_grad(parameter) for parameter in self.parameters() if parameter.grad is not None]
         total = total.to(parameters[0].device, non_blocking=True) if parameters else total
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
@@ -148,7 +148,7 @@ class RankParameters:
         `rank_norms`: `gradient_norms_by_name` of every rank.
         """
         parameters = {
-            (name, shard_coordinates(parameter.grad)): _local_parameter(parameter)
+            (name, shard_coordinates(parameter.grad)): _local_shard_with_grad(parameter)
             for name, parameter in self.named_parameters()
             if parameter.grad is not None
         }
@@ -179,7 +179,7 @@ def _norms_on_cpu(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
     return [next(by_dtype[norm.dtype]) for norm in norms]
 
 
-def _local_parameter(parameter: nn.Parameter) -> Tensor:
+def _local_shard_with_grad(parameter: nn.Parameter) -> Tensor:
     """Return `parameter`, or a tensor with this rank's shard of it and of its gradient."""
     shard = local_shard(parameter)
     return parameter if shard is parameter else _with_gradient(shard.detach(), local_shard(parameter.grad))

@@ -232,13 +232,13 @@ def test_a_gpu_that_is_not_there_and_a_number_of_torchruns_that_is_none_are_told
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ps.PenstockError, match="device 'cuda:2' was asked for, and torch finds cuda:0 to cuda:1 here"):
-        topology._find_topology(None, None, "cuda:2")
+        topology._connect_to_ranks(None, None, "cuda:2")
     monkeypatch.setenv("LOCAL_RANK", "x")
     with pytest.raises(
         ps.PenstockError,
         match="LOCAL_RANK is set here, but LOCAL_RANK is 'x': start the command with torchrun, or unset LOCAL_RANK",
     ):
-        topology._find_topology(None, None, "cuda")
+        topology._connect_to_ranks(None, None, "cuda")
 
 
 @pytest.mark.ranks

@@ -444,7 +444,7 @@ def test_a_first_layer_may_change_what_it_is_given_in_place():
         (lambda made: ps.schedule.simulate("1f1b"), "'1f1b' is no table: penstock.schedule.build("),
         (lambda made: pipe(topology=2), "topology= takes what ps.comms.init_distributed() returns, got 2"),
         (
-            lambda made: topology._find_topology(None, "60", None),
+            lambda made: topology._connect_to_ranks(None, "60", None),
             "a rank cannot wait '60' for others: give seconds, more than 0, or a timedelta",
         ),
         (lambda made: pipe(on_nonfinite="ignore"), "on_nonfinite='ignore': use 'raise', 'skip', 'retry' or None"),

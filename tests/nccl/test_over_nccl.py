@@ -76,7 +76,7 @@ def test_a_rank_on_a_gpu_knows_it_by_its_uuid_and_settles_nccl_where_the_user_ha
     }
     for name, answer in driver.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    joined = topology._find_topology(None, None, None)
+    joined = topology._connect_to_ranks(None, None, None)
     assert (joined.backend, joined.device, backends.gpu_uuid(joined.device)) == ("nccl", torch.device("cuda", 0), "GPU-a")
     assert {name: os.environ[name] for name in backends.NCCL_DEFAULTS} == {
         name: message or value for name, value in backends.NCCL_DEFAULTS.items()
@@ -98,7 +98,7 @@ def test_what_this_machine_does_not_have_is_refused_in_a_sentence(available, ask
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     backend, device = asked
     with pytest.raises(ps.PenstockError, match=words):
-        topology._find_topology(backend, None, device)
+        topology._connect_to_ranks(backend, None, device)
 
 
 def test_what_is_told_to_nccl_is_on_its_page():

@@ -684,13 +684,16 @@ def test_names_of_stages_cut_from_one_model_stay_though_a_parameter_stands_in_se
 
 def test_names_of_modules_cut_apart_are_those_of_the_sequential_they_make():
     stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    found = model_names_of_stages([partition.names_without_compile_prefix(stage) for stage in stages])
+    found = model_names_of_stages([partition.state_names_without_compile_prefix(stage) for stage in stages])
     assert [whole for names in found for whole in names.values()] == list(nn.Sequential(*stages).state_dict())
 
 
 def test_what_compile_adds_to_names_is_left_out():
     stage = torch.compile(nn.Sequential(nn.Linear(2, 2)))
-    assert partition.names_without_compile_prefix(stage) == {"_orig_mod.0.weight": "0.weight", "_orig_mod.0.bias": "0.bias"}
+    assert partition.state_names_without_compile_prefix(stage) == {
+        "_orig_mod.0.weight": "0.weight",
+        "_orig_mod.0.bias": "0.bias",
+    }
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_gradients_have_the_norm_of_the_uncut_model_to_the_bit(make, cut):
             parameter.grad = torch.randn_like(parameter)
         stages = partition.split(model, 2, cuts=[cut])
         names = partition.model_names_of_stages(
-            [partition.names_without_compile_prefix(stage) for stage in stages], is_cut=True
+            [partition.state_names_without_compile_prefix(stage) for stage in stages], is_cut=True
         )
         aliases, order = (
             ModelPartition({}, {}, dict(enumerate(stages)), uncut_model=model).first_name_by_alias(names),

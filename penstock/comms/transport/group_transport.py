@@ -105,7 +105,7 @@ class PendingSends:
         else:
             self._thread = self._thread or TaskThread("penstock-sent")
             work = call_unprofiled(group.send, [data], DESTINATION_RANK, 0)
-            self._thread.submit(_wait_and_publish_failure, work, data, group, message, self.failure)
+            self._thread.enqueue(_wait_and_publish_failure, work, data, group, message, self.failure)
 
     def finish_step(self) -> None:
         """Wait for the step's messages, which have all been received, and delete them."""

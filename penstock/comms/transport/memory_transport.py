@@ -186,7 +186,7 @@ class MemorySender(_PipeEnd):
         if self._thread is None:
             self._send_now(tensor, spec)
         else:
-            self._thread.submit(self._send_in_thread, tensor.detach(), spec, message)
+            self._thread.enqueue(self._send_in_thread, tensor.detach(), spec, message)
 
     def _send_now(self, tensor: Tensor, spec: TensorSpec) -> None:
         self._write_to_pipe(self._copy_into_block(tensor, spec), spec.bytes)

@@ -18,8 +18,8 @@ class TaskThread:
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=_run_tasks, args=(self._tasks,), name=name, daemon=True).start()
 
-    def submit(self, function: Callable[..., None], *args: Any) -> None:
-        """Run `function(*args)` in the thread, after all that were submitted before."""
+    def enqueue(self, function: Callable[..., None], *args: Any) -> None:
+        """Run `function(*args)` in the thread, after all that were enqueued before."""
         self._tasks.put((function, *args))
 
     def __del__(self) -> None:

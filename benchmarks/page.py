@@ -30,10 +30,10 @@ MOVED = """
     const [move, count, done] = arguments, times = [];
     const next = (now) => {
         times.push(now);
-        if (move === "pan") page.pan(2e-3 * page.whole); else page.zoom(times.length % 2 ? 0.9 : 1 / 0.9);
+        if (move === "pan") page.pan(2e-3 * page.duration); else page.zoom(times.length % 2 ? 0.9 : 1 / 0.9);
         if (times.length <= count) requestAnimationFrame(next); else done((times.at(-1) - times[0]) / count);
     };
-    page.show(0, page.whole / 2);
+    page.setView(0, page.duration / 2);
     requestAnimationFrame(next);
 """
 

@@ -14,12 +14,12 @@ from penstock.view.record import Record
 
 SCRIPTS = (  # of `page/`; later ones use earlier ones
     "element.js",
-    *("data/timeline.js", "data/record.js", "data/words.js"),  # data
-    *("chart/colors.js", "chart/strip.js", "chart/rows.js", "chart/lanes.js", "chart/memory.js"),  # the canvas
-    *("chart/labels.js", "chart/path.js", "chart/marks.js", "chart/overview.js", "chart/chart.js"),
-    *("reading/figures.js", "reading/tables.js", "reading/selection.js", "reading/tooltips.js"),  # texts and numbers
-    *("asking/replay.js", "asking/whatif.js", "asking/find.js"),  # questions
-    *("tools.js", "input.js", "page.js"),  # the user's actions, and the page
+    *("data/timeline.js", "data/record.js", "data/format.js"),  # data
+    *("chart/colors.js", "chart/dense_lanes.js", "chart/rows.js", "chart/lanes.js", "chart/memory.js"),  # the canvas
+    *("chart/labels.js", "chart/critical_path.js", "chart/highlights.js", "chart/overview.js", "chart/chart.js"),
+    *("panels/figures.js", "panels/tables.js", "panels/selection.js", "panels/tooltips.js"),  # texts and numbers
+    *("query/replay.js", "query/what_if.js", "query/find.js"),  # questions
+    *("toolbar.js", "input.js", "page.js"),  # controls, and the page
 )
 
 

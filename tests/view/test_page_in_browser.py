@@ -17,7 +17,7 @@ from penstock.view.html import page
 from penstock.view.record import Record
 
 pytestmark = NEEDS_CHROMIUM
-PAINT = "return paintOf(page.charts[0].record.timeline.blocks.get(arguments[0]), page.options.hued)"
+PAINT = "return paintOf(page.charts[0].record.timeline.blocks.get(arguments[0]), page.options.hues)"
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_the_wheel_alone_scrolls_the_page_until_the_chart_is_clicked(visit):
 
 def test_the_keyboard_walks_zooms_and_is_told_in_words(visit):
     browser = visit("planned.html")
-    said = lambda: browser.find_element(By.ID, "said").get_attribute("textContent")  # noqa: E731
+    said = lambda: browser.find_element(By.ID, "announcement").get_attribute("textContent")  # noqa: E731
 
     def press(*keys):
         ActionChains(browser, duration=20).send_keys(*keys).perform()
@@ -206,11 +206,11 @@ def test_microbatches_may_have_a_hue_and_the_kinds_stay_as_light_as_they_were(vi
     browser = visit("planned.html")
     paints = lambda *actions: [browser.execute_script(PAINT, action) for action in actions]  # noqa: E731
     assert paints("1F1", "1F2", "1B1") == ["F", "F", "B"]
-    browser.find_element(By.ID, "show-hued").click()
+    browser.find_element(By.ID, "show-hues").click()
     drawn(browser)
     assert paints("1F1", "1F2", "1B1") == ["F 1", "F 2", "B 1"]
     assert "microbatches, each in its hue" in browser.find_element(By.CSS_SELECTOR, ".legend").text
-    hues = browser.execute_script("return Object.entries(page.parts)")
+    hues = browser.execute_script("return Object.entries(page.paintColors)")
     letters = {"F": "#0b0f16", "B": "#ffffff", "I": "#ffffff", "W": "#0b0f16"}
     colors = {paint: "#{:02x}{:02x}{:02x}".format(*color) for paint, color in hues if paint[0] in letters and " " in paint}
     assert len(set(colors.values())) == 4 * 12
@@ -281,7 +281,10 @@ def test_memory_in_bytes_sending_and_the_time_between_steps_are_told(visit):
     browser = visit("weighed.html")
     figures = dict(
         zip(
-            *[[e.text for e in browser.find_elements(By.CSS_SELECTOR, f".figures {tag}")] for tag in ("dt", "dd:not(.beside)")],
+            *[
+                [e.text for e in browser.find_elements(By.CSS_SELECTOR, f".figures {tag}")]
+                for tag in ("dt", "dd:not(.comparison)")
+            ],
             strict=True,
         )
     )
@@ -294,7 +297,7 @@ def test_memory_in_bytes_sending_and_the_time_between_steps_are_told(visit):
         Keys.ARROW_RIGHT
     ).perform()
     drawn(browser)
-    assert "memory held 1.5 MB once it has ended" in browser.find_element(By.ID, "said").get_attribute("textContent")
+    assert "memory held 1.5 MB once it has ended" in browser.find_element(By.ID, "announcement").get_attribute("textContent")
     browser = visit("planned.html")
     assert "sending" not in browser.find_element(By.CSS_SELECTOR, ".legend").text
     rows = visit("weighed_or_not.html").find_element(By.CSS_SELECTOR, "table").text.splitlines()

@@ -170,23 +170,27 @@ def test_each_sentence_of_the_verdict_lights_up_what_it_is_about_and_draws_the_s
     sentences = browser.find_elements(By.CSS_SELECTOR, ".finding")
     assert [sentence.text for sentence in sentences] == [finding.text for finding in verdict]
     assert sentences[0].text.startswith("rank 1 is slow: ")
-    shown = "const c = page.charts[0]; return c.instead && [c.instead.timeline.data.makespan, c.rows[0].plannedHigh > 0]"
+    shown = (
+        "const c = page.charts[0]; return c.alternative && [c.alternative.timeline.data.makespan, c.rows[0].plannedHeight > 0]"
+    )
     for sentence, finding in zip(sentences, verdict, strict=True):
         sentence.click()
         drawn(browser)
         assert browser.execute_script(shown) == [pytest.approx(finding.timeline.makespan), True]
     sentences[0].click()
-    lit = "return page.charts[0].record.timeline.ranks.map(({blocks}) => blocks.every(page.lit))"
+    lit = "return page.charts[0].record.timeline.ranks.map(({blocks}) => blocks.every(page.isHighlighted))"
     assert browser.execute_script(lit) == [False, True, False, False]
     sentences[0].click()
-    assert browser.execute_script(f"{shown.replace('return', 'return page.lit ||')}") is None
+    assert browser.execute_script(f"{shown.replace('return', 'return page.isHighlighted ||')}") is None
 
 
 def test_sixty_four_ranks_are_in_sight_and_can_be_sorted_folded_and_pinned(visit):
     browser = visit("many.html")
-    state = "const c = page.charts[0]; return {high: c.rows[5].high, height: c.height, order: c.order, label: c.rows[7].main}"
+    state = (
+        "const c = page.charts[0]; return {height5: c.rows[5].height, height: c.height, order: c.order, label: c.rows[7].main}"
+    )
     before = browser.execute_script(state)
-    assert before["high"] >= 5
+    assert before["height5"] >= 5
     assert browser.execute_script("return page.charts[0].host.getBoundingClientRect().bottom <= innerHeight")
     assert before["order"] == list(range(64))
     browser.execute_script("const s = document.getElementById('sort'); s.value = 'idle'; s.dispatchEvent(new Event('change'))")
@@ -203,15 +207,15 @@ def test_sixty_four_ranks_are_in_sight_and_can_be_sorted_folded_and_pinned(visit
 def test_where_blocks_are_denser_than_pixels_their_proportions_are_drawn(visit, dense):
     browser = visit("dense.html")
     pixels = """
-        const c = page.charts[0], {context, density, gutter, rows, page: {parts}} = c, found = {};
-        const {main, high} = rows[1], left = Math.round((gutter + 100) * density), wide = Math.round(600 * density);
-        const {data} = context.getImageData(left, Math.round(main * density), wide, Math.round(high * density));
+        const c = page.charts[0], {context, pixelRatio, gutter, rows, page: {paintColors}} = c, found = {};
+        const {main, height} = rows[1], left = Math.round((gutter + 100) * pixelRatio), wide = Math.round(600 * pixelRatio);
+        const {data} = context.getImageData(left, Math.round(main * pixelRatio), wide, Math.round(height * pixelRatio));
         const near = (i) => PAINTS.reduce((best, paint) => {
-            const far = Math.hypot(...parts[paint].map((part, k) => part - data[i + k]));
+            const far = Math.hypot(...paintColors[paint].map((part, k) => part - data[i + k]));
             return far < best[0] ? [far, paint] : best;
         }, [Infinity, null])[1];
         for (let i = 0; i < data.length; i += 4) found[near(i)] = (found[near(i)] || 0) + 1 / (data.length / 4);
-        return [found, [left, left + wide].map((x) => c.timeAt(x / density))];
+        return [found, [left, left + wide].map((x) => c.timeAt(x / pixelRatio))];
     """
     browser.execute_script("document.getElementById('show-path').click()")
     drawn(browser)
@@ -229,14 +233,16 @@ def test_a_microbatch_that_is_typed_lights_up_with_its_messages_until_escape(vis
     browser = visit("run.html")
     browser.find_element(By.ID, "find").send_keys("m5")
     drawn(browser)
-    lit = "return [...page.charts[0].record.timeline.blocks.values()].filter(page.lit).map(({microbatch}) => microbatch)"
+    lit = (
+        "return [...page.charts[0].record.timeline.blocks.values()].filter(page.isHighlighted).map((block) => block.microbatch)"
+    )
     assert browser.execute_script(lit) == [5] * 8
     assert browser.find_element(By.CSS_SELECTOR, ".answer").text.startswith("m5: 8 actions, from ")
     browser.find_element(By.ID, "find").send_keys(Keys.ESCAPE)
-    assert browser.execute_script("return [page.lit, page.followed]") == [None, None]
+    assert browser.execute_script("return [page.isHighlighted, page.followedMicrobatch]") == [None, None]
     focus(browser)
     press(browser, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, "f")
-    assert browser.execute_script("return page.followed") == 1
+    assert browser.execute_script("return page.followedMicrobatch") == 1
 
 
 def test_the_keys_of_perfetto_zoom_pan_mark_and_find_and_escape_leaves(visit):
@@ -290,10 +296,9 @@ def test_shift_and_drag_selects_time_and_ranks_and_the_address_brings_it_back(vi
     assert again["ranks"] == [1, 2]
     assert again["from"] == pytest.approx(chosen["from"], rel=1e-4)
     assert browser.find_element(By.CSS_SELECTOR, "[aria-label=Selection]").text.startswith("Selected: ")
-    busy = (
-        "return happened(page.records[0].timeline, {from: 0, to: page.records[0].timeline.data.makespan, ranks: [0, 1, 2, 3]})"
-    )
-    result = browser.execute_script(f"{busy}.map(({{busy}}) => busy)")
+    whole = "{from: 0, to: timeline.data.makespan, ranks: [0, 1, 2, 3]}"
+    script = f"const {{timeline}} = page.records[0]; return summarizeRanks(timeline, {whole}).map((row) => row.busy)"
+    result = browser.execute_script(script)
     assert result == pytest.approx(browser.execute_script("return page.records[0].timeline.data.busy"), rel=1e-6)
 
 
@@ -301,8 +306,8 @@ def test_the_critical_path_is_unrolled_below_and_told_in_sums(visit, run):
     browser = visit("run.html")
     path = run.steps[-1].critical_path
     x, y = browser.execute_script(
-        "const c = page.charts[0], {top, high} = c.pathRow; c.host.scrollIntoView({block: 'center'});"
-        "return [c.x(c.record.timeline.path[3].start) + 3 - c.width / 2, top + high / 2 - c.height / 2]"
+        "const c = page.charts[0], {top, height} = c.pathRow; c.host.scrollIntoView({block: 'center'});"
+        "return [c.x(c.record.timeline.path[3].start) + 3 - c.width / 2, top + height / 2 - c.height / 2]"
     )
     move_to(browser, round(x), round(y)).perform()
     assert tip(browser).startswith(str(path[3].action))
@@ -351,12 +356,12 @@ def test_numbers_are_told_alike_by_the_page_and_the_terminal(visit):
         times = [number * scale / 100 for number in numbers[:5] for scale in scales] + numbers[-1:] * (not unit)
         record = "new TimelineRecord({unit: arguments[0], steps: []})"
         found = browser.execute_script(
-            f"const record = {record}; return arguments[1].map((each) => record.time(each))", unit, times
+            f"const record = {record}; return arguments[1].map((each) => record.formatTime(each))", unit, times
         )
         assert found == [terminal.format_time(time, unit) for time in times]
     sizes = [0, 1, 999, 1000, 1.5e6, 123456789, 2.5e9]
     for unit in ("", "bytes"):
-        found = browser.execute_script("return arguments[0].map((each) => amount(each, arguments[1]))", sizes, unit)
+        found = browser.execute_script("return arguments[0].map((each) => formatMemory(each, arguments[1]))", sizes, unit)
         assert found == [terminal.format_memory(size, unit) for size in sizes]
 
 
@@ -458,7 +463,7 @@ def test_a_question_in_words_is_answered_in_a_sentence_and_drawn_below(visit, ru
     result = ask(browser, "rank 1 at the mean")
     assert result.startswith("rank 1 as fast as the mean of the others: the step takes ")
     assert " less (" in result
-    ghost = browser.execute_script("return page.charts[0].instead.timeline.data.makespan")
+    ghost = browser.execute_script("return page.charts[0].alternative.timeline.data.makespan")
     assert ghost < now
     assert ask(browser, "1B3 as fast as the others").startswith("1B3 as fast as the others (")
     assert "there is no 9F9" in ask(browser, "9F9 = 3 ms")
@@ -475,14 +480,14 @@ def test_the_end_of_a_block_is_pulled_to_ask_what_if_it_took_longer(visit):
     drawn(browser)
     assert browser.find_element(By.CSS_SELECTOR, ".answer").text.startswith("1B2 at ")
     assert browser.execute_script(
-        "return page.charts[0].instead.timeline.data.makespan > page.records[0].timeline.data.makespan"
+        "return page.charts[0].alternative.timeline.data.makespan > page.records[0].timeline.data.makespan"
     )
     assert browser.execute_script("return page.view") == view
-    whole = browser.execute_script("return page.whole")
+    whole = browser.execute_script("return page.duration")
     focus(browser)
     press(browser, Keys.ESCAPE)
-    assert browser.execute_script("return page.charts[0].instead") is None
-    assert browser.execute_script("return page.whole") < whole
+    assert browser.execute_script("return page.charts[0].alternative") is None
+    assert browser.execute_script("return page.duration") < whole
 
 
 # ---- a phone, and paper
@@ -514,8 +519,8 @@ def test_on_a_phone_the_first_screen_has_the_chart_and_a_tap_tells(visit):
 def test_on_paper_all_ranks_are_on_one_page(visit):
     browser = visit("many.html")
     browser.execute_script("dispatchEvent(new Event('beforeprint'))")
-    height, density = browser.execute_script("return [page.charts[0].height, page.charts[0].density]")
+    height, pixelRatio = browser.execute_script("return [page.charts[0].height, page.charts[0].pixelRatio]")
     assert height < 720
-    assert density == 3
+    assert pixelRatio == 3
     browser.execute_script("dispatchEvent(new Event('afterprint'))")
     assert browser.execute_script("return page.printing") is False

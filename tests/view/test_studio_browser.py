@@ -155,7 +155,7 @@ def in_picture(browser, name, side=0.5):
     return browser.execute_script(
         "const [name, side] = arguments, box = studio.picture.box(name), host = page.charts[0].host;"
         "host.scrollIntoView({block: 'center'}); const {offsetWidth, offsetHeight} = host;"
-        "return [box.left + side * box.wide - offsetWidth / 2, box.top + box.high / 2 - offsetHeight / 2].map(Math.round)",
+        "return [box.left + side * box.width - offsetWidth / 2, box.top + box.height / 2 - offsetHeight / 2].map(Math.round)",
         name,
         side,
     )
@@ -228,7 +228,7 @@ def test_over_a_measured_run_the_planned_row_is_dragged(studio, tmp_path):
 
 def test_the_keyboard_selects_moves_and_undoes(studio):
     studio.execute_script(
-        "window.told = []; const said = document.getElementById('said');"
+        "window.told = []; const said = document.getElementById('announcement');"
         "new MutationObserver(() => told.push(said.textContent)).observe(said, {childList: true, characterData: true});"
         "studio.table.current.focus()"
     )
@@ -335,7 +335,7 @@ def test_two_schedules_of_the_same_model_are_held_against_each_other(studio):
     first = simulate(build("1f1b", ranks=4, microbatches=8), Costs(6, 2, 2)).makespan  # its stages are twice as large
     second = simulate(build("looped-bfs", ranks=4, microbatches=8), Costs(3, 1, 1)).makespan
     assert any(line.startswith(f"makespan {first:g} {second:g} ") for line in differences)
-    assert studio.execute_script("return page.charts[0].instead.name") == "1f1b"
+    assert studio.execute_script("return page.charts[0].alternative.name") == "1f1b"
 
 
 def typed(browser, name, value):

@@ -55,7 +55,7 @@ def test_what_was_read_of_a_run_is_not_read_again_until_the_run_begins_another_f
 def test_the_page_is_for_this_machine_and_only_reads(tmp_path):
     pytest.importorskip("werkzeug")
     with serve_in_background(tmp_path) as address:
-        for path in ("/", "/watch.js", "/words.js", "/watch.css", "/page.css", "/state"):
+        for path in ("/", "/watch.js", "/format.js", "/watch.css", "/page.css", "/state"):
             assert got(address, path)[0] == 200
         status, result = got(address, "/timeline")
         assert status == 404

@@ -1,11 +1,11 @@
 "use strict";
 
-/** An element with attributes and children; texts go in as text, so a name is never markup. */
+/** Create an element with attributes, event listeners (functions) and children. Texts stay text: no name becomes markup. */
 function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (typeof value === "function") made.addEventListener(name, value); else made.setAttribute(name, value);
+    if (typeof value === "function") node.addEventListener(name, value); else node.setAttribute(name, value);
   }
-  made.append(...children);
-  return made;
+  node.append(...children);
+  return node;
 }

@@ -1,113 +1,113 @@
-// The page around the charts: what is chosen, and one view in time that all charts share.
+// The page around the charts: options, selection, and one view in time that all charts share.
 
-const TOO_MANY = ", too many to show one by one: of each rank its sums, for 256 slices of the step";
+const TOO_MANY_ACTIONS = ", too many to show one by one: the sums of each rank, for 256 time bins";
 
 class Page {
   constructor(records) {
     this.records = records;
-    this.options = {planned: true, memory: true, path: true, fit: true, select: false, hued: false, sort: "rank"};
-    this.whole = Math.max(...records.map((record) => record.makespan)) || 1;
-    this.view = {from: 0, to: this.whole};
-    this.followed = null; // a microbatch
-    this.lit = null; // of which blocks the others are dimmed
+    this.options = {planned: true, memory: true, path: true, fit: true, select: false, hues: false, sort: "rank"};
+    this.duration = Math.max(...records.map((record) => record.makespan)) || 1;
+    this.view = {from: 0, to: this.duration};
+    this.followedMicrobatch = null; // its number
+    this.isHighlighted = null; // (block) => boolean; blocks for which it is false are dimmed
     this.selection = null;
-    this.pulls = true; // a block's end can be pulled, to ask what if
+    this.canResizeBlocks = true; // dragging the end of a block asks what if
     this.tip = document.getElementById("tip");
     this.charts = records.map((record) => new Chart(record, this));
     this.slots = records.map(() => Object.fromEntries(["verdict", "figures", "legend", "below", "table"].map((name) => [name, element("div", {class: `slot-${name}`})])));
-    this.selected = element("section", {class: "below", "aria-label": "Selection"});
+    this.selectionSection = element("section", {class: "below", "aria-label": "Selection"});
     this.finder = new Finder(this);
     this.overview = new Overview(this);
-    this.subtitle();
+    this.showSubtitle();
     const main = document.getElementById("page");
     this.differences = element("div");
     if (records.length > 1) {
-      this.differences.append(differences(records));
-      main.append(this.differences, toolsOf(this), this.overview.host);
+      this.differences.append(differencesTable(records));
+      main.append(this.differences, toolbar(this), this.overview.host);
     }
-    main.append(...this.charts.map((chart, place) => this.section(chart, place)));
-    document.getElementById("theme").addEventListener("click", () => this.switchTheme());
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.paint());
-    new ResizeObserver(() => this.arrange()).observe(main);
-    addEventListener("resize", () => this.arrange());
+    main.append(...this.charts.map((chart, index) => this.section(chart, index)));
+    document.getElementById("theme").addEventListener("click", () => this.toggleTheme());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.applyTheme());
+    new ResizeObserver(() => this.layout()).observe(main);
+    addEventListener("resize", () => this.layout());
     addEventListener("scroll", () => this.redraw(), {passive: true});
-    addEventListener("hashchange", () => this.readAddress());
+    addEventListener("hashchange", () => this.readHash());
     for (const [name, printing] of [["beforeprint", true], ["afterprint", false]]) addEventListener(name, () => this.print(printing));
-    this.paint();
-    this.arrange();
-    this.readAddress();
+    this.applyTheme();
+    this.layout();
+    this.readHash();
   }
 
-  subtitle() {
-    const {timeline} = this.records[0], count = (number, what) => `${number} ${what}${number === 1 ? "" : "s"}`;
+  showSubtitle() {
+    const {timeline} = this.records[0], count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
     const counts = [count(timeline.ranks.length, "rank"), count(timeline.stages, "stage"), count(timeline.microbatches, "microbatch").replace("batchs", "batches")];
     document.getElementById("subtitle").textContent = this.records.length > 1
-      ? "one above the other, on one time axis" : [...counts, count(timeline.actions, "action")].join(" · ") + (timeline.data.counts ? TOO_MANY : "");
+      ? "one above the other, on one time axis" : [...counts, count(timeline.actions, "action")].join(" · ") + (timeline.data.counts ? TOO_MANY_ACTIONS : "");
   }
 
-  section(chart, place) {
-    const {record} = chart, section = element("section", {class: "record"}), slot = this.slots[place], alone = this.records.length === 1;
+  section(chart, index) {
+    const {record} = chart, section = element("section", {class: "record"}), slot = this.slots[index], isAlone = this.records.length === 1;
     section.setAttribute("aria-label", record.name);
-    if (!alone) section.append(element("h2", {}, record.name));
-    const slider = record.raw.length > 1 ? [stepSlider(this, chart, place)] : [];
-    section.append(slot.verdict, slot.figures, ...(alone ? [toolsOf(this, slider)] : slider), slot.legend);
-    if (alone) section.append(this.overview.host);
-    section.append(chart.host, ...(place === 0 ? [this.selected] : []), slot.below, slot.table);
-    listen(chart, this);
-    this.fill(chart, place);
+    if (!isAlone) section.append(element("h2", {}, record.name));
+    const slider = record.stepData.length > 1 ? [stepSlider(this, chart, index)] : [];
+    section.append(slot.verdict, slot.figures, ...(isAlone ? [toolbar(this, slider)] : slider), slot.legend);
+    if (isAlone) section.append(this.overview.host);
+    section.append(chart.host, ...(index === 0 ? [this.selectionSection] : []), slot.below, slot.table);
+    addListeners(chart, this);
+    this.fillPanels(chart, index);
     return section;
   }
 
-  /** What depends on the step that is shown. */
-  fill(chart, place) {
-    const alone = this.records.length === 1, slot = this.slots[place], {record} = chart; // else the table of differences has the figures
-    slot.verdict.replaceChildren(verdict(chart, this));
-    slot.figures.replaceChildren(...(alone ? [figures(record)] : []));
+  /** Fill the panels that depend on the shown step. */
+  fillPanels(chart, index) {
+    const isAlone = this.records.length === 1, slot = this.slots[index], {record} = chart; // otherwise the table of differences has the figures
+    slot.verdict.replaceChildren(verdictLine(chart, this));
+    slot.figures.replaceChildren(...(isAlone ? [figureList(record)] : []));
     slot.legend.replaceChildren(legend(record));
-    slot.below.replaceChildren(pathTotals(record), shares(record, alone ? 0 : Math.max(...this.records.map(({makespan}) => makespan))));
-    if (alone) slot.table.replaceChildren(...tableBelow(chart, this));
+    slot.below.replaceChildren(pathSummary(record), timeShares(record, isAlone ? 0 : Math.max(...this.records.map(({makespan}) => makespan))));
+    if (isAlone) slot.table.replaceChildren(...stepTable(chart, this));
   }
 
-  /** Read the colours of the theme, and draw in them. */
-  paint() {
-    const {hued} = this.options, kinds = [...Object.keys(KINDS), ...(hued ? Object.values(HUED).flat() : Object.values(SECOND))], causes = Object.keys(CAUSES);
-    document.body.classList.toggle("hued", hued);
-    this.colors = themeColors(hued);
-    this.parts = Object.fromEntries([...kinds, ...causes].map((name) => [name, partsOf(this.colors[name])]));
-    this.patterns = Object.fromEntries(causes.map((cause) => [cause, patternOf(cause, this.colors[`${cause} ink`])]));
+  /** Read the colours of the theme, and redraw. */
+  applyTheme() {
+    const {hues} = this.options, kinds = [...Object.keys(KIND_NAMES), ...(hues ? Object.values(HUE_PAINTS).flat() : Object.values(SECOND_SHADES))], causes = Object.keys(CAUSE_TEXTS);
+    document.body.classList.toggle("hues", hues);
+    this.colors = themeColors(hues);
+    this.paintColors = Object.fromEntries([...kinds, ...causes].map((name) => [name, rgbOf(this.colors[name])]));
+    this.patterns = Object.fromEntries(causes.map((cause) => [cause, hatchPattern(cause, this.colors[`${cause} ink`])]));
     this.redraw();
   }
 
-  switchTheme() {
+  toggleTheme() {
     const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
     const now = root.dataset.theme || (dark ? "dark" : "light");
     root.dataset.theme = now === "dark" ? "light" : "dark";
-    this.paint();
+    this.applyTheme();
   }
 
-  /** All ranks on one sheet of paper, sharp. */
+  /** Lay out all ranks on one sheet of paper at high resolution, or return to the screen. */
   print(printing) {
     this.printing = printing;
-    this.arrange();
-    for (const chart of this.charts) chart.draw(); // now: the browser waits for nothing
+    this.layout();
+    for (const chart of this.charts) chart.draw(); // at once: the browser does not wait
     this.overview.draw();
   }
 
-  /** How high a chart may be for all ranks to be in sight. */
-  roomFor({host}) {
+  /** Return the height in pixels at which all ranks of a chart are in sight. */
+  heightFor({host}) {
     if (this.printing) return 500 / this.charts.length;
     const above = Math.min(360, host.getBoundingClientRect().top + scrollY);
     return Math.max(320, innerHeight - (this.charts.length > 1 ? 120 : above) - 12) / this.charts.length;
   }
 
-  /** Change an option of what is drawn. */
-  set(option, value) {
+  /** Change an option, and draw accordingly. */
+  setOption(option, value) {
     this.options[option] = value;
-    this.paint();
-    this.arrange();
+    this.applyTheme();
+    this.layout();
   }
 
-  arrange() {
+  layout() {
     for (const chart of this.charts) chart.layout();
     this.redraw();
   }
@@ -121,122 +121,122 @@ class Page {
     });
   }
 
-  show(from, to) {
-    const wide = Math.min(Math.max(to - from, this.whole * 1e-6), this.whole), middle = (from + to) / 2;
-    const start = Math.min(Math.max(middle - wide / 2, 0), this.whole - wide);
-    this.view = {from: start, to: start + wide};
+  setView(from, to) {
+    const width = Math.min(Math.max(to - from, this.duration * 1e-6), this.duration), middle = (from + to) / 2;
+    const start = Math.min(Math.max(middle - width / 2, 0), this.duration - width);
+    this.view = {from: start, to: start + width};
     this.redraw();
   }
 
-  pan(by) { this.show(this.view.from + by, this.view.to + by); }
-  fit() { this.show(0, this.whole); }
+  pan(by) { this.setView(this.view.from + by, this.view.to + by); }
+  showAll() { this.setView(0, this.duration); }
 
-  /** Change the width of the view by `factor`, around a time that stays where it is. */
+  /** Change the width of the view by `factor`, around a time that keeps its position. */
   zoom(factor, around = (this.view.from + this.view.to) / 2) {
-    const {from, to} = this.view, limited = Math.min(factor, this.whole / (to - from));
-    this.show(around - (around - from) * limited, around + (to - around) * limited);
+    const {from, to} = this.view, limited = Math.min(factor, this.duration / (to - from));
+    this.setView(around - (around - from) * limited, around + (to - around) * limited);
   }
 
-  /** Go to an action: bring it into sight, mark it, describe it, say it. */
-  select(chart, block, tell = true) {
+  /** Select an action and bring it into sight; describe it if `describe`. */
+  select(chart, block, describe = true) {
     if (!block) return;
-    for (const each of this.charts) each.selected = null;
+    for (const other of this.charts) other.selected = null;
     chart.selected = block;
-    const {from, to} = this.view, wide = to - from;
+    const {from, to} = this.view, width = to - from;
     if (block.start < from || block.end > to) {
-      const left = block.end > to ? block.end - 0.8 * wide : block.start - 0.2 * wide;
-      this.show(left, left + wide);
+      const left = block.end > to ? block.end - 0.8 * width : block.start - 0.2 * width;
+      this.setView(left, left + width);
     }
     this.redraw();
-    if (!tell) return;
-    const description = describe(chart.record, block), box = chart.host.getBoundingClientRect(), top = box.top + chart.topOf(block);
+    if (!describe) return;
+    const description = describeBlock(chart.record, block), box = chart.host.getBoundingClientRect(), top = box.top + chart.topOf(block);
     if (top < 40 || top + 60 > innerHeight) scrollBy(0, top - innerHeight / 2);
     const x = Math.min(Math.max(chart.x(block.start), chart.gutter), chart.width - 20);
-    this.tell(description, box.left + x, chart.host.getBoundingClientRect().top + chart.topOf(block) + chart.heightOf(block));
+    this.showDescription(description, box.left + x, chart.host.getBoundingClientRect().top + chart.topOf(block) + chart.heightOf(block));
   }
 
-  /** Tell why a rank was idle, and light up what it waited for; Enter goes there. */
+  /** Describe an idle time, and select the action after it, so that Enter goes to what that waited for. */
   selectIdle(chart, found, {clientX, clientY}) {
     chart.selected = (found.next && chart.record.timeline.blocks.get(found.next.text)) || null;
     this.redraw();
-    this.tell(describeIdle(chart.record, found), clientX, clientY);
+    this.showDescription(describeIdle(chart.record, found), clientX, clientY);
   }
 
-  /** Show a description, and say it. */
-  tell(description, x, y) {
+  /** Show a description as a tooltip, and announce it to screen readers. */
+  showDescription(description, x, y) {
     this.showTip(description, x, y);
     const lines = [...description.querySelectorAll("dt")].map((term) => `${term.textContent} ${term.nextSibling.textContent}`);
-    document.getElementById("said").textContent = [...[...description.children].slice(0, 2).map((each) => each.textContent), ...lines].join(", ");
+    document.getElementById("announcement").textContent = [...[...description.children].slice(0, 2).map((child) => child.textContent), ...lines].join(", ");
   }
 
-  /** Leave all that was chosen: a tooltip, an action, a microbatch, a selection, what was asked. */
-  leave() {
-    for (const chart of this.charts) Object.assign(chart, {selected: null, instead: null});
+  /** Clear the tooltip, the selected action, the followed microbatch, the selection and the alternative. */
+  clear() {
+    for (const chart of this.charts) Object.assign(chart, {selected: null, alternative: null});
     for (const pressed of document.querySelectorAll("[aria-pressed=true]")) pressed.setAttribute("aria-pressed", "false");
-    Object.assign(this, {followed: null, lit: null, whole: this.before ?? this.whole, before: null});
-    this.show(this.view.from, this.view.to);
+    Object.assign(this, {followedMicrobatch: null, isHighlighted: null, duration: this.durationBefore ?? this.duration, durationBefore: null});
+    this.setView(this.view.from, this.view.to);
     this.finder.say("");
     this.hideTip();
-    this.choose(null);
-    this.arrange();
+    this.setSelection(null);
+    this.layout();
   }
 
-  /** Light up a microbatch, or none: its actions and its messages. */
+  /** Highlight the actions and messages of a microbatch; null: of none. */
   follow(microbatch) {
-    this.followed = microbatch;
-    this.lit = microbatch === null ? null : (block) => block.microbatch === microbatch;
+    this.followedMicrobatch = microbatch;
+    this.isHighlighted = microbatch === null ? null : (block) => block.microbatch === microbatch;
     if (microbatch !== null) {
-      this.finder.say(journeyTold(this.charts[0].record, microbatch));
+      this.finder.say(describeMicrobatch(this.charts[0].record, microbatch));
     }
     this.redraw();
   }
 
-  /** Draw what would have been below what was, at the same scale. */
-  instead({text, timeline}, name = "what if") {
+  /** Draw an alternative step below the shown one, at the same scale. */
+  showAlternative({text, timeline}, name = "what if") {
     const [chart] = this.charts;
-    chart.instead = {name, timeline};
+    chart.alternative = {name, timeline};
     this.finder.say(text);
-    this.before ??= this.whole; // to come back to
-    this.whole = Math.max(this.before, timeline.data.makespan);
-    this.arrange();
+    this.durationBefore ??= this.duration; // restored by clear()
+    this.duration = Math.max(this.durationBefore, timeline.data.makespan);
+    this.layout();
   }
 
-  /** What a sentence of the verdict is about: its blocks light up, and the step without it is drawn below. */
+  /** Highlight the rank of a finding, and draw the step without it below; hide it if it was shown. */
   showFinding(chart, finding, button) {
     const shown = button.getAttribute("aria-pressed") === "true";
-    this.leave();
+    this.clear();
     if (shown) return;
     button.setAttribute("aria-pressed", "true");
     finding.prepared ??= new Timeline(finding.timeline);
     const rank = finding.rank === null ? null : finding.rank;
-    this.lit = rank === null ? null : (block) => block.rank === rank;
+    this.isHighlighted = rank === null ? null : (block) => block.rank === rank;
     const name = {straggler: "what if", cut: "even cut"}[finding.about] || finding.name.replace(/, predicted$/, "");
-    this.instead({text: `${finding.text} (below each rank, at the same scale)`, timeline: finding.prepared}, name);
-    this.fit();
+    this.showAlternative({text: `${finding.text} (drawn below each rank, at the same scale)`, timeline: finding.prepared}, name);
+    this.showAll();
     chart.host.scrollIntoView({block: "nearest"});
   }
 
-  /** Fold or pin a rank, or no longer. */
-  mark(chart, ranks, rank) {
+  /** Fold or pin a rank, or undo that. */
+  toggle(chart, ranks, rank) {
     if (!ranks.delete(rank)) ranks.add(rank);
-    this.arrange();
+    this.layout();
   }
 
-  /** Select some time on some ranks, or nothing; the address says it too. */
-  choose(selection) {
+  /** Set the selection, or null, and put it into the address. */
+  setSelection(selection) {
     this.selection = selection;
-    this.selected.replaceChildren(...(selection ? selectionBelow(this.charts[0], this) : []));
-    const address = toAddress(selection);
-    if (address !== location.hash && (address || fromAddress(location.hash, Infinity))) history.replaceState(null, "", address || location.pathname + location.search);
+    this.selectionSection.replaceChildren(...(selection ? selectionPanel(this.charts[0], this) : []));
+    const address = selectionToHash(selection);
+    if (address !== location.hash && (address || selectionFromHash(location.hash, Infinity))) history.replaceState(null, "", address || location.pathname + location.search);
     this.redraw();
   }
 
-  readAddress() {
-    const found = fromAddress(location.hash, this.charts[0].record.timeline.ranks.length);
+  readHash() {
+    const found = selectionFromHash(location.hash, this.charts[0].record.timeline.ranks.length);
     if (!found) return;
-    const wide = found.to - found.from;
-    this.show(found.from - wide / 2, found.to + wide / 2);
-    this.choose(found);
+    const width = found.to - found.from;
+    this.setView(found.from - width / 2, found.to + width / 2);
+    this.setSelection(found);
   }
 
   get tipShown() { return !this.tip.hidden; }
@@ -244,10 +244,10 @@ class Page {
   showTip(content, x, y) {
     this.tip.replaceChildren(content);
     this.tip.hidden = false;
-    const {offsetWidth: wide, offsetHeight: high} = this.tip;
-    const left = x + 14 + wide > innerWidth ? x - 14 - wide : x + 14;
-    const top = y + 16 + high > innerHeight ? y - 16 - high : y + 16;
-    this.tip.style.left = `${Math.min(Math.max(left, 8), Math.max(8, innerWidth - wide - 8))}px`;
+    const {offsetWidth: width, offsetHeight: height} = this.tip;
+    const left = x + 14 + width > innerWidth ? x - 14 - width : x + 14;
+    const top = y + 16 + height > innerHeight ? y - 16 - height : y + 16;
+    this.tip.style.left = `${Math.min(Math.max(left, 8), Math.max(8, innerWidth - width - 8))}px`;
     this.tip.style.top = `${Math.max(top, 8)}px`;
   }
 

@@ -31,7 +31,7 @@ FILES = {  # path of the URL -> (package, file in its `page/`)
     "watch.css": ("penstock.view.watch", "watch.css"),
     "watch.js": ("penstock.view.watch", "watch.js"),
     "page.css": ("penstock.view", "page.css"),
-    "words.js": ("penstock.view", "data/words.js"),
+    "format.js": ("penstock.view", "data/format.js"),
 }
 
 

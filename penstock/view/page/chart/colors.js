@@ -1,36 +1,36 @@
-// The colours and patterns of the theme, by the names of the style sheet: a canvas knows no variables.
+// Colours and hatches of the theme. A canvas cannot use variables of the style sheet, so they are read from it by name.
 
-const THEMED = ["ground", "panel", "ink", "muted", "line", "grid", "accent", "shade", ...Object.keys(KINDS).map((kind) => `letter-${kind}`)];
-const PAINTS = [...Object.keys(KINDS), ...Object.keys(CAUSES)];
-const SECOND = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, `${kind} second`]));
-const HUES = 12; // of microbatches
-const HUED = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, Array.from({length: HUES}, (_, hue) => `${kind} ${hue}`)]));
+const THEME_COLORS = ["ground", "panel", "ink", "muted", "line", "grid", "accent", "shade", ...Object.keys(KIND_NAMES).map((kind) => `letter-${kind}`)];
+const PAINTS = [...Object.keys(KIND_NAMES), ...Object.keys(CAUSE_TEXTS)];
+const SECOND_SHADES = Object.fromEntries(Object.keys(KIND_NAMES).map((kind) => [kind, `${kind} second`]));
+const NUM_HUES = 12; // of microbatches
+const HUE_PAINTS = Object.fromEntries(Object.keys(KIND_NAMES).map((kind) => [kind, Array.from({length: NUM_HUES}, (_, hue) => `${kind} ${hue}`)]));
 
-/** What a block is painted with: its kind's colour or its second shade, for a rank's second stage; or the hue of its microbatch. */
-function paintOf({kind, microbatch, chunk}, hued) {
-  if (hued) return HUED[kind][microbatch % HUES];
-  return chunk % 2 ? SECOND[kind] : kind;
+/** Return the name of a block's colour: of its kind, in a second shade on every second stage of a rank; or the hue of its microbatch. */
+function paintOf({kind, microbatch, chunk}, hues) {
+  if (hues) return HUE_PAINTS[kind][microbatch % NUM_HUES];
+  return chunk % 2 ? SECOND_SHADES[kind] : kind;
 }
 
-/** Name -> `rgb(1, 2, 3)`; `F second` is the shade of a rank's second stage, `fill ink` what the pattern of a cause is drawn in. */
-function themeColors(hued) {
-  const probe = document.body.appendChild(element("i")), pen = element("canvas", {width: 1, height: 1}).getContext("2d", {willReadFrequently: true}), colors = {};
+/** Return name -> `rgb(1, 2, 3)`. `F second` is the shade for a rank's second stage, `fill ink` the colour of a cause's hatch. */
+function themeColors(hues) {
+  const probe = document.body.appendChild(element("i")), context = element("canvas", {width: 1, height: 1}).getContext("2d", {willReadFrequently: true}), colors = {};
   const add = (name, color) => {
     probe.style.color = color;
-    pen.fillStyle = getComputedStyle(probe).color;
-    pen.fillRect(0, 0, 1, 1);
-    colors[name] = `rgb(${pen.getImageData(0, 0, 1, 1).data.slice(0, 3).join(", ")})`;
+    context.fillStyle = getComputedStyle(probe).color;
+    context.fillRect(0, 0, 1, 1);
+    colors[name] = `rgb(${context.getImageData(0, 0, 1, 1).data.slice(0, 3).join(", ")})`;
   };
   const addKind = (name, color) => {
     add(name, color);
     add(`${name} second`, `color-mix(in srgb, ${color}, var(--letter) 10%)`);
   };
-  for (const name of THEMED) add(name, `var(--${name})`);
-  for (const kind of Object.keys(KINDS)) {
+  for (const name of THEME_COLORS) add(name, `var(--${name})`);
+  for (const kind of Object.keys(KIND_NAMES)) {
     addKind(kind, `var(--${kind})`);
-    if (hued) HUED[kind].forEach((name, hue) => addKind(name, `oklch(from var(--${kind}) calc(l - 0.03) 0.11 ${(360 / HUES) * hue})`));
+    if (hues) HUE_PAINTS[kind].forEach((name, hue) => addKind(name, `oklch(from var(--${kind}) calc(l - 0.03) 0.11 ${(360 / NUM_HUES) * hue})`));
   }
-  for (const cause of Object.keys(CAUSES)) {
+  for (const cause of Object.keys(CAUSE_TEXTS)) {
     add(cause, `var(--${cause})`);
     add(`${cause} ink`, `color-mix(in srgb, var(--${cause}), var(--ink) 35%)`);
   }
@@ -38,11 +38,11 @@ function themeColors(hued) {
   return colors;
 }
 
-/** A colour `rgb(1, 2, 3)` as its three numbers. */
-function partsOf(color) { return color.match(/\d+/g).map(Number); }
+/** Return the three numbers of a colour `rgb(1, 2, 3)`. */
+function rgbOf(color) { return color.match(/\d+/g).map(Number); }
 
-/** How the idle times of a cause are drawn where there is room: each differently, for eyes and paper without colours. */
-function patternOf(cause, color) {
+/** Return the hatch of a cause of idle time. Each cause has its own, for readers and printers without colours. */
+function hatchPattern(cause, color) {
   const tile = element("canvas", {width: 8, height: 8}), c = tile.getContext("2d");
   const lines = {fill: [], drain: [[0, 4, 8, 4]], imbalance: [[-2, 10, 10, -2], [-2, 2, 2, -2], [6, 10, 10, 6]], communication: [[-2, -2, 10, 10], [-2, 6, 2, 10], [6, -2, 10, 2]], sending: [[4, 0, 4, 8]]}[cause];
   c.strokeStyle = c.fillStyle = color;

@@ -1,36 +1,36 @@
-// The steps of one record, as measured or planned, and what differs most among them.
+// One record: its steps, its planned timeline, and its largest deviations and waits.
 
-/** The steps of one record, each prepared when it is first looked at, and what was planned. */
+/** The steps of a record, each prepared on first use, and the planned timeline. */
 class TimelineRecord {
   constructor(data) {
     this.name = data.name;
     this.unit = data.unit;
     this.labels = data.steps.map((step) => step.label);
-    this.raw = data.steps.map((step) => step.timeline);
-    this.ready = new Map();
+    this.stepData = data.steps.map((step) => step.timeline);
+    this.timelines = new Map();
     this.planned = data.planned && new Timeline(data.planned);
     this.verdict = data.verdict;
-    this.step = data.usual ?? this.raw.length - 1;
-    this.makespan = Math.max(data.planned ? data.planned.makespan : 0, ...this.raw.map((each) => each.makespan));
+    this.step = data.usual ?? this.stepData.length - 1;
+    this.makespan = Math.max(data.planned ? data.planned.makespan : 0, ...this.stepData.map((step) => step.makespan));
   }
 
   get timeline() {
-    if (!this.ready.has(this.step)) this.ready.set(this.step, new Timeline(this.raw[this.step]));
-    return this.ready.get(this.step);
+    if (!this.timelines.has(this.step)) this.timelines.set(this.step, new Timeline(this.stepData[this.step]));
+    return this.timelines.get(this.step);
   }
 
-  /** What the main lane of every rank is called. */
-  get kindOfTimes() { return this.unit === "s" && this.labels[this.step] !== "planned" ? "measured" : "planned"; }
+  /** The label of the main lane of each rank. */
+  get timesLabel() { return this.unit === "s" && this.labels[this.step] !== "planned" ? "measured" : "planned"; }
 
-  /** Times as people read them: `12.3 ms` where the unit is a second, else the bare number. */
-  time(value, signed = false) {
+  /** Format a time: `12.3 ms` if the unit is a second, else the number. */
+  formatTime(value, signed = false) {
     const sign = signed && value > 0 ? "+" : "";
-    if (this.unit !== "s") return sign + bare(value);
-    const [factor, unit] = scaleOf(Math.abs(value));
-    return `${sign}${short(value * factor)} ${unit}`;
+    if (this.unit !== "s") return sign + formatNumber(value);
+    const [factor, unit] = timeScale(Math.abs(value));
+    return `${sign}${roundDigits(value * factor)} ${unit}`;
   }
 
-  /** The `count` actions whose time differs most from the planned one. */
+  /** Return the `count` actions whose duration differs most from the planned one. */
   deviations(count) {
     const found = [];
     for (const block of this.timeline.blocks.values()) {
@@ -43,9 +43,9 @@ class TimelineRecord {
     return found.sort((a, b) => Math.abs(b.longer) - Math.abs(a.longer)).slice(0, count);
   }
 
-  /** The `count` actions before which their rank was idle longest. */
+  /** Return the `count` actions before which their rank was idle longest. */
   waits(count) {
-    const waited = [...this.timeline.blocks.values()].filter((block) => block.waited > 0);
-    return waited.sort((a, b) => b.waited - a.waited).slice(0, count);
+    const waiting = [...this.timeline.blocks.values()].filter((block) => block.waited > 0);
+    return waiting.sort((a, b) => b.waited - a.waited).slice(0, count);
   }
 }

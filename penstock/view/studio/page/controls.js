@@ -29,7 +29,7 @@ class Controls {
     this.microbatches = element("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "How many times as large single microbatches are"});
     const {ranks, stages_per_rank: stages, microbatches, max_in_flight: limit, ...costs} = this.sliders;
     form.append(
-      this.group("Schedule", element("label", {for: "schedule", class: "unseen"}, "Schedule"), this.select, this.summary, ranks.line, stages.line, microbatches.line),
+      this.group("Schedule", element("label", {for: "schedule", class: "visually-hidden"}, "Schedule"), this.select, this.summary, ranks.line, stages.line, microbatches.line),
       this.group("Costs", this.unit, ...Object.values(costs).map(({line}) => line),
         element("details", {id: "own"}, element("summary", {}, "Costs of single stages"), this.stages,
           element("button", {type: "button", id: "same", click: () => { state.costs.stages = {}; this.price(); }}, "The same for all")),

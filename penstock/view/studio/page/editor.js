@@ -52,7 +52,7 @@ class Editor {
 
 /** A button that reads a file. */
 function opener(id, text, accept, read, title = "") {
-  const input = element("input", {type: "file", id: `${id}-file`, accept, class: "unseen", tabindex: -1, "aria-hidden": "true", change: async () => {
+  const input = element("input", {type: "file", id: `${id}-file`, accept, class: "visually-hidden", tabindex: -1, "aria-hidden": "true", change: async () => {
     const [file] = input.files;
     if (file) read(await file.text(), file.name);
     input.value = "";

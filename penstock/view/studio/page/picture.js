@@ -7,7 +7,7 @@ const PALE = 0.3; // of what never runs
 class Picture {
   /** `moved(rank, from, to)` is told of an action that was put elsewhere in its rank's row. */
   constructor(chart, page, moved) {
-    Object.assign(this, {chart, page, moved, drag: null, answer: null, strip: new Strip()});
+    Object.assign(this, {chart, page, moved, drag: null, answer: null, denseLanes: new DenseLanes()});
     chart.overlay = () => this.draw();
     const {host} = chart, listen = (name, does) => host.addEventListener(name, (event) => {
       if (does(event)) event.stopImmediatePropagation(); // else the chart is panned, as everywhere
@@ -35,7 +35,7 @@ class Picture {
   get timeline() { return this.chart.record.planned || this.chart.record.timeline; }
   lane(rank) {
     const row = this.chart.rows[rank];
-    return this.chart.record.planned ? {top: row.planned, high: row.plannedHigh} : {top: row.main, high: row.high};
+    return this.chart.record.planned ? {top: row.planned, height: row.plannedHeight} : {top: row.main, height: row.height};
   }
 
   /** Where an action stands: its times, and its place on the canvas; nothing for one that is not in the picture. */
@@ -43,9 +43,9 @@ class Picture {
     const whole = name.replace(/[IW]/, "B"); // as which I and W run beside a run, where nothing is lost
     const block = [name, whole].map((each) => this.timeline.blocks.get(each) || this.stuck.get(each)).find(Boolean);
     if (!block) return null;
-    const {top, high} = this.lane(block.rank), left = this.chart.x(block.start), half = block.half ?? null;
-    const box = {block, left, wide: Math.max(2, this.chart.x(block.end) - left), top, high};
-    return half === null ? box : {...box, top: top + half * high / 2, high: high / 2 - 1};
+    const {top, height} = this.lane(block.rank), left = this.chart.x(block.start), half = block.half ?? null;
+    const box = {block, left, width: Math.max(2, this.chart.x(block.end) - left), top, height};
+    return half === null ? box : {...box, top: top + half * height / 2, height: height / 2 - 1};
   }
 
   /** The cells of a rank's row in the table, each with the boxes of its actions. */
@@ -59,11 +59,11 @@ class Picture {
   at({clientX, clientY}) {
     if (!this.answer || (this.chart.record.planned && !this.page.options.planned)) return null;
     const {left, top} = this.chart.host.getBoundingClientRect(), x = clientX - left, y = clientY - top;
-    if (x < this.chart.gutter || y - this.chart.slid < AXIS) return null;
+    if (x < this.chart.gutter || y - this.chart.scrollOffset < AXIS_HEIGHT) return null;
     for (const {rank} of this.chart.rows) {
       const lane = this.lane(rank);
-      if (y < lane.top || y > lane.top + lane.high || !this.answer.rows[rank]) continue;
-      const from = this.cells(rank).findIndex((boxes) => boxes.some((box) => x >= box.left && x <= box.left + box.wide));
+      if (y < lane.top || y > lane.top + lane.height || !this.answer.rows[rank]) continue;
+      const from = this.cells(rank).findIndex((boxes) => boxes.some((box) => x >= box.left && x <= box.left + box.width));
       return from < 0 ? null : {rank, from};
     }
     return null;
@@ -87,10 +87,10 @@ class Picture {
     if (drag.to === null && Math.abs(event.clientX - drag.begin) < MOVED) return true;
     const box = chart.host.getBoundingClientRect();
     drag.x = event.clientX;
-    if (event.clientX > box.right - EDGE) this.page.pan(14 * chart.perPixel);
-    if (event.clientX < box.left + chart.gutter) this.page.pan(-14 * chart.perPixel);
+    if (event.clientX > box.right - RIGHT_MARGIN) this.page.pan(14 * chart.timePerPixel);
+    if (event.clientX < box.left + chart.gutter) this.page.pan(-14 * chart.timePerPixel);
     const x = event.clientX - box.left, cells = this.cells(drag.rank);
-    drag.gap = cells.filter((boxes) => boxes.length && x > (Math.min(...boxes.map(({left}) => left)) + Math.max(...boxes.map(({left, wide}) => left + wide))) / 2).length;
+    drag.gap = cells.filter((boxes) => boxes.length && x > (Math.min(...boxes.map(({left}) => left)) + Math.max(...boxes.map(({left, width}) => left + width))) / 2).length;
     drag.to = drag.gap > drag.from ? drag.gap - 1 : drag.gap;
     this.page.hideTip();
     this.page.redraw();
@@ -134,54 +134,54 @@ class Picture {
     if (this.drag?.to !== null && this.drag) this.drawDrag();
   }
 
-  outline({left, wide, top, high}, color, width, dashes = []) {
+  outline({left, width, top, height}, color, lineWidth, dashes = []) {
     const {context: c} = this.chart;
     c.strokeStyle = color;
-    c.lineWidth = width;
+    c.lineWidth = lineWidth;
     c.setLineDash(dashes);
     c.beginPath();
-    c.roundRect(left + 0.5, top, Math.max(1, wide - 1), high, Math.min(3, high / 3));
+    c.roundRect(left + 0.5, top, Math.max(1, width - 1), height, Math.min(3, height / 3));
     c.stroke();
     c.setLineDash([]);
   }
 
   /** What never runs stands where its rank would come to it, pale; where that is denser than pixels, as proportions. */
   drawStuck() {
-    const {chart, strip, page: {view, parts}} = this, {context: c, density, slidNow} = chart;
+    const {chart, denseLanes, page: {view, paintColors}} = this, {context: c, pixelRatio, drawnOffset} = chart;
     let lane = null; // of a rank: they come rank by rank
-    strip.clear(chart.canvas.width, chart.canvas.height, parts);
+    denseLanes.clear(chart.canvas.width, chart.canvas.height, paintColors);
     for (const block of this.stuck.values()) {
       if (block.end < view.from || block.start > view.to || !chart.rows[block.rank]) continue;
       const left = chart.x(block.start), right = chart.x(block.end);
-      if (right - left > NARROW) { this.drawPale(this.box(block.text)); continue; }
+      if (right - left > NARROW_PIXELS) { this.drawPale(this.box(block.text)); continue; }
       if (lane !== block.rank) {
-        const {top, high} = this.lane(lane = block.rank);
-        strip.lane((top - slidNow) * density, (top + high - slidNow) * density, PALE);
+        const {top, height} = this.lane(lane = block.rank);
+        denseLanes.lane((top - drawnOffset) * pixelRatio, (top + height - drawnOffset) * pixelRatio, PALE);
       }
-      strip.add(left * density, right * density, block.kind, block.half === undefined ? 1 : 0.5);
+      denseLanes.add(left * pixelRatio, right * pixelRatio, block.kind, block.half === undefined ? 1 : 0.5);
     }
-    c.translate(0, slidNow);
-    strip.draw(c, chart.width, chart.visibleHeight);
-    c.translate(0, -slidNow);
+    c.translate(0, drawnOffset);
+    denseLanes.draw(c, chart.width, chart.visibleHeight);
+    c.translate(0, -drawnOffset);
   }
 
   drawPale(box) {
-    const {context: c} = this.chart, {colors} = this.page, {block, left, wide, top, high} = box;
+    const {context: c} = this.chart, {colors} = this.page, {block, left, width, top, height} = box;
     c.globalAlpha = PALE;
     c.fillStyle = colors[block.kind];
-    c.fillRect(left + 0.5, top, Math.max(1, wide - 1), high);
+    c.fillRect(left + 0.5, top, Math.max(1, width - 1), height);
     c.globalAlpha = 1;
-    if (high > 6) this.outline(box, colors.muted, 1, [3, 3]);
+    if (height > 6) this.outline(box, colors.muted, 1, [3, 3]);
     c.font = "11px system-ui, sans-serif";
     c.textAlign = "center";
     c.textBaseline = "middle";
-    if (high >= 10) drawName(this.chart, block, this.timeline.severalStages, left, wide, top + high / 2, undefined, colors.ink);
+    if (height >= 10) drawName(this.chart, block, this.timeline.hasSeveralStages, left, width, top + height / 2, undefined, colors.ink);
   }
 
   /** From an action that waits to what it waits for. */
   arrow(from, to) {
-    const {context: c} = this.chart, x = from.left + from.wide / 2, toX = to.left + to.wide / 2, down = Math.sign(to.top - from.top);
-    const edge = (box, side) => box.top + (side > 0 ? box.high : 0);
+    const {context: c} = this.chart, x = from.left + from.width / 2, toX = to.left + to.width / 2, down = Math.sign(to.top - from.top);
+    const edge = (box, side) => box.top + (side > 0 ? box.height : 0);
     const y = edge(from, down), toY = edge(to, -down || 0), bendX = (x + toX) / 2, bendY = down ? (y + toY) / 2 : from.top - 14;
     c.strokeStyle = BAD;
     c.lineWidth = 2;
@@ -200,13 +200,13 @@ class Picture {
   drawDrag() {
     const {drag, chart, page} = this, {context: c} = chart, cells = this.cells(drag.rank), by = drag.x - drag.begin;
     c.globalAlpha = 0.6;
-    for (const {block, left, wide, top, high} of cells[drag.from]) {
+    for (const {block, left, width, top, height} of cells[drag.from]) {
       c.fillStyle = page.colors[block.kind];
-      c.fillRect(left + by, top - 4, wide, high);
+      c.fillRect(left + by, top - 4, width, height);
     }
     c.globalAlpha = 1;
-    const next = cells[drag.gap]?.[0], last = cells.at(-1)[0], {top, high} = this.lane(drag.rank);
+    const next = cells[drag.gap]?.[0], last = cells.at(-1)[0], {top, height} = this.lane(drag.rank);
     c.fillStyle = page.colors.accent;
-    c.fillRect((next ? next.left : last ? last.left + last.wide : 0) - 1.5, top - 6, 3, high + 12);
+    c.fillRect((next ? next.left : last ? last.left + last.width : 0) - 1.5, top - 6, 3, height + 12);
   }
 }

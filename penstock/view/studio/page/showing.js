@@ -29,7 +29,7 @@ class Showing {
     if (!found) return;
     const time = timesIn(unit), {makespan, before, bound, because, proven} = found, memory = limit !== null ? `with ${limit} in flight on a rank` : before === null ? "with any memory" : "in the memory that it took";
     const better = before === null ? `The best that was found ${memory} takes ${time(makespan)}` : makespan < before * (1 - 1e-9)
-      ? `Found: ${time(makespan)} instead of ${time(before)}, ${memory}` : `Nothing shorter than ${time(before)} was found ${memory}`;
+      ? `Found: ${time(makespan)} alternative of ${time(before)}, ${memory}` : `Nothing shorter than ${time(before)} was found ${memory}`;
     this.found.textContent = `${better}. ${proven ? "No table is shorter" : `No table takes less than ${time(bound)}`}: ${because}.`;
   }
 
@@ -59,21 +59,21 @@ class Showing {
     if (stopped) timeline.critical_path = []; // a step that never ends has none
     const recorded = (data) => new TimelineRecord({name: data.name, unit, planned: null, steps: [{label: "planned", timeline: data.timeline}]});
     const record = measured ? new TimelineRecord({...measured, planned: timeline}) : recorded(answer), held = other?.timeline && !other.stopped && recorded(other);
-    const all = page.view.to - page.view.from >= page.whole * (1 - 1e-9), selected = chart.selected?.text;
-    Object.assign(page, {pulls: false, before: null, records: [record]}); // actions are dragged to another place here
+    const all = page.view.to - page.view.from >= page.duration * (1 - 1e-9), selected = chart.selected?.text;
+    Object.assign(page, {canResizeBlocks: false, durationBefore: null, records: [record]}); // actions are dragged to another place here
     Object.assign(chart, {record, hovered: null, selected: record.timeline.blocks.get(selected) || null});
-    chart.instead = held && !measured && other.ranks === ranks ? {name: held.name, timeline: held.timeline} : null; // one lane below, not two
+    chart.alternative = held && !measured && other.ranks === ranks ? {name: held.name, timeline: held.timeline} : null; // one lane below, not two
     this.picture.show(answer);
-    const more = chart.instead ? ", which is drawn below each rank" : other?.stopped ? ", which never ends" : "";
-    document.getElementById("against").replaceChildren(...(other ? [element("h3", {}, `Beside ${other.name}${more}`)] : []), ...(held ? [differences([held, recorded(answer)])] : []));
-    page.whole = Math.max(record.makespan, this.picture.end, chart.instead ? held.makespan : 0) || 1;
-    if (all) page.fit(); else page.show(page.view.from, page.view.to);
-    page.fill(chart, 0);
+    const more = chart.alternative ? ", which is drawn below each rank" : other?.stopped ? ", which never ends" : "";
+    document.getElementById("against").replaceChildren(...(other ? [element("h3", {}, `Beside ${other.name}${more}`)] : []), ...(held ? [differencesTable([held, recorded(answer)])] : []));
+    page.duration = Math.max(record.makespan, this.picture.end, chart.alternative ? held.makespan : 0) || 1;
+    if (all) page.showAll(); else page.setView(page.view.from, page.view.to);
+    page.fillPanels(chart, 0);
     if (alone) for (const number of document.querySelectorAll(".figures dd, .legend b")) number.textContent = "–";
     if (alone) document.querySelector(".shares h3").textContent = "Where the time of all ranks went";
     chart.host.setAttribute("aria-label", chart.host.getAttribute("aria-label").replace(/^Timeline of .*?\. Arrow/, `Timeline of ${name}. Arrow`));
     page.hideTip();
-    page.arrange();
+    page.layout();
   }
 }
 
@@ -85,5 +85,5 @@ function beside({ranks, microbatches}, measured) {
 /** How times in `unit` are told. */
 function timesIn(unit) {
   const record = new TimelineRecord({name: "", unit, planned: null, steps: []});
-  return (value) => record.time(value);
+  return (value) => record.formatTime(value);
 }

@@ -56,7 +56,7 @@ class Studio {
     const rows = this.answer.rows.map((row) => [...row]), [cell] = rows[rank].splice(from, 1);
     rows[rank].splice(to, 0, cell);
     const {placement, name} = this.answer;
-    document.getElementById("said").textContent = `${cell} is at place ${to + 1} of rank ${rank}`;
+    document.getElementById("announcement").textContent = `${cell} is at place ${to + 1} of rank ${rank}`;
     this.answer = {...this.answer, rows};
     this.table.show(rows);
     this.put({rows, placement, name: name.replace(/( \(edited\))?$/, " (edited)")});

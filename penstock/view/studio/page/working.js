@@ -22,7 +22,7 @@ class Working {
   say() {
     const seconds = (performance.now() - this.since) / 1000;
     if (1000 * seconds < SOON) return;
-    if (this.host.hidden) document.getElementById("said").textContent = this.what;
+    if (this.host.hidden) document.getElementById("announcement").textContent = this.what;
     this.host.hidden = false;
     this.told.textContent = `${this.what}${this.more}: ${seconds.toFixed(1)} s`;
   }

@@ -19,11 +19,11 @@ function shares(measured, even) { return [percent(measured), `with even stages $
 function show({name, last, losses, timeline}) {
   document.getElementById("name").textContent = name;
   if (last) {
-    document.getElementById("said").textContent = `step ${last.step}`;
+    document.getElementById("announcement").textContent = `step ${last.step}`;
     document.getElementById("figures").replaceChildren(...Object.entries(FIGURES).map(([term, told]) => {
       const [value, beside] = [told(last)].flat(), figure = document.createElement("div");
       for (const [tag, text] of [["dt", term], ["dd", value], ["dd", beside]]) {
-        if (text) figure.append(Object.assign(document.createElement(tag), {textContent: text, className: text === beside ? "beside" : ""}));
+        if (text) figure.append(Object.assign(document.createElement(tag), {textContent: text, className: text === beside ? "comparison" : ""}));
       }
       return figure;
     }));
@@ -53,7 +53,7 @@ async function ask() {
   try {
     show(await (await fetch("/state")).json());
   } catch {
-    document.getElementById("said").textContent = "The run does not answer: it has ended, and `penstock watch` shows it from its folder.";
+    document.getElementById("announcement").textContent = "The run does not answer: it has ended, and `penstock watch` shows it from its folder.";
   }
   setTimeout(ask, EVERY);
 }

@@ -392,7 +392,10 @@ def test_some_buckets_are_better_than_one_and_than_one_for_each_layer():
 
 @pytest.mark.ranks
 def test_ring_attention_is_that_of_one_process_on_any_number_of_ranks():
-    assert max(max(result.values()) for result in lab_helpers.on_ranks(lab19_sequence.compare, 3)) < lab19_sequence.EXACT
+    assert (
+        max(max(result.values()) for result in lab_helpers.on_ranks(lab19_sequence.compare_ring_attention, 3))
+        < lab19_sequence.EXACT
+    )
 
 
 def test_a_mesh_with_its_pipeline_outermost_keeps_all_but_activations_within_a_machine():
@@ -401,8 +404,8 @@ def test_a_mesh_with_its_pipeline_outermost_keeps_all_but_activations_within_a_m
 
 
 def test_a_stage_that_never_drains_is_as_many_steps_behind_as_there_are_ranks_after_it():
-    assert [lab20_stale.staleness(lab20_stale.without_end(), stage) for stage in range(4)] == [3, 2, 1, 0]
-    assert lab20_stale.rolled(1.9, 0) < 1 < lab20_stale.rolled(1.9, 1)
+    assert [lab20_stale.staleness(lab20_stale.endless_schedule(), stage) for stage in range(4)] == [3, 2, 1, 0]
+    assert lab20_stale.distance_after_descent(1.9, 0) < 1 < lab20_stale.distance_after_descent(1.9, 1)
 
 
 def test_lab_21_fails_when_another_order_takes_less(monkeypatch):

@@ -1,9 +1,10 @@
 """Lab 19: the sequence axis, attention over ranks that have some of the tokens each.
 
-A long text does not fit, however thin the layers: activations grow with its tokens. So cut the tokens over the ranks. Norms,
-products and losses work token by token and notice nothing. Attention does: a token looks at all those before it. In a ring,
-keys and values travel from rank to rank, and each rank adds up what its own tokens see of them (ring attention). Forward and
-backward by hand, beside one process. Then in a pipeline, by Penstock: tokens over ranks, and tokens in slices.
+A long text does not fit on a device, however small the layers, because activations grow with its tokens. So cut the tokens over
+the ranks. Norms, products and losses work token by token, and need no change. Attention does, because a token attends to all
+tokens before it. In ring attention keys and values travel from rank to rank, and each rank accumulates the attention of its own
+tokens. The lab writes forward and backward by hand, and compares them with one process. Then Penstock trains a GPT with tokens
+over ranks, and with tokens in slices.
 
     penstock lab 19
     python -m penstock.learn.labs.lab19_sequence
@@ -26,140 +27,141 @@ from penstock.schedule import build, simulate
 
 RANKS, TOKENS, DIM = 4, 8, 16  # tokens of each rank
 MICROBATCHES, SLICES = 4, 4
-EXACT = 1e-12  # of float64 sums in another order
+EXACT = 1e-12  # error of float64 sums in another order
 
 
 def main() -> None:
-    """Ring attention against that of one process, who works how much, and both ways to cut tokens in a pipeline."""
+    """Compare ring attention with one process, balance its work, and train with both ways to cut tokens."""
     ranks = ranks_here(RANKS)
     tokens = ranks * TOKENS
     say(f"Lab 19: {tokens} tokens over {ranks} ranks, {TOKENS} each\n")
-    say("Turn by turn, the block of keys and values that a rank has; a dot where no token of its own may look:\n")
+    say("The block of keys and values on a rank, step by step; a dot if no token of the rank attends to it:\n")
     for rank in range(ranks):
-        blocks = [(rank - turn) % ranks for turn in range(ranks)]
+        blocks = [(rank - step) % ranks for step in range(ranks)]
         say(f"  rank {rank}  " + "  ".join(f"{block}" if block <= rank else "." for block in blocks))
-    off = {name: max(result) for name, result in together(on_ranks(compare, ranks)).items()}
-    for name, error in off.items():
-        check(error < EXACT, f"{name}: {error:.0e} off one process", f"{name} is {error:.0e} off that of one process")
-    ring, full = (2 * 8 * DIM * value for value in (TOKENS, tokens))  # keys and values, of 8 bytes each
-    say(f"\nA rank holds {ring:,} bytes of keys and values at once, not {full:,}, and no table of tokens x tokens at all.")
-    say("Each is sent on while the rank works on it: with enough tokens the work takes longer than the way.")
+    attention_errors = largest_errors(on_ranks(compare_ring_attention, ranks))
+    for name, error in attention_errors.items():
+        check(error < EXACT, f"{name}: {error:.0e} off one process", f"{name} is {error:.0e} off one process")
+    ring_bytes, full_bytes = (2 * 8 * DIM * count for count in (TOKENS, tokens))  # keys and values, in float64
+    say(f"\nA rank holds {ring_bytes:,} bytes of keys and values at a time, not {full_bytes:,}, and no tokens x tokens matrix.")
+    say("A block can be sent on while the rank computes with it: with enough tokens, computing takes longer than sending.")
 
-    plain, zigzag = ([work(rank, ranks, turns) for rank in range(ranks)] for turns in (False, True))
-    say("\nThe last tokens look at all, the first at themselves. Pairs of tokens that look at each other, rank by rank:")
-    say(f"  neighbouring tokens   {plain}: the busiest rank has {percent(max(plain) / sum(plain))} of the work")
+    contiguous, zigzag = (
+        [count_attended_pairs(rank, ranks, both_ends) for rank in range(ranks)] for both_ends in (False, True)
+    )
+    say("\nThe last token attends to all, the first only to itself. Pairs of tokens that each rank computes:")
+    say(f"  contiguous tokens     {contiguous}: the busiest rank has {percent(max(contiguous) / sum(contiguous))} of the work")
     say(f"  from both ends        {zigzag}: rank r has block r and block {2 * ranks - 1} - r, of {2 * ranks}")
     check(
-        max(zigzag) == min(zigzag) and sum(zigzag) == sum(plain) == tokens * (tokens + 1) // 2,
-        "taken from both ends, all ranks have the same work",
+        max(zigzag) == min(zigzag) and sum(zigzag) == sum(contiguous) == tokens * (tokens + 1) // 2,
+        "with tokens from both ends, all ranks have the same work",
         f"the ranks should share {tokens * (tokens + 1) // 2} pairs evenly, they have {zigzag}",
     )
-    say(CHANGES)
-    say(f"\nThe same GPT of {tokens} tokens in Penstock, loss and gradients beside one process:")
-    trained = {name: max(result) for name, result in together(on_ranks(train, ranks)).items()}
-    for name, error in trained.items():
-        check(
-            error < EXACT, f"{name}: {error:.0e} off one process", f"with {name} they are {error:.0e} off those of one process"
-        )
+    say(PIPELINE_CHANGES)
+    say(f"\nA GPT of {tokens} tokens in Penstock, loss and gradients compared with one process:")
+    training_errors = largest_errors(on_ranks(compare_training, ranks))
+    for name, error in training_errors.items():
+        check(error < EXACT, f"{name}: {error:.0e} off one process", f"with {name} they are {error:.0e} off one process")
     say(f"\nSlices need no collective and no more ranks. {ranks} ranks run 1F1B with {MICROBATCHES} microbatches:")
     for slices in (1, SLICES):
         timeline = simulate(build("1f1b", ranks, MICROBATCHES, slices=slices))
-        held = f"rank 0 holds {timeline.peak_in_flight[0]:g} microbatches"
-        say(f"  in {slices} slice{'s' * (slices > 1)}: idle for {percent(timeline.bubble)} of the step, {held}")
-    worst = max(*off.values(), *trained.values())
+        in_flight = f"rank 0 holds {timeline.peak_in_flight[0]:g} microbatches"
+        say(f"  in {slices} slice{'s' * (slices > 1)}: idle for {percent(timeline.bubble)} of the step, {in_flight}")
+    worst = max(*attention_errors.values(), *training_errors.values())
     say(f"\nMeasured: attention and GPT of {tokens} tokens on {ranks} ranks are those of one process within {worst:.0e}.")
 
 
-CHANGES = """
-What that changes in a pipeline (`init_mesh(pp=2, cp=2)`, with an all-to-all in place of the ring):
-  the table     nothing: a stage is several ranks now, which all run the same action at the same time, as along tp
-  messages      each rank sends its tokens' activations to the rank beside it in the next stage: a part of them each
-  activations   of a microbatch a part on each rank, so that longer texts fit, where more stages or microbatches do not help
-  the loss      a mean over tokens: each rank weighs its own by how many count, as `loss_weight` does for microbatches
-  gradients     summed over the axis once a step, as over replicas
-  positions     each rank must tell its layers which tokens it has: `ps.cache.first_position()`"""
+PIPELINE_CHANGES = """
+What tokens over ranks change in a pipeline (`init_mesh(pp=2, cp=2)`, with an all-to-all instead of the ring):
+  the table     does not change: a stage is several ranks, which run the same action at the same time, as along tp
+  messages      each rank sends its tokens' activations to the rank with the same tokens in the next stage
+  activations   each rank holds a part of a microbatch's, so longer texts fit; more stages or microbatches would not help
+  the loss      a mean over tokens: each rank weights its own by the number that count, as `loss_weight` does for microbatches
+  gradients     are summed over the axis once a step, as over replicas
+  positions     layers must know which tokens a rank has: `ps.cache.first_position()`"""
 
 
-class ToNext(torch.autograd.Function):
-    """What the rank before has; its gradient goes the other way around."""
+class ReceiveFromPrevious(torch.autograd.Function):
+    """Sends a tensor to the next rank, and receives the previous rank's. Gradients travel the other way."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """A tensor -> the same of the rank before."""
-        return around(tensor, 1)
+        """Return the tensor of the previous rank."""
+        return send_around_ring(tensor, 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Back to the rank whose it is."""
-        return around(gradient, -1)
+        """Send the gradient back to the previous rank, and return the one for this rank's tensor."""
+        return send_around_ring(gradient, -1)
 
 
-def around(tensor: Tensor, way: int) -> Tensor:
-    """Send `tensor` `way` ranks on in the ring, and return what comes."""
-    rank, ranks, comes = dist.get_rank(), dist.get_world_size(), torch.empty_like(tensor)
+def send_around_ring(tensor: Tensor, offset: int) -> Tensor:
+    """Send `tensor` to the rank `offset` places on in the ring. Returns the tensor that arrives."""
+    rank, ranks, received = dist.get_rank(), dist.get_world_size(), torch.empty_like(tensor)
     if ranks == 1:
         return tensor.clone()
-    promises = [dist.irecv(comes, (rank - way) % ranks), dist.isend(tensor.contiguous(), (rank + way) % ranks)]
-    for promise in promises:
-        if promise is not None:
-            promise.wait()
-    return comes
+    handles = [dist.irecv(received, (rank - offset) % ranks), dist.isend(tensor.contiguous(), (rank + offset) % ranks)]
+    for handle in handles:
+        if handle is not None:
+            handle.wait()
+    return received
 
 
 @dataclass(frozen=True)
 class SoftmaxSums:
-    """What tokens have added up so far: of softmax the maximum, the sum below the line, and the values above it."""
+    """The softmax of tokens over the keys so far: the largest score, and denominator and numerator of the weighted mean."""
 
-    most: Tensor  # (tokens, 1)
-    below: Tensor  # (tokens, 1)
-    above: Tensor  # (tokens, dim)
+    max_score: Tensor  # (tokens, 1)
+    denominator: Tensor  # (tokens, 1)
+    numerator: Tensor  # (tokens, dim)
 
-    def and_also(self, scores: Tensor, values: Tensor) -> "SoftmaxSums":
-        """(tokens, others) scores of other tokens, (others, dim) their values: added, at the scale of the new maximum."""
-        highest = torch.maximum(self.most, scores.amax(1, keepdim=True)).detach()
-        scale, weights = (self.most - highest).exp(), (scores - highest).exp()
-        return SoftmaxSums(highest, self.below * scale + weights.sum(1, keepdim=True), self.above * scale + weights @ values)
+    def add(self, scores: Tensor, values: Tensor) -> "SoftmaxSums":
+        """Return the sums with more keys, at the scale of the new maximum: scores (tokens, keys), values (keys, dim)."""
+        new_max = torch.maximum(self.max_score, scores.amax(1, keepdim=True)).detach()
+        scale, weights = (self.max_score - new_max).exp(), (scores - new_max).exp()
+        denominator = self.denominator * scale + weights.sum(1, keepdim=True)
+        return SoftmaxSums(new_max, denominator, self.numerator * scale + weights @ values)
 
 
 def ring_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """(tokens, dim) of this rank each -> (tokens, dim): every token sees itself and those before it, on all ranks."""
+    """Return causal attention (tokens, dim) over the tokens of all ranks. Arguments: this rank's (tokens, dim)."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     causal_mask = torch.ones(len(queries), len(queries), dtype=torch.bool).tril()
     zeros = torch.zeros_like(queries[:, :1])
     sums = SoftmaxSums(zeros - torch.inf, zeros, torch.zeros_like(values))
     block = torch.stack([keys, values])
-    for turn in range(ranks):
-        source = (rank - turn) % ranks  # whose keys and values these are
+    for step in range(ranks):
+        source = (rank - step) % ranks  # the rank of these keys and values
         keys, values = block
         scores = queries @ keys.t() / DIM**0.5
         if source == rank:
             scores = scores.masked_fill(~causal_mask, -torch.inf)
-        if source <= rank:  # later tokens are not looked at
-            sums = sums.and_also(scores, values)
-        if turn < ranks - 1:
-            block = ToNext.apply(block)
-    # A block that nobody looked at has no gradient of its own, and yet must take its turn on the way back.
-    return sums.above / sums.below + 0 * block.sum()
+        if source <= rank:  # a token does not attend to later ones
+            sums = sums.add(scores, values)
+        if step < ranks - 1:
+            block = ReceiveFromPrevious.apply(block)
+    # In the backward every rank must pass on every block; this gives a gradient to the blocks that the rank did not use.
+    return sums.numerator / sums.denominator + 0 * block.sum()
 
 
-def compare() -> dict[str, float]:
-    """How far output and gradients are from those of one process, on this rank."""
+def compare_ring_attention() -> dict[str, float]:
+    """Run ring attention. Returns the largest errors of output and gradients compared with one process, by name."""
     topology = ps.comms.init_distributed(backend="gloo")
     generator, shape = torch.Generator().manual_seed(0), (4, topology.world_size * TOKENS, DIM)
     *tensors, gradient = torch.randn(*shape, dtype=torch.float64, generator=generator)
     own_rows = slice(topology.rank * TOKENS, (topology.rank + 1) * TOKENS)
-    uncut, parts = ([result[rows].clone().requires_grad_() for result in tensors] for rows in (slice(None), own_rows))
+    uncut, parts = ([tensor[rows].clone().requires_grad_() for tensor in tensors] for rows in (slice(None), own_rows))
     uncut_output = scaled_dot_product_attention(uncut[0][None], uncut[1][None], uncut[2][None], is_causal=True)[0]
     uncut_output.backward(gradient)
     output = ring_attention(*parts)
     output.backward(gradient[own_rows])
-    pairs = [(output, uncut_output), *((part.grad, value.grad) for part, value in zip(parts, uncut, strict=True))]
+    pairs = [(output, uncut_output), *((part.grad, tensor.grad) for part, tensor in zip(parts, uncut, strict=True))]
     names = ("the output", *(f"the gradient of the {tensor_name}" for tensor_name in ("queries", "keys", "values")))
-    return {name: (part - pair[own_rows]).abs().max().item() for name, (part, pair) in zip(names, pairs, strict=True)}
+    return {name: (part - tensor[own_rows]).abs().max().item() for name, (part, tensor) in zip(names, pairs, strict=True)}
 
 
-def train() -> dict[str, float]:
-    """How far loss and gradients of a GPT are from those of one process, its tokens cut over ranks or into slices."""
+def compare_training() -> dict[str, float]:
+    """Train a GPT with tokens over ranks and in slices. Returns the largest error of loss and gradients, by the cut."""
     ranks = ps.comms.init_distributed(backend="gloo").world_size
     tokens, target = torch.randint(DIM, (2, MICROBATCHES, ranks * TOKENS), generator=torch.Generator().manual_seed(0))
 
@@ -188,13 +190,13 @@ def train() -> dict[str, float]:
     return errors
 
 
-def together(ranks: list[dict[str, float]]) -> dict[str, list[float]]:
-    """The errors of all ranks, by what they are of."""
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+def largest_errors(rank_errors: list[dict[str, float]]) -> dict[str, float]:
+    """Return the largest error of all ranks for each name."""
+    return {name: max(errors[name] for errors in rank_errors) for name in rank_errors[0]}
 
 
-def work(rank: int, ranks: int, both_ends: bool) -> int:
-    """Pairs of tokens that a rank's tokens look at."""
+def count_attended_pairs(rank: int, ranks: int, both_ends: bool) -> int:
+    """Return the number of pairs of a token of the rank and a token that it attends to."""
     half = TOKENS // 2
     ends = (*range(rank * half, (rank + 1) * half), *range((2 * ranks - 1 - rank) * half, (2 * ranks - rank) * half))
     tokens = ends if both_ends else range(rank * TOKENS, (rank + 1) * TOKENS)

@@ -1,13 +1,13 @@
 """Lab 21: rows have lengths: as they arrive, sorted, planned.
 
-Sentences are short and long. A microbatch is a rectangle, so each of its rows is padded to its longest, and padding costs what
-tokens cost. Which rows share a microbatch decides how much is padded. In which order microbatches run decides how long the
-pipeline takes to fill and to drain. Sorting does well in the one and badly in the other.
+Sentences are short and long. A microbatch is a rectangle: its rows are padded to the longest, and padding costs as much as
+tokens. The grouping of rows into microbatches decides how much is padded. The order of the microbatches decides how long the
+pipeline takes to fill and to drain. Sorted rows need little padding, but a slow order.
 
     penstock lab 21
     python -m penstock.learn.labs.lab21_lengths
 
-Try: SIGMA = 0.3, rows that are nearly alike. Which of the two plans is still worth something?
+Try: SIGMA = 0.3, rows of similar lengths. Which still saves time, planned groups or a planned order?
 """
 
 import random
@@ -28,30 +28,31 @@ from penstock.schedule.microbatch_order import plan_order
 
 RANKS, ROWS, MICROBATCHES, DRAWS = 4, 64, 16, 12
 SIGMA = 1.0  # of the logarithm of the lengths; their median is 148
-FEW = [4, 1, 2, 1, 1, 2]  # costs of six microbatches
-WORDS, IGNORED = 50, -100
+SIX_COSTS = [4, 1, 2, 1, 1, 2]  # of microbatches
+WORDS, IGNORED_TOKEN = 50, -100
 Groups = Sequence[Sequence[int]]
-WAYS = ("padded to the longest", "fours as they arrive", "the same, planned order", "sorted, in fours", "planned groups")
+METHODS = ("padded to the longest", "fours as they arrive", "the same, planned order", "sorted, in fours", "planned groups")
 
 
 def main() -> None:
-    """The best order of six microbatches; five ways to run 64 rows; and the loss, which is the same for all of them."""
+    """Find the best order of six microbatches; time five ways to run 64 rows; compare the loss of two groupings."""
     say(f"Lab 21: {ROWS} rows in {MICROBATCHES} microbatches on {RANKS} ranks\n")
-    order_of_few()
-    ratios = five_ways()
-    one_loss()
+    check_planned_order()
+    ratios = compare_methods()
+    compare_losses()
     say(
         f"\nMeasured: in the mean over {DRAWS} draws planned groups take {percent(ratios['fours as they arrive'])} of the time "
-        f"of fours as they arrive, and {percent(ratios['padded to the longest'])} of that of padding all to the longest."
+        f"of fours as they arrive, and {percent(ratios['padded to the longest'])} of the time with all padded to the longest."
     )
 
 
-def order_of_few() -> None:
-    """All orders of six microbatches, timed."""
-    orders = {order: step(order).makespan for order in sorted(set(permutations(FEW)))}
-    arrival, rising, falling = step(FEW), step(sorted(FEW)), step(sorted(FEW, reverse=True))
-    planned = step([FEW[index] for index in plan_order(FEW, table(len(FEW)))])
-    say(f"Six microbatches that cost {FEW}, as they arrive: {arrival.makespan:g}\n{drawing(arrival)}\n")
+def check_planned_order() -> None:
+    """Simulate all orders of six microbatches, and check that the planned order is the fastest."""
+    orders = {order: simulate_step(order).makespan for order in sorted(set(permutations(SIX_COSTS)))}
+    arrival, rising = simulate_step(SIX_COSTS), simulate_step(sorted(SIX_COSTS))
+    falling = simulate_step(sorted(SIX_COSTS, reverse=True))
+    planned = simulate_step([SIX_COSTS[index] for index in plan_order(SIX_COSTS, build_table(len(SIX_COSTS)))])
+    say(f"Six microbatches that cost {SIX_COSTS}, as they arrive: {arrival.makespan:g}\n{drawing(arrival)}\n")
     say(f"planned: {planned.makespan:g}. Cheap ones run first and last:\n{drawing(planned)}\n")
     say(f"sorted: {rising.makespan:g} with the most expensive one last, {falling.makespan:g} with it first")
     best = min(orders.values())
@@ -62,92 +63,98 @@ def order_of_few() -> None:
     )
 
 
-def five_ways() -> dict[str, float]:
-    """Time each way on several draws of lengths. Return, by way, the time of planned groups as a share of its own."""
-    draws = [lengths_of_rows(seed) for seed in range(DRAWS)]
-    steps = [{way: step(tokens(lengths, way)) for way in WAYS} for lengths in draws]
+def compare_methods() -> dict[str, float]:
+    """Simulate each method for several draws of lengths. Returns the time of planned groups as a share of the method's."""
+    draws = [draw_lengths(seed) for seed in range(DRAWS)]
+    timelines_by_draw = [{method: simulate_step(microbatch_tokens(lengths, method)) for method in METHODS} for lengths in draws]
     say(
         f"\n{DRAWS} draws of lognormal lengths, sigma {SIGMA:g}; the first has {min(draws[0])} to {max(draws[0])} tokens a row."
     )
-    say(f"  {'':26}padding   bubble   time of planned groups / its time")
-    shares = {way: fmean(ways["planned groups"].makespan / ways[way].makespan for ways in steps) for way in WAYS}
-    for way in WAYS:
-        padding = fmean(1 - sum(lengths) / sum(tokens(lengths, way)) for lengths in draws)
-        bubble = fmean(ways[way].bubble for ways in steps)
-        say(f"  {way:24}{percent(padding):>9} {percent(bubble):>8}   {shares[way]:.2f}")
+    say(f"  {'':26}padding   bubble   time of planned groups as a share of it")
+    time_ratios = {
+        method: fmean(timelines["planned groups"].makespan / timelines[method].makespan for timelines in timelines_by_draw)
+        for method in METHODS
+    }
+    for method in METHODS:
+        padding = fmean(1 - sum(lengths) / sum(microbatch_tokens(lengths, method)) for lengths in draws)
+        bubble = fmean(timelines[method].bubble for timelines in timelines_by_draw)
+        say(f"  {method:24}{percent(padding):>9} {percent(bubble):>8}   {time_ratios[method]:.2f}")
     check(
-        all(ways["planned groups"].makespan < min(ways[way].makespan for way in WAYS[:-1]) for ways in steps),
+        all(
+            timelines["planned groups"].makespan < min(timelines[method].makespan for method in METHODS[:-1])
+            for timelines in timelines_by_draw
+        ),
         "planned groups are the fastest of the five in every draw",
-        f"planned groups should be the fastest in every draw; as shares of the others' times they take {shares}",
+        f"planned groups should be the fastest in every draw; as shares of other times they take {time_ratios}",
     )
-    return shares
+    return time_ratios
 
 
-def lengths_of_rows(seed: int) -> list[int]:
-    """Tokens of each row, as they arrive."""
+def draw_lengths(seed: int) -> list[int]:
+    """Return the tokens of each row, in the order in which rows arrive."""
     rng = random.Random(seed)
     return [max(1, int(rng.lognormvariate(5, SIGMA))) for _ in range(ROWS)]
 
 
-def tokens(lengths: Sequence[int], way: str) -> list[int]:
+def microbatch_tokens(lengths: Sequence[int], method: str) -> list[int]:
     """Return the padded tokens of each microbatch, in the order in which they run."""
     arrival, size = list(range(len(lengths))), len(lengths) // MICROBATCHES
-    if way == "planned groups":
-        return padded(lengths, ps.plan.group_rows(lengths, MICROBATCHES))
-    rows = sorted(arrival, key=lambda row: lengths[row]) if way.startswith("sorted") else arrival
-    costs = padded(lengths, [rows[start : start + size] for start in range(0, len(rows), size)])
-    if way == "the same, planned order":
-        return [costs[index] for index in plan_order(costs, table(MICROBATCHES))]
-    return [size * max(lengths)] * MICROBATCHES if way == "padded to the longest" else costs
+    if method == "planned groups":
+        return padded_tokens(lengths, ps.plan.group_rows(lengths, MICROBATCHES))
+    rows = sorted(arrival, key=lambda row: lengths[row]) if method.startswith("sorted") else arrival
+    costs = padded_tokens(lengths, [rows[start : start + size] for start in range(0, len(rows), size)])
+    if method == "the same, planned order":
+        return [costs[index] for index in plan_order(costs, build_table(MICROBATCHES))]
+    return [size * max(lengths)] * MICROBATCHES if method == "padded to the longest" else costs
 
 
-def padded(lengths: Sequence[int], groups: Groups) -> list[int]:
-    """Return rows x longest of each group."""
+def padded_tokens(lengths: Sequence[int], groups: Groups) -> list[int]:
+    """Return the tokens of each group with padding: its rows times its longest."""
     return [len(group) * max(lengths[row] for row in group) for group in groups]
 
 
-def table(microbatches: int) -> schedule.Schedule:
-    """1F1B."""
+def build_table(microbatches: int) -> schedule.Schedule:
+    """Build the table of 1F1B."""
     return schedule.build("1f1b", ranks=RANKS, microbatches=microbatches)
 
 
-def step(costs: Sequence[float]) -> Timeline:
-    """A step in which a forward takes as long as its microbatch costs, and a backward twice as long."""
-    return schedule.simulate(table(len(costs)), Costs(microbatch_factors=list(costs)))
+def simulate_step(costs: Sequence[float]) -> Timeline:
+    """Simulate a step in which a forward takes its microbatch's cost, and a backward twice as long."""
+    return schedule.simulate(build_table(len(costs)), Costs(microbatch_factors=list(costs)))
 
 
-def one_loss() -> None:
-    """The loss of twelve rows, grouped in two ways: weighted by tokens, and the mean of the microbatches' means."""
+def compare_losses() -> None:
+    """Compare the losses of two groupings of twelve rows: weighted by tokens, and as a mean of means."""
     lengths = [2, 30, 3, 28, 4, 25, 2, 31, 5, 24, 3, 29]
     groupings: list[Groups] = [[range(start, start + 4) for start in (0, 4, 8)], ps.plan.group_rows(lengths, 3)]
-    weighted, means = zip(*(loss_of(lengths, groups) for groups in groupings), strict=True)
-    off, off_means = (abs(one - other) for one, other in (weighted, means))
+    weighted, means = zip(*(step_losses(lengths, groups) for groups in groupings), strict=True)
+    weighted_error, means_error = (abs(arrival - planned) for arrival, planned in (weighted, means))
     say(f"\nThe loss of {len(lengths)} rows as they arrive and in planned groups:")
     say(f"  weighted by tokens that count: {weighted[0]:.5f} and {weighted[1]:.5f}")
     say(f"  the mean of means:             {means[0]:.5f} and {means[1]:.5f}")
     check(
-        off < 1e-5 < off_means,
-        "weighted by tokens it is the batch's, however rows are grouped; the mean of means is another for other groups",
-        f"the groups change the loss by {off:.1g}, and the mean of means by {off_means:.1g}",
+        weighted_error < 1e-5 < means_error,
+        "weighted by tokens it is the batch's loss for any groups; the mean of means depends on the groups",
+        f"the groups change the loss by {weighted_error:.1g}, and the mean of means by {means_error:.1g}",
     )
 
 
-def loss_of(lengths: Sequence[int], groups: Groups) -> tuple[float, float]:
-    """Run a step over these groups in one process. Return its loss and the mean of its microbatches' losses."""
+def step_losses(lengths: Sequence[int], groups: Groups) -> tuple[float, float]:
+    """Run a step over these groups in one process. Returns its loss, and the mean of its microbatches' losses."""
     torch.manual_seed(0)  # weights and words are the same in every call
     model = nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS))
     rows = [torch.randint(WORDS, (length,)) for length in lengths]
     pipe = ps.Pipeline([model], token_loss, "1f1b", len(groups), loss_weight=ps.tokens())
     inputs = [pad_sequence([rows[row] for row in group], batch_first=True) for group in groups]
-    targets = [pad_sequence([rows[row] for row in group], batch_first=True, padding_value=IGNORED) for group in groups]
+    targets = [pad_sequence([rows[row] for row in group], batch_first=True, padding_value=IGNORED_TOKEN) for group in groups]
     losses: list[Tensor] = []
     loss = pipe.step_microbatches(inputs, targets, order="planned", losses=losses)
     return loss.item(), fmean(map(float, losses))
 
 
 def token_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The mean over a microbatch's tokens that count."""
-    return cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+    """Return the mean cross-entropy over a microbatch's tokens that are not padding."""
+    return cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED_TOKEN)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The command line: finds the command that was typed, parses its options and runs it.
+"""The command line: find the typed command, parse its options and run it.
 
-Only the module of that command is imported, so that commands without torch answer at once.
+Only that command's module is imported, so that commands without torch start fast.
 """
 
 import difflib
@@ -28,9 +28,9 @@ GROUPS = {  # group -> command -> its class, whose docstring is its help and who
         "train": "train.command.TrainCommand",
         "plan": "plan.PlanCommand",
         "watch": "pages.WatchCommand",
-        "generate": "trained.GenerateCommand",
-        "eval": "trained.EvalCommand",
-        "export": "trained.ExportCommand",
+        "generate": "trained_model.GenerateCommand",
+        "eval": "trained_model.EvalCommand",
+        "export": "trained_model.ExportCommand",
         "export-costs": "traces.ExportCostsCommand",
         "audit": "audit.AuditCommand",
     },
@@ -44,7 +44,7 @@ COMMANDS = {name: path for group in GROUPS.values() for name, path in group.item
 
 
 def main() -> None:
-    """Run the command that was typed; an error of Penstock's is one line and exit code 1, Ctrl-C is 130."""
+    """Run the typed command. An error of Penstock is printed in one line, with exit code 1; Ctrl-C exits with 130."""
     words = sys.argv[1:]
     try:
         with _flushed():
@@ -58,7 +58,7 @@ def main() -> None:
         sys.exit(f"penstock: {error}")
     except BrokenPipeError:  # the reader has ended, as in `penstock show .. | head`
         sys.exit(141)
-    except OSError as error:  # a file that this machine does not let be made, read or written
+    except OSError as error:  # a file that cannot be made, read or written
         path = f"{error.filename}: " if error.filename else ""
         sys.exit(f"penstock: {path}{error.strerror or error}")
     except (MemoryError, RuntimeError) as error:
@@ -89,13 +89,13 @@ def _class_of(name: str) -> Any:
 
 
 def _parse(words: Sequence[str]) -> Any:
-    """Return the command that was typed, with its options. Raises PenstockError if there is no such command."""
+    """Return the typed command with its options. Raises PenstockError if there is no such command."""
     from penstock.commands.options import parse_options
 
     name = _command_name(words)
     command = _class_of(name)
     options = words[2:] if list(words[:2]) == name.split() else words[1:]
-    return parse_options(command, options, name, command.of_run(words) if name == "train" else None)
+    return parse_options(command, options, name, command.defaults_for(words) if name == "train" else None)
 
 
 def _command_name(words: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""A command is a frozen dataclass: a field is an option, the line below it its help, the class's docstring what it does."""
+"""Make a frozen dataclass a command: fields are options, the lines below them their help, its docstring the command's help."""
 
 import io
 import shutil
@@ -19,7 +19,7 @@ _registry = ConstructorRegistry()
 
 @dataclass_transform(frozen_default=True)
 def command(**metavars: str) -> Callable[[type[T]], type[T]]:
-    """Make a class a command. `metavars`: field -> the word that stands for its value in `--help`, if not its type's."""
+    """Make a class a command. `metavars`: field -> the word for its value in `--help`, if not its type's."""
 
     def make(cls: type[T]) -> type[T]:
         """Return `cls`, with a frozen dataclass of its fields registered as the command."""
@@ -42,13 +42,13 @@ def _describe_default(default: str) -> str:
 
 @_registry.primitive_rule
 def _without_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """`--steps INT` of an `int | None`, instead of `--steps {None}|INT`."""
+    """Show an `int | None` as `--steps INT` in `--help`, instead of `--steps {None}|INT`."""
     kinds = get_args(info.type)
     if get_origin(info.type) not in (Union, UnionType) or len(kinds) != 2 or NoneType not in kinds:
         return None
     [kind] = {*kinds} - {NoneType}
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, info.markers))
-    if not isinstance(spec, PrimitiveConstructorSpec):  # a type whose values are not typed as one word
+    if not isinstance(spec, PrimitiveConstructorSpec):  # a value of several words
         return None
     return replace(
         spec,

@@ -1,4 +1,4 @@
-"""`penstock studio` and `penstock watch`: pages that this machine serves to its own browser."""
+"""`penstock studio` and `penstock watch`: serve pages to this machine's browser."""
 
 from functools import partial
 from pathlib import Path

@@ -25,8 +25,8 @@ from penstock.schedule.memory import format_bytes
 from penstock.view.files import writing
 
 TRANSFORMERS = "transformers:"
-MORE_MEMORY = (1.1, 1.25, 1.5)  # factors of the limit that are tried too
-NOISE, DRAWS = 0.1, 200  # relative change of action times, and how often they are drawn
+LARGER_MEMORY_FACTORS = (1.1, 1.25, 1.5)  # of the limit, also tried
+NOISE, DRAWS = 0.1, 200  # relative change of action times; number of random draws
 
 
 @command(
@@ -97,9 +97,9 @@ class PlanCommand:
         if self.out is not None:  # before printing: a reader like `head` may end the output early
             with writing(self.out):
                 best.save(self.out)
-        print(table(plans, limit))
+        print(plans_table(plans, limit))
         print(f"\n{best}")
-        for factor in MORE_MEMORY:
+        for factor in LARGER_MEMORY_FACTORS:
             more = self._plans(layers, factor * limit, "quick")[0]
             if more.seconds < 0.99 * best.seconds:
                 less = 1 - more.seconds / best.seconds
@@ -138,22 +138,22 @@ class PlanCommand:
                 raise PenstockError(f"there is no {config}{nearest_path(config)}")
             print(f"estimates, for {self.speed:g}e12 operations a second and rows of {self.tokens} tokens: nothing is measured")
             return estimate_transformers(config, self.tokens, 1e12 * self.speed)
-        model, args, *loss = built(str(self.model))
+        model, args, *loss = call_model_function(str(self.model))
         loss_fn, target = loss or (None, None)
         return measure(model, args, loss_fn=loss_fn, target=target)
 
     def _plans(
         self, layers: ModelProfile, memory: float, effort: Any, progress: Callable[..., object] | None = None
     ) -> list[Plan]:
-        counts = self.microbatches and whole_numbers("--microbatches", self.microbatches)
+        counts = self.microbatches and parse_integers("--microbatches", self.microbatches)
         return plan(
             layers,
             self.ranks,
             memory,
             batch=self.batch,
-            dp=whole_numbers("--dp", self.dp),
+            dp=parse_integers("--dp", self.dp),
             microbatches=counts or None,
-            slices=whole_numbers("--slices", self.slices),
+            slices=parse_integers("--slices", self.slices),
             schedules=self.schedules.split(",") if self.schedules else None,
             effort=effort,
             seed=self.seed,
@@ -165,7 +165,7 @@ class PlanCommand:
 
 
 class SearchBar:
-    """Show a bar on a terminal during a search. Ctrl-C ends the search with the best so far, a second Ctrl-C the program."""
+    """Show a bar on a terminal during a search. Ctrl-C ends the search with the best plan so far, a second one the program."""
 
     def __init__(self) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("best {task.fields[best]}, Ctrl-C takes it")
@@ -187,14 +187,14 @@ class SearchBar:
         self.interrupted = True
 
     def __call__(self, description: str, share: float, seconds: float) -> bool:
-        """Show the share of the work that is done and the best step so far. Return whether the search is to end."""
+        """Show the share of the work done and the best step so far. Return whether to end the search."""
         best = f"{1e3 * seconds:.4g} ms" if math.isfinite(seconds) else "not yet found"
         self.bars.update(self.task, description=description, completed=share, best=best, visible=True)
         return self.interrupted
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raise PenstockError for a path where no file can be written, before minutes of work for it."""
+    """Raise PenstockError if a file cannot be written, before minutes of work."""
     for path in filter(None, paths):
         if not path.absolute().parent.is_dir():
             raise PenstockError(f"{path} cannot be written: there is no folder {path.parent}")
@@ -204,14 +204,14 @@ def check_writable(*paths: Path | None) -> None:
             raise PenstockError(f"{path} cannot be written: permission denied")
 
 
-def built(source: str) -> Sequence[Any]:
-    """Return what the function `source`, FILE.py:FUNCTION, returns. Raises PenstockError if there is no such function."""
+def call_model_function(source: str) -> Sequence[Any]:
+    """Call the function `source`, FILE.py:FUNCTION, and return its result. Raises PenstockError if it fails or is missing."""
     file, _, name = source.partition(".py:")
     if not name:
         raise PenstockError(f"{source} names no function: write it as model.py:build")
     if not Path(file := f"{file}.py").is_file():
         raise PenstockError(f"{source} names no function: {file} is no file{nearest_path(Path(file))}")
-    sys.path.insert(0, str(Path(file).parent))  # as for a script that is started
+    sys.path.insert(0, str(Path(file).parent))  # as Python does for a script
     try:
         function = getattr(load_file(Path(file)), name, None)
         result = function() if callable(function) else None
@@ -226,24 +226,24 @@ def built(source: str) -> Sequence[Any]:
     return result
 
 
-def numbers(option: str, text: str) -> list[float]:
-    """Return the numbers that `text` lists. Raises PenstockError if it is no list of numbers."""
+def parse_numbers(option: str, text: str) -> list[float]:
+    """Return the numbers in `text`, such as 8,16. Raises PenstockError if it is no list of numbers."""
     try:
         return [float(number) for number in text.split(",")]
     except ValueError as error:
         raise PenstockError(f"{option} {text} is no list of numbers: write them as 8,16") from error
 
 
-def whole_numbers(option: str, text: str) -> list[int]:
-    """Return the whole numbers that `text` lists. Raises PenstockError for anything else."""
-    values = numbers(option, text)
+def parse_integers(option: str, text: str) -> list[int]:
+    """Return the integers in `text`, such as 8,16. Raises PenstockError for anything else."""
+    values = parse_numbers(option, text)
     if not all(value.is_integer() for value in values):
         raise PenstockError(f"{option} {text}: give whole numbers, as in 8,16")
     return [int(value) for value in values]
 
 
-def table(plans: Sequence[Plan], limit: float) -> str:
-    """Return a table as text, with a row for each plan."""
+def plans_table(plans: Sequence[Plan], limit: float) -> str:
+    """Return a table of the plans as text, with a row for each."""
     rows = [("", "step", "above bound", "bubble", "fullest rank", "recomputes", "M", "schedule", "ranks", "cut before")]
     for number, candidate in enumerate(plans, 1):
         recomputed_stages = sum(policy is not None for policy in candidate.recompute)

@@ -11,7 +11,7 @@ from typing import Any, Optional  # not `| None`, for which tyro imports typegua
 import tyro
 
 from penstock.commands.options import command
-from penstock.commands.source import table_of, table_written_in
+from penstock.commands.source import table_from_python, table_of
 from penstock.commands.traces import read_traces
 from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces
@@ -38,8 +38,8 @@ from penstock.view.record import Record
 from penstock.view.terminal import colors, draw, summary, terminal_width
 
 WORK_OPTIONS = ("model", "batch", "layers", "width", "context")  # options of a run that make its steps longer
-SLOW_FORWARDS = 10**6  # forwards of a schedule above which proving and timing take minutes
-COSTS = {
+SLOW_FORWARDS = 10**6  # above this many forwards, proving and timing take minutes
+METAVARS = {
     "ranks": "P",
     "microbatches": "M",
     "stages_per_rank": "V",
@@ -49,21 +49,21 @@ COSTS = {
 _LOWERED = re.compile(r"\d(SEND|RECV)_[FB]\d")
 
 
-def is_recorded(source: str) -> bool:
-    """Return whether `source` is a run, a saved timeline or traces, there or missing, and not a schedule."""
+def is_timeline_source(source: str) -> bool:
+    """Return whether `source` names a run, a timeline or traces, existing or not, rather than a schedule."""
     is_folder = Path(source).is_dir() or ("/" in source and not source.endswith((".csv", ".py")))
     return source not in names() and (source.endswith((".json", ".json.gz")) or is_folder)
 
 
-def recorded(source: str, stages_per_rank: int | None = None) -> tuple[Record, list[str]]:
-    """Load the run, timeline, plan or traces `source`, and notes on how traces were read. Raises PenstockError otherwise."""
+def load_record(source: str, stages_per_rank: int | None = None) -> tuple[Record, list[str]]:
+    """Load a run, timeline, plan or traces. Return the record, and notes on how traces were read. Raises PenstockError."""
     if is_traces(Path(source)):
         return read_traces(Path(source), stages_per_rank or 1)
     return Record((load_plan(source).timeline,), unit="s", labels=("planned",)) if is_plan_file(source) else load(source), []
 
 
-def proved(source: str, ranks: int, microbatches: int, **options: int | None) -> tuple[Schedule, str]:
-    """Return the schedule of that name or file, and the proof as text. A file may be CSV, PyTorch's lowered CSV or Python.
+def build_and_verify(source: str, ranks: int, microbatches: int, **options: int | None) -> tuple[Schedule, str]:
+    """Return the schedule of that name or file, and the proof as text. Files: CSV, PyTorch's CSV with communication, Python.
 
     Raises PenstockError if the schedule cannot be built, read or proved.
     """
@@ -72,13 +72,13 @@ def proved(source: str, ranks: int, microbatches: int, **options: int | None) ->
         prove(script)
         assert isinstance(script.schedule, Schedule)
         return script.schedule, f"{verify(script.schedule)}\nproved: its own sends and receives, in their order, as well"
-    read = table_written_in if source.endswith(".py") else table_of
+    read = table_from_python if source.endswith(".py") else table_of
     schedule = read(source, ranks, microbatches, **options)
     return schedule, str(verify(schedule))
 
 
 def _is_lowered(path: Path) -> bool:
-    """Return whether the CSV file has sends and receives of its own."""
+    """Return whether the CSV file has its own sends and receives."""
     return path.is_file() and _LOWERED.search(path.read_text(encoding="utf-8-sig", errors="replace")) is not None
 
 
@@ -87,8 +87,8 @@ class SchedulesCommand:
     """List the schedules with their bubbles and memory."""
 
     def run(self) -> None:
-        """Print a line for each schedule, or several lines where the terminal is narrower."""
-        print("\n".join(_schedules(terminal_width() if sys.stdout.isatty() else None)))
+        """Print a line for each schedule, or several if the terminal is narrow."""
+        print("\n".join(_schedule_lines(terminal_width() if sys.stdout.isatty() else None)))
         print(
             "\nP ranks, V stages on each, M microbatches (any number). F, I, W: the time of"
             "\none microbatch's forward, backward to the input and backward to the weights on"
@@ -96,7 +96,7 @@ class SchedulesCommand:
         )
 
 
-def _schedules(width: int | None) -> Iterator[str]:
+def _schedule_lines(width: int | None) -> Iterator[str]:
     """Yield the lines of a table of the schedules; if it is wider than `width`, yield a paragraph for each schedule."""
     heads = ("schedule", "what it does", "stages on a rank", "bubble", "in flight on rank r")
     rows = [
@@ -117,7 +117,7 @@ def _schedules(width: int | None) -> Iterator[str]:
 
 @command()
 class SimulationOptions:
-    """Options that build a schedule and give the simulator its costs."""
+    """Options of a schedule, and of the simulator's costs."""
 
     ranks: int = 4
     """P, the processes that the model is cut over."""
@@ -140,12 +140,12 @@ class SimulationOptions:
     overlap: float = 0.0
     """Share of the shorter action of an overlapped pair that the longer one hides."""
 
-    def proved(self, source: str) -> tuple[Schedule, str]:
+    def build_and_verify(self, source: str) -> tuple[Schedule, str]:
         """Return the schedule of that name or file, and the proof as text."""
         options = {"stages_per_rank": self.stages_per_rank, "group_size": self.group_size, "slices": self.slices}
-        return proved(source, self.ranks, self.microbatches, **options)
+        return build_and_verify(source, self.ranks, self.microbatches, **options)
 
-    def timed(self, schedule: Table, parts: float = 1) -> Timeline:
+    def simulate_with_options(self, schedule: Table, parts: float = 1) -> Timeline:
         """Simulate the schedule with the options' costs, of time and memory, divided by `parts`."""
         weights = self.backward / 2 if self.weights is None else self.weights
         if weights > self.backward:
@@ -162,7 +162,7 @@ class SimulationOptions:
     perfetto="FILE",
     svg="FILE",
     png="FILE",
-    **COSTS,
+    **METAVARS,
 )
 class ShowCommand(SimulationOptions):
     """Draw a schedule, a plan or a run, with bubble and memory.
@@ -198,27 +198,27 @@ class ShowCommand(SimulationOptions):
     """Write only the chart into the page of --html, to be framed by another page."""
 
     def run(self) -> None:
-        """Write the files, then print the picture: a reader like `head` may end the output early."""
+        """Write the files, then print: a reader like `head` may end the output early."""
         with pause_garbage_collection():  # a large schedule has millions of actions
-            record, lines = self._recorded() if is_recorded(self.schedule) else self._simulated()
+            record, lines = self._load_record() if is_timeline_source(self.schedule) else self._simulate()
             if self.json is not None:
                 with writing(self.json):
                     record.save(self.json)
                 lines.append(f"wrote {self.json}")
-            files = write([record], self.html, self.perfetto, self.svg, self.png, self.embed, self._extras())
+            files = write([record], self.html, self.perfetto, self.svg, self.png, self.embed, self._figure_extras())
             print("\n".join([*lines, *(f"wrote {path}" for path in files)]))
 
-    def _extras(self) -> list[str]:
+    def _figure_extras(self) -> list[str]:
         return [name for name in ("memory", "path", "arrows") if getattr(self, name)]
 
-    def _simulated(self) -> tuple[Record, list[str]]:
+    def _simulate(self) -> tuple[Record, list[str]]:
         if self.ranks * self.microbatches > SLOW_FORWARDS:
             print("millions of actions are proved and timed one by one: that takes minutes", flush=True)
-        schedule, proof = self.proved(self.schedule)
-        timeline, lines = self.timed(schedule), [proof, *([str(schedule)] if self.table else [])]
+        schedule, proof = self.build_and_verify(self.schedule)
+        timeline, lines = self.simulate_with_options(schedule), [proof, *([str(schedule)] if self.table else [])]
         lines += [draw(timeline, terminal_width(), colors()), summary(timeline)]
         if (parts := schedule.stages / schedule.ranks) > 1:
-            rank_costs = self.timed(schedule, parts)
+            rank_costs = self.simulate_with_options(schedule, parts)
             result = f"makespan {rank_costs.makespan:g}, memory at most {max(rank_costs.peak_memory):g} on a rank"
             lines.append(f"these costs are of a stage; at those of a rank, as in `penstock compare`: {result}")
         if self.csv is not None:
@@ -227,10 +227,10 @@ class ShowCommand(SimulationOptions):
             lines.append(f"wrote {self.csv}")
         return Record((timeline,)), lines
 
-    def _recorded(self) -> tuple[Record, list[str]]:
+    def _load_record(self) -> tuple[Record, list[str]]:
         if self.table or self.csv is not None:
             raise PenstockError(f"{self.schedule} is a timeline, not a table: leave out --table and --csv")
-        record, lines = recorded(self.schedule, self.stages_per_rank)
+        record, lines = load_record(self.schedule, self.stages_per_rank)
         timelines = {f"{record.name}, {record.label}": record.usual} | ({"planned": record.planned} if record.planned else {})
         for label, timeline in timelines.items():
             picture = draw(timeline, terminal_width(), colors(), list(timelines.values()))
@@ -240,12 +240,12 @@ class ShowCommand(SimulationOptions):
         return record, lines
 
 
-@command(first="[SCHEDULE | RUN | FILE | TRACES]", second="[SCHEDULE | RUN | FILE | TRACES]", html="FILE", **COSTS)
+@command(first="[SCHEDULE | RUN | FILE | TRACES]", second="[SCHEDULE | RUN | FILE | TRACES]", html="FILE", **METAVARS)
 class CompareCommand(SimulationOptions):
     """Draw two schedules or runs, and list how they differ.
 
-    Both are drawn at one scale. Costs are those of a rank, however many stages a schedule puts on it. A schedule beside a run
-    or traces is predicted at the costs that were measured there, with as many ranks and microbatches.
+    Both are drawn at one scale. Costs are those of a rank, for any number of stages on it. Next to a run or traces, a schedule
+    is predicted at the costs measured there, for the same number of ranks and microbatches.
     """
 
     first: tyro.conf.Positional[str] = "1f1b"
@@ -258,12 +258,12 @@ class CompareCommand(SimulationOptions):
     def run(self) -> None:
         """Write the page, then print both pictures and the differences."""
         sources = (self.first, self.second)
-        runs = {source: recorded(source, self.stages_per_rank) for source in sources if is_recorded(source)}
+        runs = {source: load_record(source, self.stages_per_rank) for source in sources if is_timeline_source(source)}
         measured = next((record for record, _ in runs.values() if record.explanation), None)
         records = [runs[source][0] if source in runs else self._schedule(source, measured) for source in sources]
-        report = [differences(records[0], records[1], [_work(source) for source in sources])]
+        report = [differences(records[0], records[1], [_work_options(source) for source in sources])]
         if measured and len(runs) < len(sources):
-            report.append(_own_prediction(measured))
+            report.append(_self_prediction(measured))
         report += [note for _, notes in runs.values() for note in notes]
 
         files = [*write(records, self.html)]
@@ -275,13 +275,13 @@ class CompareCommand(SimulationOptions):
             print(f"wrote {path}")
 
     def _schedule(self, source: str, measured: Record | None) -> Record:
-        """Time the schedule `source` at the options' costs, or predict it at those of the `measured` run or traces."""
+        """Simulate the schedule `source` at the options' costs, or predict it at those of the `measured` run or traces."""
         if measured is None:
-            schedule, _ = self.proved(source)
-            return Record((self.timed(schedule, schedule.stages / schedule.ranks),))
+            schedule, _ = self.build_and_verify(source)
+            return Record((self.simulate_with_options(schedule, schedule.stages / schedule.ranks),))
         measurement = _measurement(measured)
         same_size = replace(self, ranks=measurement.schedule.ranks, microbatches=measurement.schedule.microbatches)
-        schedule, _ = same_size.proved(source)
+        schedule, _ = same_size.build_and_verify(source)
         return Record((measurement.predict(schedule),), unit="s", labels=("predicted",))
 
 
@@ -289,8 +289,8 @@ def _measurement(record: Record) -> Measurement:
     return Measurement.from_timelines(*record.steps, layers=record.layers)
 
 
-def _own_prediction(measured: Record) -> str:
-    """Say what is predicted of the step that was measured: other predictions may be as far off."""
+def _self_prediction(measured: Record) -> str:
+    """Return the prediction of the measured step itself: other predictions may be as far off."""
     measurement = _measurement(measured)
     predicted = measurement.predict(measurement.schedule).makespan
     return (
@@ -298,8 +298,8 @@ def _own_prediction(measured: Record) -> str:
     )
 
 
-def _work(source: str) -> dict[str, Any]:
-    """Return the options of the run `source` that decide its work; nothing if `source` is no run."""
+def _work_options(source: str) -> dict[str, Any]:
+    """Return the options of the run `source` that decide its work; an empty dict if `source` is no run."""
     from penstock.commands.train.config import SETTINGS, saved_options  # most sources do not need them
 
     if not (Path(source) / SETTINGS).is_file():

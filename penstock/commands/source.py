@@ -1,4 +1,4 @@
-"""Load the schedule that a name, a CSV file or a Python file stands for. No torch."""
+"""Load a schedule by its name, from a CSV file or from a Python file. No torch."""
 
 import difflib
 from pathlib import Path
@@ -25,7 +25,7 @@ def table_of(name: str, ranks: int, microbatches: int, **options: int | None) ->
     return schedule
 
 
-def table_written_in(path: str, ranks: int, microbatches: int, **options: int | None) -> Schedule:
+def table_from_python(path: str, ranks: int, microbatches: int, **options: int | None) -> Schedule:
     """Run the Python file `path` and return the table that its function `schedule` makes, not proved.
 
     Call it only for a path that the user has typed. Raises PenstockError if there is no schedule, and for options.
@@ -37,9 +37,9 @@ def table_written_in(path: str, ranks: int, microbatches: int, **options: int | 
 
 
 def question_of(path: str, ranks: int, microbatches: int) -> dict[str, Any]:
-    """Return the studio's question for the file `path`: a table as CSV, a Python file, which is run, a plan or a timeline."""
+    """Return the studio's question for the file `path`: a CSV table, a Python file (which is run), a plan or a timeline."""
     if path.endswith(".py"):
-        table = table_written_in(path, ranks, microbatches)
+        table = table_from_python(path, ranks, microbatches)
         return {"rows": table.csv_rows(), "placement": table.placement, "name": Path(path).name}
     if not path.endswith((".csv", ".json")):
         raise PenstockError(f"{path} is no table: the studio opens a .csv or a .py file, a plan.json or a run's timeline.json")

@@ -1,4 +1,4 @@
-"""Continue a text with a trained GPT over ranks, or compute its loss on a text. Every rank calls these functions."""
+"""Continue a text with a trained GPT over ranks, or compute its loss on a text. All ranks call these functions."""
 
 import codecs
 import io

@@ -1,4 +1,4 @@
-"""Traces of torch.profiler as a record, with a progress bar where they are large; and `penstock export-costs`."""
+"""Load torch.profiler's traces as a record, with a progress bar if they are large; `penstock export-costs`."""
 
 import sys
 from pathlib import Path
@@ -29,9 +29,9 @@ def read_traces(source: Path, stages_per_rank: int = 1) -> tuple[Record, list[st
 
 
 def layer_costs(record: Record, rows: int = 1) -> ModelProfile:
-    """Return what each stage cost, as layers `stage0`, `stage1`, .. of a model, at microbatches of `rows` rows.
+    """Return the costs of the stages, as layers `stage0`, `stage1`, .. of a model, for microbatches of `rows` rows.
 
-    Raises ScheduleError where a stage ran no forward or no backward.
+    Raises ScheduleError if a stage ran no forward or no backward.
     """
     measurement = Measurement.from_timelines(*record.steps, layers=record.layers)
     times, gaps = measurement.seconds, measurement.engine_seconds
@@ -45,7 +45,7 @@ def layer_costs(record: Record, rows: int = 1) -> ModelProfile:
 
 @command(source="RUN | TRACES", out="[FILE]", rows="ROWS")
 class ExportCostsCommand:
-    """Write what each stage of a run or of traces cost to a file.
+    """Write each stage's costs in a run or traces to a file.
 
     `penstock plan --costs` and `penstock search --costs` read it.
     """

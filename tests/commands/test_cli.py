@@ -204,7 +204,7 @@ def test_output_that_is_closed_or_lacks_a_character_ends_no_command():
     "wrong", [{"ranks": "2"}, {"dp": None}, {"schedule": 1}, {"model": "gtp"}, {"data": True}, {"dropout": []}, {"plan": {}}]
 )
 def test_settings_of_other_types_are_told(wrong, tmp_path):
-    right = TrainConfig().described()
+    right = TrainConfig().to_json()
     (tmp_path / "run.json").write_text(json.dumps({"config": right}))
     assert saved_options(tmp_path) == {name: right[name] for name in right.keys() - {"resume", "compare", "watch"}}
     without = {name: value for name, value in right.items() if name not in wrong}
@@ -341,7 +341,7 @@ def test_schedules_lists_them_all():
 
     listed = [line.split()[0] for line in penstock("schedules").stdout.splitlines()[1:] if line]
     assert listed[: len(names())] == names()
-    narrow = "\n".join(show._schedules(80)).splitlines()
+    narrow = "\n".join(show._schedule_lines(80)).splitlines()
     assert max(map(len, narrow)) <= 80
     assert [line.split(":")[0] for line in narrow if not line.startswith(" ")] == names()
 

@@ -13,8 +13,8 @@ from reference import data, make
 
 import penstock as ps
 from penstock.commands.train.job import crowding
-from penstock.commands.train.metrics import Metrics, recorded
-from penstock.commands.train.progress import closing
+from penstock.commands.train.metrics import Metrics, read_records
+from penstock.commands.train.progress import print_result
 from penstock.commands.train.result import TrainResult
 from penstock.errors import MismatchError, PenstockError
 
@@ -63,7 +63,7 @@ def test_metrics_are_lines_of_json_and_go_on_without_doubled_steps(tmp_path):
         file.write('{"step": 4, "lo')  # as a kill leaves it
     with Metrics(tmp_path / "run", 2) as metrics:
         metrics.write({"step": 3, "loss": 0.25})
-    assert recorded(tmp_path / "run", 9) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": 0.25}]
+    assert read_records(tmp_path / "run", 9) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": 0.25}]
 
 
 def test_a_disk_that_is_full_is_told_with_the_file(tmp_path):
@@ -78,7 +78,7 @@ def test_a_disk_that_is_full_is_told_with_the_file(tmp_path):
 def test_a_damaged_line_of_them_is_told(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
     with pytest.raises(MismatchError, match=r"metrics.jsonl is damaged, it has a line that is no record of a step: put"):
-        recorded(tmp_path, 9)
+        read_records(tmp_path, 9)
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -124,12 +124,12 @@ def test_ranks_that_share_cores_are_told_so():
 
 def test_what_a_run_came_to_is_told_where_its_records_are_lost_and_its_folder_has_any_name(tmp_path, capsys):
     alone = TrainResult(1, losses=[3.0, 2.0], seconds=[1.0, 1.0], idle_shares=[0.0, 0.0], validation_loss=2.0)
-    closing(TrainResult(2, validation_loss=2.0), alone, tmp_path / "runs [v2] [/x]")
+    print_result(TrainResult(2, validation_loss=2.0), alone, tmp_path / "runs [v2] [/x]")
     output = capsys.readouterr().out
     assert output.startswith("\nloss on the held-out part 2.0000\n")
     assert "are in " + str(tmp_path / "runs [v2] [/x]") in output
     run = TrainResult(2, losses=[2.0], seconds=[1.0], idle_shares=[0.0], validation_loss=2.0)
-    closing(run, alone, tmp_path)
+    print_result(run, alone, tmp_path)
     assert "The same 1 steps" in (output := capsys.readouterr().out)
     assert "equal to the last bit, all steps" in output
 
@@ -151,6 +151,6 @@ def test_the_result_of_a_run_fits_a_screen(tmp_path, monkeypatch, capsys):
         prompt="line\n" * 3 + "def",
         sample="    return self.value\n" * 40,
     )
-    closing(run, alone, folder)
+    print_result(run, alone, folder)
     lines = capsys.readouterr().out.splitlines()
     assert sum(-(-max(1, len(line)) // 80) for line in lines) <= 24

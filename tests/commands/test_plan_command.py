@@ -11,11 +11,11 @@ import pytest
 
 from penstock import PenstockError
 from penstock.commands import cli
-from penstock.commands.plan import PlanCommand, SearchBar, built
+from penstock.commands.plan import PlanCommand, SearchBar, call_model_function
 from penstock.commands.search import SearchCommand
 from penstock.commands.source import question_of
 from penstock.commands.train.config import TrainConfig
-from penstock.commands.train.planned import advice, with_plan
+from penstock.commands.train.planning import advice, apply_plan
 from penstock.partition.balance import Balance
 from penstock.plan import LayerCost, ModelProfile, load, parse_memory_size
 from penstock.schedule import Kind, Measurement, Schedule, build
@@ -62,10 +62,10 @@ def test_plan_tells_plans_what_memory_would_buy_and_how_robust_the_best_is(costs
     shown = answer(question_of(str(out), ranks=4, microbatches=8))
     assert shown["timeline"]["makespan"] == pytest.approx(load(out).timeline.makespan)
     monkeypatch.setenv("RANK", "0")
-    assert with_plan(TrainConfig(plan=str(out)))[1] == load(out)
+    assert apply_plan(TrainConfig(plan=str(out)))[1] == load(out)
     assert capsys.readouterr().out.startswith("planned: ")
     monkeypatch.setenv("RANK", "1")  # of torchrun's processes one tells
-    with_plan(TrainConfig(plan=str(out)))
+    apply_plan(TrainConfig(plan=str(out)))
     assert not capsys.readouterr().out
     out.write_text(out.read_text().replace('"penstock plan 1"', '"penstock plan 2"'))
     with pytest.raises(PenstockError, match=r"plan\.json"):
@@ -79,17 +79,17 @@ def test_plan_measures_the_model_that_a_function_gives(tmp_path, monkeypatch, ca
     run(monkeypatch, "plan", f"{tmp_path / 'mine.py'}:build", *words)
     assert ModelProfile.load(tmp_path / "costs.json").layer_names == ["0", "1", "2", "3"]
     with pytest.raises(PenstockError, match=r"mine\.py names no function: write it as model\.py:build"):
-        built(str(tmp_path / "mine.py"))
+        call_model_function(str(tmp_path / "mine.py"))
     with pytest.raises(PenstockError, match="must be a function that returns"):
-        built(f"{tmp_path / 'mine.py'}:half")
+        call_model_function(f"{tmp_path / 'mine.py'}:half")
     with pytest.raises(PenstockError, match=r"did you mean .*mine\.py"):
-        built(f"{tmp_path / 'mime.py'}:build")
+        call_model_function(f"{tmp_path / 'mime.py'}:build")
     (tmp_path / "broken.py").write_text("def build():\n    return 1 / 0\n")
     with pytest.raises(PenstockError, match=r"^build\(\) fails: broken\.py, line 2: ZeroDivisionError: division by zero$"):
-        built(f"{tmp_path / 'broken.py'}:build")
+        call_model_function(f"{tmp_path / 'broken.py'}:build")
     (tmp_path / "broken.py").write_text("x = = 3\n")
     with pytest.raises(PenstockError, match=r"^broken\.py, line 1: invalid syntax$"):
-        built(f"{tmp_path / 'broken.py'}:build")
+        call_model_function(f"{tmp_path / 'broken.py'}:build")
 
 
 def test_ctrl_c_takes_the_best_so_far():
@@ -143,7 +143,7 @@ def test_the_command_that_a_run_ends_with_writes_the_plan_that_it_tells(tmp_path
     sizes = ((8e6, 4e6), (8e6, 4e6))
     measured = Measurement(table, seconds, dict.fromkeys(Kind, (0.0, 0.0)), (0.00123456789,), activation_sizes=sizes)
     balance = Balance(tuple("abcdef"), (1.0,) * 6, (0, 3))
-    monkeypatch.setattr("penstock.commands.train.planned.count_cores", lambda: 2)
+    monkeypatch.setattr("penstock.commands.train.planning.count_cores", lambda: 2)
     folder = tmp_path / "a run"
     folder.mkdir()
     result = advice(TrainConfig(ranks=2, microbatches=4, batch=8), folder, balance, dict.fromkeys("abcdef", 1e6), measured)

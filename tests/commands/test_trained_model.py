@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.commands import cli, trained
+from penstock.commands import cli, trained_model
 from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.setup import gpt, token_loss
 from penstock.model import GPT
@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     pipe = ps.Pipeline(model(), token_loss)
     ps.checkpoint.save(folder, pipe, torch.optim.SGD(pipe.parameters()))
-    (folder / "run.json").write_text(json.dumps({"config": CONFIG.described()}))
+    (folder / "run.json").write_text(json.dumps({"config": CONFIG.to_json()}))
     return folder
 
 
@@ -62,8 +62,8 @@ def test_a_prompt_of_any_bytes_is_continued_where_the_terminal_has_no_letters_fo
 
 
 def test_a_run_that_was_trained_on_a_gpu_is_used_where_there_is_none(tmp_path):
-    (tmp_path / "run.json").write_text(json.dumps({"config": replace(CONFIG, device="cuda").described()}))
-    assert trained._trained(tmp_path).device == "auto"
+    (tmp_path / "run.json").write_text(json.dumps({"config": replace(CONFIG, device="cuda").to_json()}))
+    assert trained_model._trained(tmp_path).device == "auto"
 
 
 def test_generate_prints_the_prompt_and_what_the_uncut_model_makes_of_it(run, monkeypatch):
@@ -75,7 +75,7 @@ def test_generate_prints_the_prompt_and_what_the_uncut_model_makes_of_it(run, mo
         results.extend(ps.launch(printed, ranks, work, *args))
         return [None] * ranks
 
-    monkeypatch.setattr(trained, "launch", rank_texts)
+    monkeypatch.setattr(trained_model, "launch", rank_texts)
     penstock(monkeypatch, "generate", next(run.glob("step-*")), "--prompt", "def f", "--max-new-tokens", 20, "--seed", 1)
     assert results == [
         "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text) + "\n",
@@ -115,7 +115,7 @@ def test_eval_tells_the_mean_loss_over_every_byte(run, monkeypatch, capfd, tmp_p
     ],
 )
 def test_a_wrong_option_is_told_before_any_rank_starts(run, monkeypatch, words, message):
-    monkeypatch.setattr("penstock.commands.trained.start_forkserver_early", lambda: pytest.fail("ranks were started"))
+    monkeypatch.setattr("penstock.commands.trained_model.start_forkserver_early", lambda: pytest.fail("ranks were started"))
     with pytest.raises(SystemExit) as end:
         penstock(monkeypatch, *[word.format(run=run) for word in words])
     assert end.value.code == f"penstock: {message}"

@@ -23,10 +23,10 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.commands.train.again import for_world
 from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.job import train_rank
 from penstock.commands.train.memory import memory_of_launch
+from penstock.commands.train.restarts import resize_for_processes
 from penstock.comms.failure_reports import first_own_error, own_error_report
 from penstock.comms.launch import rank_processes
 from penstock.comms.launch.attempt import count_same_failures, diagnose_attempt, exit_error
@@ -331,7 +331,7 @@ def test_a_mistake_of_the_program_is_known_by_the_step_it_comes_at(ends, times):
     ],
 )
 def test_a_mesh_follows_the_processes_that_are_left(dp, tp, processes, mesh, gone):
-    config, result = for_world(TrainConfig(ranks=4, dp=dp, tp=tp), processes)
+    config, result = resize_for_processes(TrainConfig(ranks=4, dp=dp, tp=tp), processes)
     assert (config.ranks, config.dp, config.tp) == mesh
     assert result == gone
 
@@ -339,8 +339,8 @@ def test_a_mesh_follows_the_processes_that_are_left(dp, tp, processes, mesh, gon
 def test_a_table_that_was_made_for_other_ranks_makes_room_for_one_that_any_number_runs(tmp_path):
     table = str(tmp_path / "my.csv")
     ps.schedule.build("gpipe", ranks=4, microbatches=8).to_csv(table)
-    assert for_world(TrainConfig(ranks=2, schedule=table), 4)[0].schedule == table
-    config, result = for_world(TrainConfig(ranks=4, schedule=table), 3)
+    assert resize_for_processes(TrainConfig(ranks=2, schedule=table), 4)[0].schedule == table
+    config, result = resize_for_processes(TrainConfig(ranks=4, schedule=table), 3)
     assert (config.ranks, config.schedule) == (3, "1f1b")
     assert result == f"{table} is not for 3 ranks: 1f1b instead"
 

@@ -95,7 +95,7 @@ def test_what_did_different_work_is_compared_with_a_warning(run):
     more.mkdir()
     save(measured(build("1f1b", ranks=2, microbatches=6), 1), None, more / "timeline.json")
     for folder, batch in ((run, 8), (more, 16)):
-        (folder / "run.json").write_text(json.dumps({"config": TrainConfig(batch=batch, seed=batch).described()}))
+        (folder / "run.json").write_text(json.dumps({"config": TrainConfig(batch=batch, seed=batch).to_json()}))
     output = penstock("compare", run, more).stdout.splitlines()
     assert output[-1] == "these differ in microbatches (4 and 6) and batch (8 and 16): their times are those of different work"
 

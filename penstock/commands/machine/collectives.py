@@ -75,7 +75,7 @@ def bench(
 
 
 def run_on_rank(operations: Sequence[str], sizes: Sequence[int], seconds: float) -> list[Row]:
-    """Measure on every rank; rank 0 prints each row at once."""
+    """Measure on every rank. Rank 0 prints each row as soon as it is measured."""
     topology, barrier, rows = comms.init_distributed(), dist.new_group(backend="gloo"), list[Row]()
 
     def say(text: str) -> None:
@@ -116,9 +116,9 @@ def measure(operation: str, size: int, seconds: float, topology: comms.Topology,
     }[operation]
 
     def sample() -> tuple[float, float]:
-        """Return its begin and end on this rank, by the clock that all processes of a machine share."""
+        """Run the operation once. Return its begin and end by the clock that all processes of a machine share."""
         _synchronize(device)
-        dist.barrier(barrier)  # another group: the operation's connections stay idle
+        dist.barrier(barrier)  # on another group, to leave the operation's connections idle
         begin = time.perf_counter()
         call()
         _synchronize(device)

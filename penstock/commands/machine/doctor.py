@@ -26,7 +26,7 @@ from penstock.torch_private import NEWEST_RELEASE, parse_release
 SIZES = (1, 16_384, 1_048_576)  # floats
 ROUNDS = 50
 Transfer = Callable[[Tensor], Any]  # sends or receives the tensor
-EXTRAS = {  # module -> what it is for
+EXTRAS = {  # module -> its use
     "sklearn": "penstock train --model mlp (pip install 'penstock[mlp]')",
     "tensorboard": "metrics in TensorBoard (pip install 'penstock[tensorboard]')",
     "PIL": "penstock show --png (pip install 'penstock[png]')",
@@ -52,10 +52,10 @@ def examine() -> None:
     launch(_do_nothing, 2)
     print(f"+ two ranks start in {time.perf_counter() - begin:.2f} s, later")
     for device in ["cpu", *["cuda"] * torch.cuda.is_available()]:
-        for way, times in launch(ping_pong, 2, device)[0].items():
+        for transport, times in launch(ping_pong, 2, device)[0].items():
             for floats, seconds in times.items():
                 size = floats * 4
-                print(f"+ {way}, {size:>9,} bytes take {seconds * 1e6:6.0f} us, {size / seconds / 1e9:.2f} GB/s")
+                print(f"+ {transport}, {size:>9,} bytes take {seconds * 1e6:6.0f} us, {size / seconds / 1e9:.2f} GB/s")
 
 
 def _print_item(is_present: bool, present: str, absent: str) -> None:
@@ -66,7 +66,7 @@ def _warn_if_untested(version: str) -> None:
     if parse_release(version) > NEWEST_RELEASE:
         print(
             f"- Penstock is tested with torch up to {'.'.join(map(str, NEWEST_RELEASE))}: "
-            f"what {version} does differently is not known"
+            f"differences of {version} are not known"
         )
 
 
@@ -85,7 +85,7 @@ def _do_nothing() -> None:
 
 
 def ping_pong(device: str) -> dict[str, dict[int, float]]:
-    """Return, for each way to send, floats of a message on `device` -> seconds, half of the median round trip."""
+    """Return for each transport: floats of a message on `device` -> seconds, half of the median round trip."""
     topology = comms.init_distributed("gloo", device=device)
     groups, peer = ProcessGroups(topology, "doctor"), 1 - topology.rank
     pending = PendingSends(SendFailure(groups))
@@ -94,32 +94,33 @@ def ping_pong(device: str) -> dict[str, dict[int, float]]:
     else:
         incoming, outgoing = open_receiver(groups, "forth", peer), open_sender(groups, "back", peer, pending)
 
-    def send(ball: Tensor) -> None:
-        outgoing.send(ball, tensor_spec_of(ball))
+    def send(tensor: Tensor) -> None:
+        outgoing.send(tensor, tensor_spec_of(tensor))
 
-    def receive(ball: Tensor) -> None:
-        spec = tensor_spec_of(ball)
+    def receive(tensor: Tensor) -> None:
+        spec = tensor_spec_of(tensor)
         incoming.wait_receive(incoming.post_receive(spec), spec)
         torch.get_device_module(topology.device).synchronize()
         pending.finish_step()
 
-    ways: dict[str, tuple[Transfer, Transfer]] = {f"a message on {topology.device.type} by {outgoing.medium}": (send, receive)}
+    own_transport = f"a message on {topology.device.type} by {outgoing.medium}"
+    transports: dict[str, tuple[Transfer, Transfer]] = {own_transport: (send, receive)}
     if device == "cpu":
-        ways["a message by Gloo"] = partial(dist.send, dst=peer), partial(dist.recv, src=peer)
+        transports["a message by Gloo"] = partial(dist.send, dst=peer), partial(dist.recv, src=peer)
     sends_first, own_device = topology.rank == 0, topology.device
     result = {
-        way: {floats: _seconds(sends_first, torch.zeros(floats, device=own_device), *transfers) for floats in SIZES}
-        for way, transfers in ways.items()
+        transport: {floats: _seconds(sends_first, torch.zeros(floats, device=own_device), *transfers) for floats in SIZES}
+        for transport, transfers in transports.items()
     }
     groups.close()
     return result
 
 
-def _seconds(sends_first: bool, ball: Tensor, send: Transfer, receive: Transfer) -> float:
+def _seconds(sends_first: bool, tensor: Tensor, send: Transfer, receive: Transfer) -> float:
     times = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
         for transfer in (send, receive) if sends_first else (receive, send):
-            transfer(ball)
+            transfer(tensor)
         times.append((time.perf_counter() - begin) / 2)
     return median(times)

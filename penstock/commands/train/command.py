@@ -1,4 +1,4 @@
-"""`penstock train`: its options, those of a resumed run, and the start of the job."""
+"""`penstock train`: parse the options, complete those of a resumed run, start the job."""
 
 import dataclasses
 import os
@@ -10,8 +10,8 @@ from typing import Annotated
 import tyro
 
 from penstock.commands.options import command
-from penstock.commands.train.again import for_world, may_begin_again
 from penstock.commands.train.config import PLAN, TrainConfig, saved_options
+from penstock.commands.train.restarts import may_restart, resize_for_processes
 from penstock.comms.launch.forkserver import start_forkserver_early
 from penstock.comms.preemption import catch_preemption
 from penstock.comms.system import read_torchrun_integer
@@ -27,7 +27,7 @@ from penstock.view.files import writing
 class TrainCommand(TrainConfig):
     """Train a small model over several processes.
 
-    The model learns real data: text, or images of digits. With --compare the same steps run in one process too.
+    The model learns real data: text, or images of digits. With --compare the same steps also run in one process.
     """
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = TrainConfig.ranks
@@ -40,8 +40,8 @@ class TrainCommand(TrainConfig):
         config: TrainConfig = (
             dataclasses.replace(self, ranks=processes // (self.dp * self.tp)) if self.dp * self.tp > 0 else self
         )
-        if "RANK" in os.environ and may_begin_again(self) and min(self.dp, self.tp) > 0:
-            config, changes = for_world(self, processes)
+        if "RANK" in os.environ and may_restart(self) and min(self.dp, self.tp) > 0:
+            config, changes = resize_for_processes(self, processes)
             if changes and os.environ["RANK"] == "0":
                 print(changes, flush=True)
         if config.processes not in (processes, 0):
@@ -57,10 +57,10 @@ class TrainCommand(TrainConfig):
         train(config)
 
     @classmethod
-    def of_run(cls, words: Sequence[str]) -> "TrainCommand":
-        """Return the defaults of the options that `words` do not set: with --resume RUN those of that run.
+    def defaults_for(cls, words: Sequence[str]) -> "TrainCommand":
+        """Return the defaults of options that `words` do not set: with --resume RUN, that run's.
 
-        Another schedule, number of ranks or of microbatches drops the run's plan; another schedule also its V.
+        A new schedule, number of ranks or of microbatches drops the run's plan. A new schedule also drops its V.
         """
         typed = {word.split("=")[0]: word.partition("=")[2] or following for word, following in pairwise([*words, ""])}
         if not typed.get("--resume"):

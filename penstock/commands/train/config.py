@@ -99,7 +99,7 @@ class TrainConfig:
         )
 
     def check(self) -> Schedule:
-        """Return the proved table of this run. Raises PenstockError, with a value that works, for options that do not."""
+        """Check all options and return the proved table. Raises PenstockError, with a value that works."""
         for name in ("ranks", "dp", "tp", "microbatches", "steps", "batch", "depth", "width", "context", "keep"):
             if getattr(self, name) < 1:
                 raise PenstockError(f"--{name.replace('depth', 'layers')} {getattr(self, name)} is too small: use 1 or more")
@@ -170,9 +170,9 @@ class TrainConfig:
             )
 
     def _check_same_run(self, saved: dict[str, Any]) -> None:
-        """Raise PenstockError for an option that differs from the resumed run's and decides its numbers."""
-        options = self.described()
-        for name in SAME:
+        """Raise PenstockError if an option that decides the numbers differs from the resumed run's."""
+        options = self.to_json()
+        for name in FIXED_OPTIONS:
             if options[name] != saved[name]:
                 option = f"--{name.replace('_', '-')}"
                 raise PenstockError(
@@ -180,8 +180,8 @@ class TrainConfig:
                     f"leave out {option}, or start a new run"
                 )
 
-    def described(self) -> dict[str, Any]:
-        """Return the options as JSON values, paths as texts."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the options as JSON values, with paths as strings."""
         options = {**asdict(self), "layers": self.depth, "data": None if self.data is None else self.data.resolve()}
         return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 
@@ -190,7 +190,8 @@ HEADS = 4
 PIXELS = 64  # of an image of a digit
 HELD_OUT = 0.05  # share of a text
 SETTINGS, PLAN, REPORT = "run.json", "plan.json", "report.txt"  # file names in the folder of a run
-SAME = ("model", "data", "batch", "learning_rate", "layers", "width", "context", "dropout", "seed")  # a resumed run keeps them
+# A resumed run must keep these options.
+FIXED_OPTIONS = ("model", "data", "batch", "learning_rate", "layers", "width", "context", "dropout", "seed")
 
 
 def text_files(path: Path) -> list[Path]:
@@ -207,7 +208,8 @@ def saved_options(folder: Path, typed: str = "") -> dict[str, Any]:
     try:
         saved = {"plan": None, **json.loads(path.read_text())["config"]}
         kinds = get_type_hints(TrainConfig)
-        options = {name: saved[name] for name in kinds if name in {*saved, *SAME, "out"} - {"resume", "compare", "watch"}}
+        known_options = {*saved, *FIXED_OPTIONS, "out"} - {"resume", "compare", "watch"}
+        options = {name: saved[name] for name in kinds if name in known_options}
         if wrong := [name for name, value in options.items() if not _has_type(kinds[name], value)]:
             raise ValueError(f"{wrong[0]} is {options[wrong[0]]!r}")
         return options

@@ -1,4 +1,4 @@
-"""The data of the main job: bytes of text, or images of digits, each with a part held out."""
+"""The data of `penstock train`: bytes of text, or images of digits, with a held-out part."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.commands.train.config import HELD_OUT, PIXELS, text_files
 from penstock.randomness import mix_seed
 
-MAX_TEXT_BYTES = 8_000_000  # more than a short training sees
+MAX_TEXT_BYTES = 8_000_000  # more than a short training reads
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _generator(seed: int, step: int) -> torch.Generator:
 
 
 def text(path: Path | None, context: int) -> TextDataset:
-    """Return the bytes of `read`, the last of them held out."""
+    """Return the bytes that `read` returns, with the last ones held out."""
     content = read(path)
     held_out = int(len(content) * HELD_OUT)
     return TextDataset(content[:-held_out], content[-held_out:], context)

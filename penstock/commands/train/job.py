@@ -1,4 +1,4 @@
-"""The main job: train a model over ranks on real data, step by step, and compare it with one process."""
+"""Train a model over ranks on real data, step by step, and compare it with one process."""
 
 import json
 import os
@@ -15,13 +15,13 @@ from typing import Any
 from penstock import checkpoint, comms
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.saving import lock_run_folder
-from penstock.commands.train.again import for_world, job_name, may_begin_again
-from penstock.commands.train.config import REPORT, SAME, SETTINGS, TrainConfig
+from penstock.commands.train.config import FIXED_OPTIONS, REPORT, SETTINGS, TrainConfig
 from penstock.commands.train.evaluation import sample, validation_loss
 from penstock.commands.train.memory import memory_of_agent, memory_of_launch
-from penstock.commands.train.metrics import Metrics, recorded
-from penstock.commands.train.planned import advice, compare_with_plan, save_plan, with_plan
-from penstock.commands.train.progress import Progress, closing
+from penstock.commands.train.metrics import Metrics, read_records
+from penstock.commands.train.planning import advice, apply_plan, compare_with_plan, save_plan
+from penstock.commands.train.progress import Progress, print_result
+from penstock.commands.train.restarts import job_name, may_restart, resize_for_processes
 from penstock.commands.train.result import TrainResult
 from penstock.commands.train.setup import Setup, set_up
 from penstock.comms.launch.launcher import launch
@@ -34,17 +34,17 @@ from penstock.view.files import write
 from penstock.view.record import FILE, Record, save
 from penstock.view.watch.server import serve_in_background
 
-EXPLAINED_STEPS = 5  # last steps, whose timelines are written and explained
+EXPLAINED_STEPS = 5  # at the end, whose timelines are written and explained
 CHECKPOINT_STEPS, RESTART_CHECKPOINT_STEPS = 100, 10  # between checkpoints; the second for runs that may restart
 WAITS_STEPS = 10  # between steps whose waits are gathered from all ranks
 
 
 def train(config: TrainConfig) -> None:
-    """Train, compare with one process if `--compare` says so, and print the result.
+    """Train, with `--compare` also in one process, and print the result.
 
     Under torchrun this process is one of its ranks; otherwise the ranks are started here.
     """
-    config, plan = with_plan(config)
+    config, plan = apply_plan(config)
     folder = _folder(config)
     with TemporaryDirectory() as plan_folder:
         if plan is not None and os.environ.get("RANK", "0") == "0":
@@ -58,28 +58,29 @@ def _run(config: TrainConfig, folder: Path) -> None:
             if value:
                 raise PenstockError(f"{option} starts processes: use it without torchrun")
         is_rank_0 = os.environ["RANK"] == "0"
-        memory = memory_of_agent() if is_rank_0 and may_begin_again(config) else None
-        with _page_served(config, folder):
+        memory = memory_of_agent() if is_rank_0 and may_restart(config) else None
+        with _serve_page(config, folder):
             result = train_rank(config, folder, memory)
         if memory is not None:
             shutil.rmtree(memory, ignore_errors=True)
         if is_rank_0:
-            closing(result, None, folder)
+            print_result(result, None, folder)
         comms.shutdown()
         _leave_if_preempted(result)
         return
-    with _page_served(config, folder), memory_of_launch(config.restarts > 0) as memory:
+    with _serve_page(config, folder), memory_of_launch(config.restarts > 0) as memory:
         launched = launch(train_rank, config.processes, config, folder, memory, restarts=config.restarts, least=config.least)
         result = launched[0]
-    compare = config.compare and not result.preempted
-    alone = launch(train_rank, 1, replace(config, ranks=1, dp=1, tp=1, resume=None, plan=None), None)[0] if compare else None
-    closing(result, None if alone is None or alone.preempted else alone, folder)
+    single_run = None
+    if config.compare and not result.preempted:
+        single_run = launch(train_rank, 1, replace(config, ranks=1, dp=1, tp=1, resume=None, plan=None), None)[0]
+    print_result(result, None if single_run is None or single_run.preempted else single_run, folder)
     _leave_if_preempted(result)
 
 
 @contextmanager
-def _page_served(config: TrainConfig, folder: Path) -> Iterator[None]:
-    """Serve the run's page meanwhile if `--watch` says so; under torchrun rank 0 serves it."""
+def _serve_page(config: TrainConfig, folder: Path) -> Iterator[None]:
+    """Serve the run's page during the block, with `--watch`; under torchrun rank 0 serves it."""
     if not config.watch or os.environ.get("RANK", "0") != "0":
         yield
         return
@@ -96,7 +97,7 @@ def _leave_if_preempted(result: TrainResult) -> None:
 def _folder(config: TrainConfig) -> Path:
     if config.resume is not None:
         return config.resume
-    if "RANK" in os.environ and may_begin_again(config):
+    if "RANK" in os.environ and may_restart(config):
         return config.out / f"{config.model}-{Path(config.schedule).stem}-{job_name()}"
     axes = "".join(f"-{axis}{size}" for axis, size in (("dp", config.dp), ("tp", config.tp)) if size > 1)
     size = f"{config.ranks}x{config.microbatches}{axes}"
@@ -105,12 +106,12 @@ def _folder(config: TrainConfig) -> Path:
 
 
 def train_rank(config: TrainConfig, folder: Path | None, memory: Path | None = None) -> TrainResult:
-    """Train on this rank; rank 0 makes `folder`, if there is one, and writes into it.
+    """Train on this rank. Rank 0 makes `folder`, unless it is None, and writes into it.
 
     `memory`: a folder in memory, for a checkpoint after each step.
     """
     topology = comms.init_distributed(device=None if config.device == "auto" else config.device)
-    config, changes = for_world(config, topology.world_size)
+    config, changes = resize_for_processes(config, topology.world_size)
     if changes and topology.rank == 0:
         print(changes, flush=True)
     setup = set_up(config, folder, memory)
@@ -120,7 +121,7 @@ def train_rank(config: TrainConfig, folder: Path | None, memory: Path | None = N
         return run
     run.validation_loss = validation_loss(setup)
     run.prompt, run.sample = sample(setup)
-    if setup.is_writer and timelines and not setup.alone:
+    if setup.is_writer and timelines and not setup.is_single_process:
         run.clock_error = setup.pipe.clock_error
         run.planned = compare_with_plan(config, timelines)
         run.explanation = _explanation(setup, timelines)
@@ -151,8 +152,8 @@ def _initial_result(setup: Setup) -> TrainResult:
         raise PenstockError(
             f"{folder} is at step {pipe.step_count}: give --steps {pipe.step_count} or more, not {config.steps}"
         )
-    records = recorded(folder, pipe.step_count)
-    for record in records if len(records) == pipe.step_count else ():  # otherwise some records are lost: results begin here
+    records = read_records(folder, pipe.step_count)
+    for record in records if len(records) == pipe.step_count else ():  # otherwise records are missing: results begin here
         run.losses.append(record["loss"])
         run.seconds.append(record["seconds"])
         run.idle_shares.append(record["idle_share"])
@@ -160,13 +161,13 @@ def _initial_result(setup: Setup) -> TrainResult:
 
 
 def _train(setup: Setup, run: TrainResult) -> list[Timeline]:
-    """Run all steps, each with its record and a checkpoint where one is due. Return the timelines of the last steps."""
+    """Run all steps, write records and due checkpoints. Return the timelines of the last steps."""
     timelines: list[Timeline] = []
     if setup.folder is not None:
         lock_run_folder(setup.folder, setup.pipe)
     with ExitStack() as stack:
-        writers, trail = _writers(setup, run, stack), _trail(setup)
-        for record in _steps(setup, run, trail):
+        writers, digest_log = _writers(setup, run, stack), _open_digest_log(setup)
+        for record in _steps(setup, run, digest_log):
             if record["step"] > setup.config.steps - EXPLAINED_STEPS:
                 timelines.append(setup.pipe.timeline())
             if setup.config.watch and (record["step"] % WAITS_STEPS == 0 or record["step"] == 1):
@@ -184,7 +185,7 @@ def _train(setup: Setup, run: TrainResult) -> list[Timeline]:
 
 
 def _save_timeline(setup: Setup, step: int) -> None:
-    """Write this step's timeline to the folder of the run, for its page. All ranks call it."""
+    """Write this step's timeline to the run's folder, for its page. All ranks call this."""
     timeline = setup.pipe.timeline()
     if setup.is_writer and setup.folder is not None:
         with manifest.atomic_replacement(setup.folder / FILE) as temporary:
@@ -192,7 +193,7 @@ def _save_timeline(setup: Setup, step: int) -> None:
 
 
 def _writers(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callable[[dict[str, Any]], None]]:
-    """Return functions that write a step's record, open until `stack` closes: to rank 0's console and the folder's metrics."""
+    """Return functions that write a step's record to the console and the metrics, on rank 0, until `stack` closes."""
     if not setup.is_writer:
         return []
     progress = stack.enter_context(Progress(setup.config, run))
@@ -205,17 +206,17 @@ def _writers(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callable[
     return [progress.step, metrics.write]
 
 
-def _trail(setup: Setup) -> checkpoint.DigestLog | None:
+def _open_digest_log(setup: Setup) -> checkpoint.DigestLog | None:
     """Return the writer of the run's digests, or None without digests."""
     config = setup.config
     if setup.folder is None or not config.digests_every:
         return None
-    settings = {name: value for name, value in config.described().items() if name in (*SAME, "steps")}
+    settings = {name: value for name, value in config.to_json().items() if name in (*FIXED_OPTIONS, "steps")}
     every = min(config.digests_every, config.steps)
     return checkpoint.DigestLog(setup.folder, setup.pipe, setup.optimizer, every, settings)
 
 
-def _steps(setup: Setup, run: TrainResult, trail: checkpoint.DigestLog | None) -> Iterator[dict[str, Any]]:
+def _steps(setup: Setup, run: TrainResult, digest_log: checkpoint.DigestLog | None) -> Iterator[dict[str, Any]]:
     """Train, and yield a record of each step."""
     config, pipe = setup.config, setup.pipe
     for step in range(pipe.step_count, config.steps):
@@ -223,8 +224,8 @@ def _steps(setup: Setup, run: TrainResult, trail: checkpoint.DigestLog | None) -
         inputs, target = setup.share(setup.source.batch(config.seed, step, config.batch))
         loss = pipe.step(inputs, target=target)
         setup.optimizer.step()
-        if trail is not None:
-            trail.record_step()
+        if digest_log is not None:
+            digest_log.record_step()
         setup.optimizer.zero_grad()
         setup.rate.step()
         seconds = time.perf_counter() - begin
@@ -250,7 +251,7 @@ def _steps(setup: Setup, run: TrainResult, trail: checkpoint.DigestLog | None) -
 
 def _is_due(step: int, config: TrainConfig) -> bool:
     """Return whether a checkpoint is written after this step; the last step always has one."""
-    default = RESTART_CHECKPOINT_STEPS if may_begin_again(config) else CHECKPOINT_STEPS
+    default = RESTART_CHECKPOINT_STEPS if may_restart(config) else CHECKPOINT_STEPS
     every = default if config.checkpoint_every is None else config.checkpoint_every
     return every > 0 and step % every == 0 and step < config.steps
 
@@ -260,11 +261,11 @@ def _write_settings(folder: Path, config: TrainConfig, results: dict[str, Any]) 
     if config.plan is not None:
         config = save_plan(config, load(config.plan), folder)
     with manifest.atomic_replacement(folder / SETTINGS) as temporary:
-        temporary.write_text(json.dumps({"config": config.described(), **results}, indent=1))
+        temporary.write_text(json.dumps({"config": config.to_json(), **results}, indent=1))
 
 
 def _explanation(setup: Setup, timelines: list[Timeline]) -> str:
-    """Explain in words where the time of these steps went, the verdict first. Draw them in the run's folder, over the plan."""
+    """Return where the time of these steps went, the verdict first. Draw the steps in the run's folder."""
     config, folder, balance = setup.config, setup.folder, setup.pipe.balance
     measured = Measurement.from_timelines(*timelines, layers=balance.stage_costs if balance else ())
     labels = tuple(f"step {config.steps - len(timelines) + 1 + number}" for number in range(len(timelines)))
@@ -278,7 +279,7 @@ def _explanation(setup: Setup, timelines: list[Timeline]) -> str:
 
 
 def crowding(ranks: int, cores: int) -> str:
-    """Return a warning if ranks on the CPU outnumber its cores, else an empty text."""
+    """Return a warning if there are more ranks than cores, else an empty text."""
     if ranks <= cores:
         return ""
     return f"{ranks} ranks share {cores} cores: an action's time includes waiting for a core"

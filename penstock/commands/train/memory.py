@@ -1,7 +1,7 @@
-"""A folder in memory for the checkpoints of a run that may restart. It is deleted when the run ends, however that happens.
+"""A folder in memory for the checkpoints of a run that may restart. It is deleted when the run ends, even by SIGKILL.
 
-The folder is named after the process that restarts the ranks: the caller of `launch`, or torchrun's agent. Even SIGKILL may end
-that process, so a small process waits for its end and deletes the folder then.
+The folder is named after the process that restarts the ranks: the caller of `launch`, or torchrun's agent. A small process
+waits until that process ends, and then deletes the folder.
 """
 
 import os
@@ -72,6 +72,7 @@ def _folder_of(owner: int) -> Path | None:
 
 
 def _clean_up_after(owner: int, folder: Path) -> "subprocess.Popen[bytes]":
+    """Start the process that deletes `folder` once the process `owner` has ended."""
     devnull: Any = subprocess.DEVNULL
     command = [sys.executable, "-I", "-S", "-c", CLEANER, str(owner), str(folder)]
     return subprocess.Popen(command, stdin=devnull, stdout=devnull, stderr=devnull, cwd="/", start_new_session=True)

@@ -1,4 +1,4 @@
-"""What every step came to, as numbers by name: lines of JSON always, TensorBoard where it is installed."""
+"""Write the metrics of every step: a line of JSON, and TensorBoard if it is installed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from penstock.view.files import writing
 from penstock.view.watch.live_run import METRICS
 
 
-def recorded(folder: Path, steps: int) -> list[dict[str, Any]]:
+def read_records(folder: Path, steps: int) -> list[dict[str, Any]]:
     """Return the records of a run's first `steps` steps; an unfinished last line is left out."""
     return [record for record in json_lines.read(folder / METRICS) if record["step"] <= steps]
 
@@ -20,7 +20,7 @@ class Metrics:
     def __init__(self, folder: Path, steps: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / METRICS
-        json_lines.write(self._path, recorded(folder, steps))
+        json_lines.write(self._path, read_records(folder, steps))
         self._board = _board(folder / "tensorboard", steps)
 
     def __enter__(self) -> "Metrics":

@@ -14,7 +14,7 @@ from penstock.commands.train.config import REPORT, TrainConfig
 from penstock.commands.train.result import TrainResult
 
 REORDERED_TOLERANCE = 1e-4  # relative difference of losses whose sums have another order
-PROGRESS_LINES = 10  # of a whole run, without a terminal
+PROGRESS_LINES = 10  # printed over a whole run, without a terminal
 MAX_SAMPLE_LINES = 4
 
 
@@ -42,7 +42,7 @@ class Progress:
         self.bars.stop()
 
     def say(self, text: str) -> None:
-        """Print lines above the bar."""
+        """Print text above the bar."""
         print(text, flush=True)
 
     def step(self, record: dict[str, Any]) -> None:
@@ -62,8 +62,8 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:,.0f} MB"
 
 
-def closing(run: TrainResult, alone: TrainResult | None, folder: Path) -> None:
-    """Print the result of the run, in at most 24 lines; `alone`: that of the same steps in one process, or None."""
+def print_result(run: TrainResult, single_run: TrainResult | None, folder: Path) -> None:
+    """Print the result of the run, in at most 24 lines. `single_run`: that of the same steps in one process, or None."""
     if run.preempted:
         reason = f"preempted after step {len(run.losses)}, which is saved"
         print(f"\n{reason}: go on with penstock train --resume {folder}", flush=True)
@@ -86,9 +86,9 @@ def closing(run: TrainResult, alone: TrainResult | None, folder: Path) -> None:
         sample = _safe("\n".join(run.sample.splitlines()[:MAX_SAMPLE_LINES]))
         console.print(f"[dim]{prompt}[/dim]{sample}", markup=True)
 
-    if alone is not None and run.losses:
+    if single_run is not None and run.losses:
         console.print()
-        console.print(_comparison(run, alone))
+        console.print(_comparison(run, single_run))
 
     console.print(f"\nmetrics, checkpoints and weights are in {folder}")
     if (folder / REPORT).exists():
@@ -96,11 +96,12 @@ def closing(run: TrainResult, alone: TrainResult | None, folder: Path) -> None:
 
 
 def _safe(text: str) -> str:
+    """Return `text` with `?` for letters that a terminal cannot print, and rich's markup escaped."""
     printable = "".join(c if (c.isprintable() and c != "\ufffd") or c == "\n" else "?" for c in text)
     return printable.replace("[", r"\[")
 
 
-def _comparison(run: TrainResult, alone: TrainResult) -> Table:
+def _comparison(run: TrainResult, single_run: TrainResult) -> Table:
     """Return a table of the two runs, with whether their losses are equal to the last bit."""
     steps = len(run.losses)
     table = Table(
@@ -111,20 +112,20 @@ def _comparison(run: TrainResult, alone: TrainResult) -> Table:
     )
     for heading in ("", f"{run.ranks} ranks", "one process", ""):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    verdict = _verdict(run, list(zip(run.losses, alone.losses[-steps:], strict=True)), "all steps")
-    step, step_alone = statistics.median(run.seconds), statistics.median(alone.seconds)
-    table.add_row("last loss", digits(run.losses[-1]), digits(alone.losses[-1]), verdict)
-    held_out = _verdict(run, [(run.validation_loss, alone.validation_loss)])
-    table.add_row("held-out loss", digits(run.validation_loss), digits(alone.validation_loss), held_out)
-    table.add_row("a step", f"{step * 1e3:.0f} ms", f"{step_alone * 1e3:.0f} ms", f"speed-up {step_alone / step:.2f}")
-    idle = [f"{statistics.median(result.idle_shares):.0%}" for result in (run, alone)]
+    verdict = _verdict(run, list(zip(run.losses, single_run.losses[-steps:], strict=True)), "all steps")
+    step, single_step = statistics.median(run.seconds), statistics.median(single_run.seconds)
+    table.add_row("last loss", digits(run.losses[-1]), digits(single_run.losses[-1]), verdict)
+    held_out = _verdict(run, [(run.validation_loss, single_run.validation_loss)])
+    table.add_row("held-out loss", digits(run.validation_loss), digits(single_run.validation_loss), held_out)
+    table.add_row("a step", f"{step * 1e3:.0f} ms", f"{single_step * 1e3:.0f} ms", f"speed-up {single_step / step:.2f}")
+    idle = [f"{statistics.median(result.idle_shares):.0%}" for result in (run, single_run)]
     table.add_row("ranks idle", *idle, f"even stages {run.planned_idle:.0%}")
-    table.add_row("fullest rank", megabytes(run.peak_memory), megabytes(alone.peak_memory), "peak memory of its process")
+    table.add_row("fullest rank", megabytes(run.peak_memory), megabytes(single_run.peak_memory), "peak memory of its process")
     return table
 
 
 def _verdict(run: TrainResult, pairs: list[tuple[float, float]], where: str = "") -> str:
-    """Return in words how equal the pairs of losses are; with replicas or `tp` a small difference is expected."""
+    """Return as text whether the losses of each pair are equal; with replicas or `tp` a small difference is expected."""
     different = sum(a != b for a, b in pairs)
     if not different:
         return "equal to the last bit" + (f", {where}" if where else "")

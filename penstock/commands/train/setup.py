@@ -31,9 +31,9 @@ class Setup:
 
     config: TrainConfig
     topology: Topology
-    folder: Path | None  # of the run, the same on every rank; None if nothing is written
-    memory: Path | None  # a folder in memory, for a checkpoint after each step; None if ranks are not restarted
-    has_checkpoint: bool  # in one of the folders: of an earlier attempt, or of the run that is resumed
+    folder: Path | None  # of the run, equal on all ranks; None if nothing is written
+    memory: Path | None  # for a checkpoint after each step; None if ranks are not restarted
+    has_checkpoint: bool  # of an earlier attempt or the resumed run, in one of the folders
     source: data.TextDataset | data.DigitsDataset
     pipe: Pipeline
     optimizer: torch.optim.Optimizer
@@ -46,7 +46,7 @@ class Setup:
         return self.topology.rank == 0
 
     @property
-    def alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """Return whether one process has the whole model."""
         return self.topology.world_size == 1
 
@@ -67,7 +67,7 @@ class Setup:
 
 
 def set_up(config: TrainConfig, folder: Path | None, memory: Path | None = None) -> Setup:
-    """Set up this rank's part of a training. All ranks call it; `folder` and `memory` are those of rank 0."""
+    """Set up this rank's part of a training. All ranks call this; rank 0's `folder` and `memory` count."""
     topology = comms.current_topology()
     torch.manual_seed(config.seed)
     source, model, loss_fn = task(config)
@@ -97,7 +97,7 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _cut(config: TrainConfig, topology: Topology, source: Any, model: nn.Sequential, loss_fn: Loss) -> Pipeline:
-    """Cut the model over the ranks, as planned or by the layers' measured times; one process keeps it whole."""
+    """Cut the model over the ranks, as planned or by measured times of layers. In one process do not cut it."""
     if topology.world_size == 1 and config.plan is None:
         return Pipeline(model, loss_fn, "gpipe", config.microbatches, seed=config.seed)
     plan = None if config.plan is None else load(config.plan)
@@ -122,7 +122,7 @@ def _rate(step: int, steps: int) -> float:
 
 
 def _broadcast_folders(folder: Path | None, memory: Path | None, parameters: int) -> tuple[Path | None, Path | None, bool]:
-    """Return rank 0's folders, whose names contain its clock, and whether one has a checkpoint; `parameters`: bytes."""
+    """Return rank 0's folders on all ranks, and whether one has a checkpoint. `parameters`: bytes."""
     topology = comms.current_topology()
     if memory is not None and topology.rank == 0 and not has_room(memory, parameters):
         warnings.warn(f"{memory.parent} has no room for two checkpoints: they are kept on the disk only", stacklevel=3)

@@ -1,4 +1,4 @@
-"""`penstock train --plan`: before the first step measure the layers, plan, and try the best plans."""
+"""`penstock train --plan`: before the first step, measure the layers, plan, and try the best plans."""
 
 import math
 import os
@@ -33,23 +33,23 @@ UNLIMITED_BYTES = 1e15
 TRIAL_ROUNDS, TRIAL_STEPS = 2, 4
 
 
-def with_plan(config: TrainConfig) -> tuple[TrainConfig, Plan | None]:
-    """Return the options changed by the plan, and the plan; without --plan the options unchanged. Print the choice."""
+def apply_plan(config: TrainConfig) -> tuple[TrainConfig, Plan | None]:
+    """Choose a plan and print it. Return the options that it sets, and the plan; without --plan, the options and None."""
     if config.plan is None or config.resume is not None:
         return config, None
     candidate = load(config.plan) if config.plan.endswith(".json") else _fastest(config, _candidates(config))
     if os.environ.get("RANK", "0") == "0":
         print(f"planned: {candidate}", flush=True)
-    return _with_options_of(candidate, config), candidate
+    return _with_plan_options(candidate, config), candidate
 
 
-def _with_options_of(candidate: Plan, config: TrainConfig) -> TrainConfig:
+def _with_plan_options(candidate: Plan, config: TrainConfig) -> TrainConfig:
     dp = candidate.dp if candidate.dp > 1 else config.dp  # a plan for one replica is a plan for each of several
     return replace(config, ranks=candidate.ranks, dp=dp, microbatches=candidate.microbatches, schedule=candidate.schedule.name)
 
 
 def _candidates(config: TrainConfig) -> list[Plan]:
-    """Return the best plan, the best one whose ranks do not share cores, and the typed schedule with its best cut."""
+    """Return the best plan, the best whose ranks do not share cores, and the best for the typed schedule."""
     if config.tp > 1 or "RANK" in os.environ:
         raise PenstockError("--plan starts processes to measure on: plan with `penstock plan`, and give its plan.json")
     limit = UNLIMITED_BYTES if config.plan == "auto" else parse_memory_size(str(config.plan))
@@ -96,7 +96,7 @@ def _fastest(config: TrainConfig, plans: Sequence[Plan]) -> Plan:
     times: list[list[float]] = [[] for _ in plans]
     with TemporaryDirectory() as folder:
         trials = [
-            save_plan(_with_options_of(candidate, config), candidate, Path(folder) / str(number))
+            save_plan(_with_plan_options(candidate, config), candidate, Path(folder) / str(number))
             for number, candidate in enumerate(plans)
         ]
         for _ in range(TRIAL_ROUNDS):
@@ -130,7 +130,7 @@ def _time_steps(config: TrainConfig) -> list[float]:
     """Return the seconds of a few whole steps on this rank."""
     init_distributed(device=None if config.device == "auto" else config.device)
     setup, seconds = set_up(config, None), []
-    for step in range(TRIAL_STEPS + 1):  # in the first the ranks agree on the shapes
+    for step in range(TRIAL_STEPS + 1):  # one more: in the first step the ranks also agree on shapes
         begin = time.perf_counter()
         inputs, target = setup.share(setup.source.batch(config.seed, step, config.batch))
         setup.pipe.step(inputs, target=target)
@@ -141,7 +141,7 @@ def _time_steps(config: TrainConfig) -> list[float]:
 
 
 def save_plan(config: TrainConfig, candidate: Plan, folder: Path) -> TrainConfig:
-    """Write the plan to the run's `folder`, for every rank and a resumed run. Return the options with that file."""
+    """Write the plan to the run's `folder`, for all ranks and for a resumed run. Return the options with that file."""
     folder.mkdir(parents=True, exist_ok=True)
     with manifest.atomic_replacement(folder / PLAN) as temporary:
         candidate.save(temporary)
@@ -149,7 +149,7 @@ def save_plan(config: TrainConfig, candidate: Plan, folder: Path) -> TrainConfig
 
 
 def compare_with_plan(config: TrainConfig, timelines: Sequence[Timeline]) -> str:
-    """Compare the plan with the median of these steps, as text; return an empty text without a plan."""
+    """Return a comparison of the plan with the median of these steps; without a plan, an empty text."""
     if config.plan is None:
         return ""
     candidate = load(config.plan)
@@ -166,7 +166,7 @@ def compare_with_plan(config: TrainConfig, timelines: Sequence[Timeline]) -> str
 
 
 def advice(config: TrainConfig, folder: Path, balance: Balance, parameters: Mapping[str, float], measured: Measurement) -> str:
-    """Plan with a run's measured costs, in the memory that it uses, and return a line about a better plan.
+    """Plan with a run's measured costs, within the memory that it uses. Return a line about a better plan.
 
     Write the costs to the run's `folder`, for `penstock plan --costs`. `parameters`: bytes of each layer.
     """

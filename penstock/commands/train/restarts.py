@@ -1,4 +1,4 @@
-"""Restart a run: with the ranks that are left, in the same folder, from its newest whole checkpoint."""
+"""Restart a run in the same folder with the ranks that are left: adapt its options to fewer processes."""
 
 import os
 from dataclasses import replace
@@ -13,16 +13,16 @@ FALLBACK_SCHEDULE = "1f1b"  # runs on any number of ranks
 RUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"  # set by torchrun's agent
 
 
-def may_begin_again(config: TrainConfig) -> bool:
-    """Return whether another attempt follows a failed one: `--restarts` here, `--max-restarts` under torchrun."""
+def may_restart(config: TrainConfig) -> bool:
+    """Return whether a failed attempt is followed by another: `--restarts` here, `--max-restarts` under torchrun."""
     return config.restarts > 0 or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
 
 
-def for_world(config: TrainConfig, processes: int) -> tuple[TrainConfig, str]:
+def resize_for_processes(config: TrainConfig, processes: int) -> tuple[TrainConfig, str]:
     """Return the options for this number of processes, which may be smaller than before, and a sentence about the changes.
 
-    `tp` stays if it divides the processes, then `dp` if it divides the rest; the pipeline takes what is left. A table for
-    another number of ranks is replaced by 1F1B.
+    Keep `tp` if it divides the processes, then `dp` if it divides the quotient; the pipeline gets the remaining factor. Replace
+    a table for another number of ranks by 1F1B.
     """
     tp = config.tp if processes % config.tp == 0 else 1
     dp = config.dp if processes % (config.dp * tp) == 0 else 1

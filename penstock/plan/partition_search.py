@@ -203,9 +203,7 @@ class PartitionSearch:
     def _message_delays(self, stages: Sequence[StageCost]) -> list[float]:
         """Return the seconds of a message over each border between stages; and a 0, for no border."""
         send, bandwidth = self.limits.send, self.limits.bandwidth * self.timer.slices  # each slice sends its share of the bytes
-        between_ranks = [rank != next_rank for rank, next_rank in pairwise(self.timer.placement)]
-        delays = [(send + stage.output / bandwidth) * crosses for stage, crosses in zip(stages, between_ranks, strict=False)]
-        return [*delays, 0.0]
+        return [*(send + stage.output / bandwidth for stage in stages[:-1]), 0.0]
 
     # -- search -----------------------------------------------------------------------------------------------------------
 

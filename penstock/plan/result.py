@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from random import Random
@@ -92,13 +91,8 @@ def robustness(plan: Plan, share: float = 0.1, draws: int = 200, seed: int = 0) 
     """Seconds of a step where every action takes up to `share` more or less: the median of `draws`, and the worst."""
     table, random, stages = ScheduleTimer(plan.schedule), Random(seed), plan.schedule.stages
     costs = [cost for kind in KINDS for cost in plan.costs.action_costs(stages)[kind]]
-    crosses_ranks = [rank_a != rank_b for rank_a, rank_b in pairwise(plan.schedule.placement)]
-    messages = plan.costs.message_costs(stages)
-    lags = [
-        (seconds / plan.schedule.slices + send) * crosses
-        for (seconds, send), crosses in zip(messages, crosses_ranks, strict=True)
-    ]
-    makespans = [table.makespan_with_jitter(costs, [*lags, 0.0], share, random) for _ in range(draws)]
+    delays = [seconds / table.slices + send for seconds, send in plan.costs.message_costs(stages)]
+    makespans = [table.makespan_with_jitter(costs, [*delays, 0.0], share, random) for _ in range(draws)]
     averaging = plan.seconds - plan.timeline.makespan if plan.dp > 1 else 0.0  # comes after the actions of the table
     return median(makespans) + averaging, max(makespans) + averaging
 

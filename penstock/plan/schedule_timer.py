@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import ge
 from random import Random
 
@@ -65,6 +65,8 @@ class ScheduleTimer:
     def makespan(self, costs: Sequence[float], message_delays: Sequence[float], cores: float = math.inf) -> float:
         """Return the makespan for `costs`, of F of every stage, then of B, I, W. `message_delays`: over each border, and a 0.
 
+        Nothing is delayed where both stages of a border are on one rank.
+
         Where more ranks work at once than there are `cores`, all of them are as much slower meanwhile.
         """
         ends, costs = [0.0], self._costs_of_slice(costs)
@@ -91,9 +93,10 @@ class ScheduleTimer:
 def _operations_in_order(schedule: Schedule) -> list[tuple[int, int, int, int]]:
     """The actions in an order in which all can run: cost, action before on the rank, action needed, border that it crosses.
 
-    Actions count from 1; 0 is there from the beginning. The last border is no border.
+    Actions count from 1; 0 is there from the beginning. The last border is no border: what comes from the same rank crosses it.
     """
     stages, nowhere = schedule.num_stages, schedule.num_stages - 1
+    borders = [stage if rank != next_rank else nowhere for stage, (rank, next_rank) in enumerate(pairwise(schedule.placement))]
     order = sorted(
         simulate(schedule).events, key=lambda event: event.start
     )  # every action takes 1: none starts before what it needs
@@ -104,9 +107,9 @@ def _operations_in_order(schedule: Schedule) -> list[tuple[int, int, int, int]]:
         kind, stage, microbatch, slice_ = event.action
         needed, border = 0, nowhere
         if kind is Kind.F and stage:
-            needed, border = number[Action(Kind.F, stage - 1, microbatch, slice_)], stage - 1
+            needed, border = number[Action(Kind.F, stage - 1, microbatch, slice_)], borders[stage - 1]
         elif kind in (Kind.B, Kind.I) and stage < stages - 1:
-            needed, border = number[Action(Kind.B, stage + 1, microbatch, slice_)], stage
+            needed, border = number[Action(Kind.B, stage + 1, microbatch, slice_)], borders[stage]
         lines.append((KINDS.index(kind) * stages + stage, last_operation[event.rank], needed, border))
         number[event.action] = last_operation[event.rank] = len(lines)
         if kind is Kind.I:

@@ -295,7 +295,7 @@ def test_microbatches_of_unlike_sizes_are_predicted_as_they_are_and_a_better_ord
     assert explanation.predicted_step == pytest.approx(timeline.makespan)
     first = explanation.verdict[0]
     assert first.text.startswith('microbatches are of unlike sizes, in the planned order (order="planned"): -31')
-    assert not explain(simulate(table)).planned_order_timeline
+    assert not explain(simulate(table)).repairs
 
 
 def test_a_microbatch_that_is_slow_on_one_rank_is_not_of_another_size() -> None:

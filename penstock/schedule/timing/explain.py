@@ -11,6 +11,7 @@ from statistics import fmean, median
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import FAMILIES, build, names
+from penstock.schedule.memory import format_bytes
 from penstock.schedule.microbatch_order import plan_order
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import Kind
@@ -20,9 +21,10 @@ from penstock.schedule.timing.explanation import (
     NOTABLE_SHARE,
     Alternative,
     Explanation,
-    MicrobatchOrderDeviation,
-    SlowMessages,
+    Improvement,
     Straggler,
+    format_ms,
+    improvement,
 )
 from penstock.schedule.timing.measurement import Measurement, find_gaps
 from penstock.schedule.timing.replay import replay
@@ -31,6 +33,7 @@ from penstock.schedule.transform import with_full_backwards
 
 STRAGGLER_SHARE = 0.05  # of its planned time: what a rank may be slower by without being named
 SLOW_MESSAGE_SHARE = 0.25  # of the usual forward's time: what a message may take without being named
+MIN_TOLD_BYTES = 1_000_000  # of a message; the speed of a smaller one is its latency
 SLOW_LINK_FACTOR = 2  # times the usual message between other ranks: above it a link is slow
 
 
@@ -70,9 +73,11 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
         fastest=faster,
         fastest_in_same_memory=None if frugal is faster else frugal,
         num_steps=costs.num_steps,
-        slow_messages=_find_slow_messages(timeline, costs),
-        out_of_order=_find_rank_out_of_order(costs, predicted_step),
-        planned_order_timeline=_timeline_in_planned_order(costs),
+        repairs=(
+            *_faster_messages(timeline, costs),
+            *_ascending_order(costs, predicted_step),
+            *_planned_order(costs, predicted_step),
+        ),
     )
 
 
@@ -160,32 +165,36 @@ def _compare_with_share(measurement: Measurement, rank: int, predicted_step: flo
     return Straggler(rank, (took - planned) / len(actions), times, predicted_step - shorter.makespan, shorter)
 
 
-def _find_slow_messages(timeline: Timeline, measurement: Measurement) -> SlowMessages | None:
-    """Return the slowest link between two ranks whose usual speed would make the step notably shorter, else all links."""
+def _faster_messages(timeline: Timeline, measurement: Measurement) -> Iterator[Improvement]:
+    """Yield the usual speed for the slowest link between two ranks, else messages without cost, if notably faster."""
     waits = [(gap, gap.needed) for gap in find_gaps(timeline) if gap.idle_when_input_computed and gap.needed]
     seconds_by_link = defaultdict[tuple[int, int], list[float]](list)
     for gap, needed in waits:
         seconds_by_link[needed.rank, gap.after.rank].append(gap.message_seconds)
     links = {link: median(seconds) for link, seconds in seconds_by_link.items()}
     if not links:
-        return None
+        return
     slowest = max(links, key=lambda link: links[link])
     other_links = [seconds for link, seconds in links.items() if link != slowest]
     is_one_slow = bool(other_links) and links[slowest] > SLOW_LINK_FACTOR * median(other_links)
     usual, slow = (median(other_links), {slowest}) if is_one_slow else (0.0, set(links))
 
     if links[slowest] < SLOW_MESSAGE_SHARE * median(measurement.seconds[Kind.F]):
-        return None
+        return
     saved = {gap.after.action: gap.message_seconds - usual for gap, needed in waits if (needed.rank, gap.after.rank) in slow}
     shorter = replay(timeline, {}, saved)
     if timeline.makespan - shorter.makespan <= NOTABLE_SHARE * timeline.makespan:
-        return None
+        return
     has_one_link = is_one_slow or len({frozenset(link) for link in links}) == 1
-    return SlowMessages(slowest if has_one_link else (), links[slowest], usual, timeline.message_bytes, shorter)
+    route = f"from rank {slowest[0]} to rank {slowest[1]}" if has_one_link else "between ranks"
+    others, size, seconds = f", others {format_ms(usual)}" if usual else "", timeline.message_bytes, links[slowest]
+    speed = f", {format_bytes(size)} at {size / seconds / 1e9:.2g} GB/s" if size >= MIN_TOLD_BYTES else ""
+    change = f"messages {route} take {format_ms(seconds)} each{others}{speed}, without that"
+    yield improvement("message", change, shorter, timeline.makespan)
 
 
-def _find_rank_out_of_order(measurement: Measurement, predicted_step: float) -> MicrobatchOrderDeviation | None:
-    """Return the first rank whose microbatches, in ascending order on all ranks, would make the step notably shorter."""
+def _ascending_order(measurement: Measurement, predicted_step: float) -> Iterator[Improvement]:
+    """Yield microbatches in ascending order on all ranks, if notably faster; the first rank that has another is named."""
     table = measurement.schedule
     rows = []
     for row in table.actions:
@@ -193,25 +202,28 @@ def _find_rank_out_of_order(measurement: Measurement, predicted_step: float) -> 
         rows.append(tuple(next(ascending[action[:2]]) for action in row))
     changed_ranks = [rank for rank, row in enumerate(rows) if row != table.actions[rank]]
     if not changed_ranks:
-        return None
+        return
     try:
         timeline = measurement.predict(from_rows(table.name, rows))
     except ScheduleError:
-        return None
-    is_notable = predicted_step - timeline.makespan > NOTABLE_SHARE * predicted_step
-    return MicrobatchOrderDeviation(changed_ranks[0], timeline) if is_notable else None
+        return
+    if predicted_step - timeline.makespan > NOTABLE_SHARE * predicted_step:
+        change = f"rank {changed_ranks[0]} runs microbatches out of order, in order"
+        yield improvement("order", change, timeline, predicted_step)
+
+
+def _planned_order(measurement: Measurement, predicted_step: float) -> Iterator[Improvement]:
+    """Yield microbatches of unlike sizes in the order that would be planned for them, if notably faster."""
+    if factors := measurement.microbatch_factors:
+        order = plan_order(factors, measurement.schedule, measurement.costs)
+        reordered = replace(measurement, microbatch_factors=tuple(factors[index] for index in order))
+        timeline = reordered.predict(measurement.schedule)
+        if timeline.makespan < (1 - NOTABLE_SHARE) * predicted_step:
+            change = 'microbatches are of unlike sizes, in the planned order (order="planned")'
+            yield improvement("order", change, timeline, predicted_step)
 
 
 # ---- what would make it shorter
-
-
-def _timeline_in_planned_order(measurement: Measurement) -> Timeline | None:
-    """Return the step with microbatches of unlike sizes in the order that would be planned for them; None if they are alike."""
-    factors = measurement.microbatch_factors
-    if not factors:
-        return None
-    order = plan_order(factors, measurement.schedule, measurement.costs)
-    return replace(measurement, microbatch_factors=tuple(factors[index] for index in order)).predict(measurement.schedule)
 
 
 def _max_microbatches_in_flight(table: Schedule, timeline: Timeline) -> float:

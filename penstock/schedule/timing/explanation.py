@@ -11,7 +11,6 @@ from penstock.schedule.timing.timeline import Timeline
 
 ENGINE = "engine"  # the key of the engine's time among the shares
 NOTABLE_SHARE = 0.01  # of a step; a smaller gain is not suggested
-MIN_TOLD_BYTES = 1_000_000  # of a message; the speed of a smaller one is its latency
 BLOCKED_SHARE = 0.5  # of what a slow rank costs: where its blocked collectives cost more, they are named alone
 FEW_MICROBATCHES_A_RANK = 2  # with fewer a step is mostly fill and drain
 
@@ -35,25 +34,6 @@ class Straggler:
     action_seconds: dict[Kind, tuple[float, float]]  # kind -> (measured, what its share of the model would take)
     step_seconds_lost: float  # how much shorter the step would be if it were as fast as the others
     timeline: Timeline  # that step, predicted
-
-
-@dataclass(frozen=True)
-class SlowMessages:
-    """Messages that take longer than the usual one, or long beside an action."""
-
-    ranks: tuple[int, ...]  # from and to; empty: all messages are slow
-    seconds: float  # of a message
-    usual_seconds: float  # of a message between other ranks; 0: there are none, or theirs take as long
-    bytes: float  # of a message; 0: unknown
-    timeline: Timeline  # the step with messages of `usual_seconds`, predicted
-
-
-@dataclass(frozen=True)
-class MicrobatchOrderDeviation:
-    """A rank that runs microbatches in another order than the ranks before it."""
-
-    rank: int
-    timeline: Timeline  # of a step with ascending microbatches, predicted
 
 
 @dataclass(frozen=True)
@@ -92,9 +72,7 @@ class Explanation:
     fastest: Alternative | None  # the fastest of them, if notably faster than the table that ran
     fastest_in_same_memory: Alternative | None  # the fastest of those that hold no more, if it is not `fastest`
     num_steps: int = 1  # whose medians the costs are
-    slow_messages: SlowMessages | None = None
-    out_of_order: MicrobatchOrderDeviation | None = None
-    planned_order_timeline: Timeline | None = None  # predicted with order="planned"; None where microbatches are alike
+    repairs: tuple[Improvement, ...] = ()  # faster messages and other orders of microbatches, as far as they are notably faster
     findings: tuple[Improvement, ...] = ()  # what else is known to have made the step longer, from a trace of it
 
     def __str__(self) -> str:
@@ -154,20 +132,8 @@ def _slow_rank_improvement(explanation: Explanation) -> Iterator[Improvement]:
 def _suggested_repairs(explanation: Explanation) -> Iterator[Improvement]:
     """Yield another cut, faster messages, another order, more microbatches, where each is notably faster."""
     if explanation.even_stages_seconds < (1 - NOTABLE_SHARE) * explanation.predicted_step:
-        yield _improvement("cut", "another cut", explanation.even_stages_timeline, explanation)
-
-    if slow := explanation.slow_messages:
-        gain = 1 - slow.timeline.makespan / explanation.step
-        yield Improvement("message", f"{_slow_messages_text(slow)}: {-100 * gain:.1f} %", gain, slow.timeline)
-
-    if wrong := explanation.out_of_order:
-        change = f"rank {wrong.rank} runs microbatches out of order, in order"
-        yield _improvement("order", change, wrong.timeline, explanation)
-
-    planned = explanation.planned_order_timeline
-    if planned and planned.makespan < (1 - NOTABLE_SHARE) * explanation.predicted_step:
-        change = 'microbatches are of unlike sizes, in the planned order (order="planned")'
-        yield _improvement("order", change, planned, explanation)
+        yield improvement("cut", "another cut", explanation.even_stages_timeline, explanation.predicted_step)
+    yield from explanation.repairs
 
     table, doubled = explanation.schedule, explanation.doubled_microbatches
     if doubled and table.microbatches < FEW_MICROBATCHES_A_RANK * table.ranks:
@@ -178,24 +144,18 @@ def _suggested_repairs(explanation: Explanation) -> Iterator[Improvement]:
             yield Improvement("microbatches", text, gain, doubled.timeline)
 
 
-def _slow_messages_text(slow: SlowMessages) -> str:
-    route = f"from rank {slow.ranks[0]} to rank {slow.ranks[1]}" if slow.ranks else "between ranks"
-    usual = f", others {_format_ms(slow.usual_seconds)}" if slow.usual_seconds else ""
-    size = f", {format_bytes(slow.bytes)} at {slow.bytes / slow.seconds / 1e9:.2g} GB/s" if slow.bytes >= MIN_TOLD_BYTES else ""
-    return f"messages {route} take {_format_ms(slow.seconds)} each{usual}{size}, without that"
-
-
 def _suggested_schedules(explanation: Explanation) -> Iterator[Improvement]:
     """Yield other schedules, as far as each makes the step notably shorter."""
     for alternative, memory_note in ((explanation.fastest, " but more memory"), (explanation.fastest_in_same_memory, "")):
         if alternative:
             note = memory_note if alternative.microbatches_held > explanation.microbatches_held else ""
             change = f"another schedule{note}, {alternative.schedule.name}"
-            yield _improvement("schedule", change, alternative.timeline, explanation)
+            yield improvement("schedule", change, alternative.timeline, explanation.predicted_step)
 
 
-def _improvement(kind: str, change: str, timeline: Timeline, explanation: Explanation) -> Improvement:
-    gain = 1 - timeline.makespan / explanation.predicted_step
+def improvement(kind: str, change: str, timeline: Timeline, step_seconds: float) -> Improvement:
+    """Return the improvement of a step of `step_seconds` to that of `timeline` by a `change`."""
+    gain = 1 - timeline.makespan / step_seconds
     return Improvement(kind, f"{change}: {-100 * gain:.1f} %", gain, timeline)
 
 
@@ -209,7 +169,7 @@ def _text_lines(explanation: Explanation) -> Iterator[str]:
     predicted, measured = explanation.predicted_step, explanation.step
     error = predicted / measured - 1 if measured else 0.0
     direction = "more" if error > 0 else "less"
-    yield f"prediction: {_format_ms(predicted)} at these costs, {abs(error):.1%} {direction} than measured"
+    yield f"prediction: {format_ms(predicted)} at these costs, {abs(error):.1%} {direction} than measured"
 
 
 def _time_share_lines(explanation: Explanation) -> Iterator[str]:
@@ -221,7 +181,7 @@ def _time_share_lines(explanation: Explanation) -> Iterator[str]:
             _count(table.microbatches, "microbatch", "microbatches"),
         )
     )
-    yield f"{table.name}, {size}: {_format_ms(explanation.step)} from the first action to the last. Of the ranks' time:"
+    yield f"{table.name}, {size}: {format_ms(explanation.step)} from the first action to the last. Of the ranks' time:"
 
     busy = {kind.value: explanation.shares[kind.value] for kind in Kind}
     yield f"  busy   {sum(busy.values()):6.1%}  {_list_shares(busy)}"
@@ -229,11 +189,11 @@ def _time_share_lines(explanation: Explanation) -> Iterator[str]:
     yield f"  engine {explanation.shares[ENGINE]:6.1%}  of it: between actions, with nothing to wait for"
 
     if explanation.averaging:
-        seconds = _format_ms(explanation.averaging)
+        seconds = format_ms(explanation.averaging)
         yield f"averaging gradients: {seconds} after the last action, which the table does not hide"
     if between := explanation.between_steps:
         share = between / (between + explanation.step)
-        yield f"between steps {_format_ms(between)}, {share:.1%} of the loop: the optimizer, the next batch, what else it does"
+        yield f"between steps {format_ms(between)}, {share:.1%} of the loop: the optimizer, the next batch, what else it does"
     if sizes := explanation.activation_bytes:
         max_size, min_size = max(sizes), min(sizes)
         place = "every rank" if max_size == min_size else f"rank {sizes.index(max_size)}, the least {format_bytes(min_size)}"
@@ -266,10 +226,10 @@ def _straggler_text(straggler: Straggler | None, predicted_step: float) -> str:
     if straggler is None:
         return "straggler: none, no rank takes notably longer than its share of the model"
     times = ", ".join(
-        f"{kind.value} {1e3 * seconds:.1f} instead of {_format_ms(fair_seconds)}"
+        f"{kind.value} {1e3 * seconds:.1f} instead of {format_ms(fair_seconds)}"
         for kind, (seconds, fair_seconds) in straggler.action_seconds.items()
     )
-    extra, lost_text = _format_ms(straggler.extra_seconds_per_action), _format_ms(straggler.step_seconds_lost)
+    extra, lost_text = format_ms(straggler.extra_seconds_per_action), format_ms(straggler.step_seconds_lost)
     return (
         f"straggler: rank {straggler.rank} takes {extra} an action longer than its share of the model "
         f"({times}), which costs the step {lost_text} ({straggler.step_seconds_lost / predicted_step:.1%})"
@@ -295,7 +255,7 @@ def _memory_text(alternative: Alternative, explanation: Explanation) -> str:
 
 def _compare(seconds: float, predicted_step: float) -> str:
     gain = 1 - seconds / predicted_step if predicted_step else 0.0
-    return f"{_format_ms(seconds)}, {abs(gain):.1%} {'less' if gain >= 0 else 'more'}"
+    return f"{format_ms(seconds)}, {abs(gain):.1%} {'less' if gain >= 0 else 'more'}"
 
 
 def _list_shares(shares: dict[str, float]) -> str:
@@ -306,7 +266,8 @@ def _count(number: float, noun: str, plural: str = "") -> str:
     return f"{number:g} {noun if number == 1 else plural or noun + 's'}"
 
 
-def _format_ms(seconds: float) -> str:
+def format_ms(seconds: float) -> str:
+    """Return seconds as text in milliseconds: `1.5 ms`."""
     return f"{1e3 * seconds:.1f} ms"
 
 

@@ -7,7 +7,7 @@ from typing import SupportsFloat
 from penstock.errors import PenstockError, is_whole_number
 from penstock.plan.model_profile import ModelProfile
 from penstock.plan.partition_search import EvaluatedPartition, PartitionSearch
-from penstock.schedule.catalog import FAMILIES
+from penstock.schedule.catalog import FAMILIES, names_with_options
 from penstock.schedule.memory import format_bytes, parse_bytes
 
 
@@ -85,9 +85,10 @@ def slice_counts(slices: int | Sequence[int], names: Sequence[str]) -> list[int]
     counts = parse_integers("slices", slices)
     if wrong := [count for count in counts if count < 1]:
         raise PenstockError(f"slices={wrong[0]}: a microbatch is cut into 1 slice or more")
-    if min(counts) > 1 and not any("slices" in FAMILIES[name].options for name in names):
-        sliced = ", ".join(name for name, family in FAMILIES.items() if "slices" in family.options)
-        raise PenstockError(f"{', '.join(names)}: without slices, so slices={slices} cannot be planned; {sliced} have them")
+    sliced = names_with_options(["slices"])
+    if min(counts) > 1 and not {*sliced} & {*names}:
+        families, sliced_families = ", ".join(names), ", ".join(sliced)
+        raise PenstockError(f"{families}: without slices, so slices={slices} cannot be planned; {sliced_families} have them")
     return counts
 
 

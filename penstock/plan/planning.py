@@ -181,8 +181,8 @@ def plan(
 
 
 @lru_cache(maxsize=256)
-def _family_timer(name: str, num_ranks: int, microbatches: int, stages_per_rank: int | None, slices: int) -> ScheduleTimer:
-    return ScheduleTimer(build(name, num_ranks, microbatches, stages_per_rank, **({"slices": slices} if slices > 1 else {})))
+def _family_timer(name: str, num_ranks: int, microbatches: int, stages_per_rank: int, slices: int) -> ScheduleTimer:
+    return ScheduleTimer(build(name, num_ranks, microbatches, stages_per_rank, slices=slices))
 
 
 def family_timers(

@@ -4,7 +4,6 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial, wraps
 from typing import Any
 
 from penstock.errors import ScheduleError, is_whole_number
@@ -13,24 +12,12 @@ from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import PLACEMENTS, Cell, pause_garbage_collection
 from penstock.schedule.verify import verify
 
-Rows = Iterable[Iterable[Cell]]
-
-
-def rows_from_rank_rule(rule: Callable[..., Iterable[Cell]]) -> Callable[..., Rows]:
-    """A rule for the row of one rank as a rule for the rows of all."""
-
-    @wraps(rule)
-    def rows(ranks: int, microbatches: int, **options: Any) -> Rows:
-        return [rule(rank, ranks, microbatches, **options) for rank in range(ranks)]
-
-    return rows
-
 
 @dataclass(frozen=True)
 class Family:
     """One rule that makes a table for any P and M, with what a reader wants to know before choosing it."""
 
-    rule: Callable[..., Rows]  # (P, M, options) -> the cells of every rank
+    rule: Callable[..., Iterable[Cell]]  # (rank, P, M, options) -> the cells of that rank
     stages_per_rank: int  # V, unless the rule takes another
     bubble: str  # idle time of a rank, T = its forward and backward of one microbatch, no send cost
     in_flight: str  # activations in flight on rank r, in microbatches
@@ -59,24 +46,20 @@ class Family:
 MAX_CELLS = 10**8  # ranks x microbatches: a table of more takes tens of gigabytes
 
 FAMILIES: dict[str, Family] = {
-    "naive": Family(rows_from_rank_rule(one_f_one_b.naive), 1, "(P-1) M T", "1"),
-    "gpipe": Family(rows_from_rank_rule(one_f_one_b.gpipe), 1, "(P-1) T", "M"),
-    "1f1b": Family(rows_from_rank_rule(one_f_one_b.one_f_one_b), 1, "(P-1) T", "min(P-r, M)"),
+    "naive": Family(one_f_one_b.naive, 1, "(P-1) M T", "1"),
+    "gpipe": Family(one_f_one_b.gpipe, 1, "(P-1) T", "M"),
+    "1f1b": Family(one_f_one_b.one_f_one_b, 1, "(P-1) T", "min(P-r, M)"),
     "interleaved-1f1b": Family(
-        rows_from_rank_rule(one_f_one_b.interleaved_1f1b),
-        2,
-        "(P-1) T / V",
-        "((V-1)P + 2(P-1-r) + 1) / V",
-        min_stages_per_rank=2,
+        one_f_one_b.interleaved_1f1b, 2, "(P-1) T / V", "((V-1)P + 2(P-1-r) + 1) / V", min_stages_per_rank=2
     ),
-    "looped-bfs": Family(rows_from_rank_rule(one_f_one_b.looped_bfs), 2, "(P-1) T / V", "M"),
-    "zb-h1": Family(rows_from_rank_rule(one_f_one_b.zb_h1), 1, "(P-1)(F + I - W) where F, I >= W", "P"),
-    "zb-h2": Family(rows_from_rank_rule(one_f_one_b.zb_h2), 1, "(P-1)(F + I - 2W) by span", "2P-1"),
-    "interleaved-zb": Family(rows_from_rank_rule(one_f_one_b.interleaved_zb), 2, "(P-1)(F + I - W) / V", "P"),
-    "zb-v": Family(rows_from_rank_rule(two_chunks.zb_v), 2, "0 by span, (P-1) F/2", "P", placement="V"),
+    "looped-bfs": Family(one_f_one_b.looped_bfs, 2, "(P-1) T / V", "M"),
+    "zb-h1": Family(one_f_one_b.zb_h1, 1, "(P-1)(F + I - W) where F, I >= W", "P"),
+    "zb-h2": Family(one_f_one_b.zb_h2, 1, "(P-1)(F + I - 2W) by span", "2P-1"),
+    "interleaved-zb": Family(one_f_one_b.interleaved_zb, 2, "(P-1)(F + I - W) / V", "P"),
+    "zb-v": Family(two_chunks.zb_v, 2, "0 by span, (P-1) F/2", "P", placement="V"),
     "v-half": Family(controllable_memory.v_half, 2, "about half of 1f1b's", "floor((P+2) / 2)", placement="V"),
     "v-min": Family(controllable_memory.v_min, 2, "about 2/3 of 1f1b's", "floor((P+4) / 3)", placement="V"),
-    "dualpipe-v": Family(rows_from_rank_rule(two_chunks.dualpipe_v), 2, "(P-1)(F&B + B - 3W) / 2", "(2P+1) / 2", placement="V"),
+    "dualpipe-v": Family(two_chunks.dualpipe_v, 2, "(P-1)(F&B + B - 3W) / 2", "(2P+1) / 2", placement="V"),
 }
 
 
@@ -95,6 +78,11 @@ def all_build_options() -> list[str]:
     return list(dict.fromkeys(option for name in names() for option in family_options(name)))
 
 
+def names_with_options(options: Iterable[str]) -> list[str]:
+    """Return the schedules that `build` can make with all these options."""
+    return [name for name in names() if {*options} <= {*family_options(name)}]
+
+
 def _find_family(name: str) -> Family:
     if name not in FAMILIES:
         raise ScheduleError(f"unknown schedule {name!r}{did_you_mean(name, names())}: choose from {', '.join(names())}")
@@ -109,7 +97,8 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
     `ranks`: P, how many ranks the stages are placed on.
     `microbatches`: M, into how many a batch is split.
     `stages_per_rank`: V, by default what the family is made for: S = P x V stages in all.
-    `options`: of the family, `group_size` of the interleaved ones: how many microbatches pass through a rank's stages together.
+    `options`: of the family, `group_size` of the interleaved ones: how many microbatches pass through a rank's stages together;
+    `slices`: K, into how many a microbatch is cut along its sequence (1 with any family).
 
     Raises ScheduleError, with the nearest value that works, for a name, a number or an option it cannot build.
 
@@ -118,9 +107,11 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
         # rank 1 | 1F0 1B0 1F1 1B1 1F2 1B2
     """
     family = _find_family(name)
+    if options.get("slices") == 1 and "slices" not in family.options:
+        del options["slices"]
     if unknown := sorted(set(options) - set(family.options)):
         option_text = f"it has {', '.join(family.options)}" if family.options else "it has none"
-        if with_option := [other for other in names() if set(unknown) <= set(family_options(other))]:
+        if with_option := names_with_options(unknown):
             option_text += f"; {', '.join(with_option)} {'have' if len(with_option) > 1 else 'has'} it"
         raise ScheduleError(f"{name} has no option {', '.join(unknown)}: {option_text}")
     optional = {option: value for option, value in {"stages_per_rank": stages_per_rank, **options}.items() if value is not None}
@@ -133,21 +124,18 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
             f"{name} of {ranks} ranks and {microbatches} microbatches is too large: {MAX_CELLS:,} in all at most"
         )
     options = {option: value and int(value) for option, value in options.items()}
-    if stages_per_rank is not None:
-        _check_stages_per_rank(name, family, stages_per_rank := int(stages_per_rank))
-    of = partial(_build_table, name, family, ranks, stages_per_rank=stages_per_rank, options=options)
+    stages_per_rank = family.stages_per_rank if stages_per_rank is None else int(stages_per_rank)
+    _check_stages_per_rank(name, family, stages_per_rank)
+    if "stages_per_rank" in family.options:
+        options["stages_per_rank"] = stages_per_rank
+    placement = PLACEMENTS[family.placement](ranks * stages_per_rank, ranks)
+
+    def build_table(microbatches: int) -> Schedule:
+        return from_rows(name, [family.rule(rank, ranks, microbatches, **options) for rank in range(ranks)], placement)
+
     if "group_size" in options:
-        _check_group_size(of, microbatches, options["group_size"])
-    return of(microbatches)
-
-
-def _build_table(
-    name: str, family: Family, ranks: int, microbatches: int, stages_per_rank: int | None, options: dict[str, Any]
-) -> Schedule:
-    if stages_per_rank and "stages_per_rank" in family.options:
-        options = options | {"stages_per_rank": stages_per_rank}
-    placement = PLACEMENTS[family.placement](ranks * (stages_per_rank or family.stages_per_rank), ranks)
-    return from_rows(name, list(family.rule(ranks, microbatches, **options)), placement)
+        _check_group_size(build_table, microbatches, options["group_size"])
+    return build_table(microbatches)
 
 
 def _check_stages_per_rank(name: str, family: Family, stages_per_rank: int) -> None:

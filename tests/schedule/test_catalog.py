@@ -36,6 +36,11 @@ def test_the_number_of_stages_on_each_rank_can_be_said_or_left_out(name):
     assert build(name, 3, 4, stages_per_rank) == build(name, 3, 4) == build(name, 3, 4, stages_per_rank=None)
 
 
+@pytest.mark.parametrize("name", PLACED)
+def test_whole_microbatches_are_one_slice_of_every_family(name):
+    assert build(name, 3, 4, slices=1) == build(name, 3, 4)
+
+
 def test_every_family_is_described_in_words():
     for name, family in FAMILIES.items():
         assert family.summary, name

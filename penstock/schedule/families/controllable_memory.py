@@ -8,6 +8,7 @@ the order of the slots as soon as they can run, and a W whenever none can.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from penstock.schedule.memory import ActivationSize, peaks_in_flight
 from penstock.schedule.schedule import from_rows
@@ -23,7 +24,7 @@ Slots = dict[int, Action]  # of one rank
 Rows = tuple[tuple[Action, ...], ...]  # rank -> its actions, in order
 
 
-def v_half(ranks: int, microbatches: int) -> Rows:
+def v_half(rank: int, ranks: int, microbatches: int) -> Sequence[Action]:
     """About half of 1F1B's memory where P is large, and a bubble in between (Qi et al. 2024, arXiv 2405.15362).
 
     Any P, any M; rank r has the stages r and 2P-1-r. Slots of the first microbatch's F0, F1, I1, I0 on rank r, with
@@ -32,10 +33,10 @@ def v_half(ranks: int, microbatches: int) -> Rows:
     """
     late = 0 if ranks % 2 else 3
     first_slots = [(2 * r, 3 * ranks - 2 - r, 3 * ranks + late + 2 * r - 1, 6 * ranks + late - 2 - r) for r in range(ranks)]
-    return _rows_from_pattern(first_slots, microbatches)
+    return _rows_from_pattern(tuple(first_slots), microbatches)[rank]
 
 
-def v_min(ranks: int, microbatches: int) -> Rows:
+def v_min(rank: int, ranks: int, microbatches: int) -> Sequence[Action]:
     """About a third of 1F1B's memory where P is large, the least there is in a V (Qi et al. 2024, arXiv 2405.15362).
 
     Any P, any M; rank r has the stages r and 2P-1-r. Slots of the first microbatch's F0, F1, I1, I0 on rank r, with
@@ -44,10 +45,11 @@ def v_min(ranks: int, microbatches: int) -> Rows:
     """
     late = 0 if ranks % 3 else 2
     first_slots = [(r, 2 * ranks - 1 - r, 2 * ranks + late + r, 4 * ranks + late - 1 - r) for r in range(ranks)]
-    return _rows_from_pattern(first_slots, microbatches)
+    return _rows_from_pattern(tuple(first_slots), microbatches)[rank]
 
 
-def _rows_from_pattern(first_slots: Sequence[tuple[int, int, int, int]], microbatches: int) -> Rows:
+@lru_cache(maxsize=1)  # all rows are made together, and asked for one after the other
+def _rows_from_pattern(first_slots: tuple[tuple[int, int, int, int], ...], microbatches: int) -> Rows:
     slots = [_periodic_slots(rank, len(first_slots), offsets, microbatches) for rank, offsets in enumerate(first_slots)]
     bound = int(max(peaks_in_flight([_actions_by_slot(row) for row in slots])))
     steady = range(

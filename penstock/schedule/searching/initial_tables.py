@@ -19,10 +19,8 @@ def published_schedules(placement: Sequence[int], microbatches: int, slices: int
     for name, family in FAMILIES.items():
         if stages % ranks or PLACEMENTS[family.placement](stages, ranks) != tuple(placement):
             continue
-        value = stages // ranks
-        options = {"slices": slices} if slices > 1 else {}
         try:
-            yield build(name, ranks, microbatches, None if value == family.stages_per_rank else value, **options)
+            yield build(name, ranks, microbatches, stages // ranks, slices=slices)
         except ScheduleError:  # not for this number of stages on a rank, or for slices
             continue
 

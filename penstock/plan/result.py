@@ -59,7 +59,7 @@ class Plan:
         """What its stages are planned to cost, as if it had been measured: to predict other tables by."""
         stages = self.schedule.stages
         table, free = self.costs.action_costs(stages), dict.fromkeys(Kind, (0.0,) * stages)
-        sends = tuple(map(sum, self.costs.message_costs(stages)))
+        sends = tuple(map(sum, self.costs.message_costs(stages).values()))
         work = tuple(map(sum, zip(table[Kind.F], table[Kind.B], strict=True)))
         layers = work if all(work) else ()
         times = {kind: tuple(times) for kind, times in table.items()}
@@ -91,7 +91,7 @@ def robustness(plan: Plan, share: float = 0.1, draws: int = 200, seed: int = 0) 
     """Seconds of a step where every action takes up to `share` more or less: the median of `draws`, and the worst."""
     table, random, stages = ScheduleTimer(plan.schedule), Random(seed), plan.schedule.stages
     costs = [cost for kind in KINDS for cost in plan.costs.action_costs(stages)[kind]]
-    delays = [seconds / table.slices + send for seconds, send in plan.costs.message_costs(stages)]
+    delays = [seconds / table.slices + send for seconds, send in plan.costs.message_costs(stages).values()]
     makespans = [table.makespan_with_jitter(costs, [*delays, 0.0], share, random) for _ in range(draws)]
     averaging = plan.seconds - plan.timeline.makespan if plan.dp > 1 else 0.0  # comes after the actions of the table
     return median(makespans) + averaging, max(makespans) + averaging

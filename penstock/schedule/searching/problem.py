@@ -9,7 +9,6 @@ first backward waits for the last forward.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
@@ -117,9 +116,7 @@ class SearchProblem:
     def _messages(self) -> Iterator[tuple[int, int, ActionMessage]]:
         """Yield (source code, receiving code, cost of the message), in the order in which a rank sends."""
         stages, home = self.num_stages, self.placement
-        borders = dict(
-            zip(pairwise(range(stages)), self.costs.message_costs(stages), strict=True)
-        ) | self.costs.skip_connection_costs(stages)
+        borders = self.costs.message_costs(stages)
         goes = receiving_stages(stages, list(self.costs.skips))
         for base, kind in ((0, Kind.F), (stages, Kind.I)):
             for stage in range(stages):

@@ -125,29 +125,22 @@ class Costs:
             full = _checked_action_costs("backward", self.backward, stages)
         return {Kind.F: forward, Kind.B: full, Kind.I: inputs, Kind.W: weights}
 
-    def message_costs(self, stages: int) -> tuple[MessageCost, ...]:
-        """What a message over each border between stages costs. Raises ScheduleError as `table` does."""
-        links = self._border_latencies_and_bandwidths(stages)
-        sizes = _checked_costs("size", self.size, len(links), "border", "a number of bytes")
-        return tuple(MessageCost(size / bandwidth, send) for (send, bandwidth), size in zip(links, sizes, strict=True))
+    def message_costs(self, stages: int) -> dict[tuple[int, int], MessageCost]:
+        """What a message costs over each border, from stage s to s+1, and then of each skip.
 
-    def skip_connection_costs(self, stages: int) -> dict[Skip, MessageCost]:
-        """Return what a message of each skip costs. Raises ScheduleError for a cost or a skip that the table cannot have."""
+        Raises ScheduleError for a cost or a skip that the table cannot have.
+        """
         check_skips(self.skips, stages)
-        links = self._border_latencies_and_bandwidths(stages)
-        sizes = _checked_costs("skips", list(self.skips.values()), len(self.skips), "skip", "a number of bytes")
-        sends = [(size / links[start][1], links[start][0]) for (start, _), size in zip(self.skips, sizes, strict=True)]
-        return dict(zip(self.skips, map(MessageCost._make, sends), strict=True))
-
-    def _border_latencies_and_bandwidths(self, stages: int) -> list[tuple[float, float]]:
-        """The latency and the bandwidth of every border."""
-        count = max(0, stages - 1)
-        sends = _checked_costs("send", self.send, count, "border")
-        bandwidths = _expand_cost("bandwidth", self.bandwidth, count, "border")
+        borders = list(pairwise(range(stages)))
+        sends = _checked_costs("send", self.send, len(borders), "border")
+        bandwidths = _expand_cost("bandwidth", self.bandwidth, len(borders), "border")
         for bandwidth in bandwidths:
             if not bandwidth > 0:
                 raise ScheduleError(f"bandwidth has {bandwidth}: give bytes per unit of time, more than 0")
-        return list(zip(sends, bandwidths, strict=True))
+        sizes = _checked_costs("size", self.size, len(borders), "border", "a number of bytes")
+        sizes += _checked_costs("skips", list(self.skips.values()), len(self.skips), "skip", "a number of bytes")
+        ways = zip([*borders, *self.skips], sizes, strict=True)
+        return {(start, end): MessageCost(size / bandwidths[start], sends[start]) for (start, end), size in ways}
 
     def activation_sizes(self, stages: int) -> tuple[ActivationSize, ...]:
         """What an activation of every stage takes. Raises ScheduleError as `table` does."""
@@ -226,16 +219,16 @@ def simulate_until_deadlock(schedule: Table, costs: Costs = Costs()) -> Timeline
     simulation = _Simulation(schedule, costs)
     with pause_garbage_collection():
         simulation.run_until_blocked()
-    rows, stages = tuple(map(tuple, simulation.rows)), schedule.num_stages
+    rows, message_costs = tuple(map(tuple, simulation.rows)), costs.message_costs(schedule.num_stages)
     if any(row and not row[-1].end < float("inf") for row in rows):
         raise ScheduleError("the costs add up to more than a number can say: give smaller ones")
     return Timeline(
         schedule.name,
         rows,
-        costs.message_costs(stages),
-        costs.activation_sizes(stages),
+        tuple(message_costs[border] for border in pairwise(range(schedule.num_stages))),
+        costs.activation_sizes(schedule.num_stages),
         schedule.overlaps,
-        costs.skip_connection_costs(stages),
+        {skip: message_costs[skip] for skip in costs.skips},
         microbatch_factors=tuple(costs.factors_by_microbatch(schedule.microbatches)) if costs.microbatch_factors else (),
     )
 
@@ -343,8 +336,7 @@ def _cells_in_slice_order(schedule: Table, rank: int) -> Iterator[Cell]:
 
 def _work_by_kind_and_stage(schedule: Table, costs: Costs) -> dict[Kind, list[_ActionWork]]:
     """Kind -> the work of every stage, with the times that connect them."""
-    home, stages, skips = schedule.placement, schedule.num_stages, costs.skip_connection_costs(schedule.num_stages)
-    borders = dict(zip(pairwise(range(stages)), costs.message_costs(stages), strict=True)) | skips
+    home, stages, message_costs = schedule.placement, schedule.num_stages, costs.message_costs(schedule.num_stages)
     channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
     slice_shares = [factor / schedule.slices for factor in costs.factors_by_slice(schedule.slices)]
     works = {
@@ -352,7 +344,7 @@ def _work_by_kind_and_stage(schedule: Table, costs: Costs) -> dict[Kind, list[_A
         for kind, stage_costs in costs.action_costs_by_microbatch(stages, schedule.microbatches).items()
     }
     for kind, stage in product((Kind.F, Kind.B, Kind.W), range(stages)):  # so that a step sends in the order of the stages
-        for makers in dependencies(Action(kind, stage, 0), stages, skips):
+        for makers in dependencies(Action(kind, stage, 0), stages, costs.skips):
             times: ReadyTimes = [None] * (schedule.microbatches * schedule.slices)
             for taker in (Kind.B, Kind.I) if kind is Kind.B else (kind,):
                 works[taker][stage].needs += (times,)
@@ -361,7 +353,7 @@ def _work_by_kind_and_stage(schedule: Table, costs: Costs) -> dict[Kind, list[_A
                 if ends[0] == ends[1]:
                     works[maker][source].leaves += (times,)
                 else:
-                    border = borders[min(source, stage), max(source, stage)]
+                    border = message_costs[min(source, stage), max(source, stage)]
                     works[maker][source].sends += (_MessageRoute(times, ends[1], channels[ends], border),)
     return works
 

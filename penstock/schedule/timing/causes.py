@@ -16,7 +16,7 @@ counts as `fill`, `imbalance` or `drain`.
 """
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -46,21 +46,8 @@ class Idle(NamedTuple):
     cause: Cause
 
 
-def cause_shares(idle: Iterable[Iterable[Idle]], total: float) -> dict[Cause, float]:
-    """The share of `total`, the time of all ranks together, that each cause of `idle` time takes."""
-    idle_time = dict.fromkeys(Cause, 0.0)
-    for row in idle:
-        for start, end, cause in row:
-            idle_time[cause] += end - start
-    return {cause: time / total if total else 0.0 for cause, time in idle_time.items()}
-
-
-def idle_times(step: StepEvents) -> tuple[tuple[Idle, ...], ...]:
-    """For every rank, when it was idle and for which cause, in order."""
-    return tuple(tuple(_idle_times_of_rank(rank, step)) for rank in range(step.ranks))
-
-
-def _idle_times_of_rank(rank: int, step: StepEvents) -> Iterator[Idle]:
+def idle_times(rank: int, step: StepEvents) -> Iterator[Idle]:
+    """Yield when `rank` was idle and for which cause, in order."""
     cells, free, sent_until = list(step.cells(rank)), step.start, step.start
     for cell, cause in zip(cells, _causes_without_communication(cells), strict=True):
         for event in cell:

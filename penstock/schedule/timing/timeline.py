@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import chain
 
 from penstock.schedule.memory import changes_memory_at_end, memory_after_actions, peaks_in_flight
 from penstock.schedule.table import Action
-from penstock.schedule.timing.causes import Cause, Idle, cause_shares, critical_path, idle_times
+from penstock.schedule.timing.causes import Cause, Idle, critical_path, idle_times
 from penstock.schedule.timing.events import Event, StepEvents
 
 
@@ -41,7 +42,7 @@ class Timeline(StepEvents):
     @cached_property
     def idle(self) -> tuple[tuple[Idle, ...], ...]:
         """For every rank, when it was idle and for which cause, from the first start to the last end of any rank."""
-        return idle_times(self)
+        return tuple(tuple(idle_times(rank, self)) for rank in range(self.ranks))
 
     @cached_property
     def causes(self) -> dict[Cause, float]:
@@ -49,7 +50,10 @@ class Timeline(StepEvents):
 
         The causes are `fill`, `imbalance`, `drain`, `communication` and `sending`, defined in `timing/causes.py`.
         """
-        return cause_shares(self.idle, self.ranks * self.makespan)
+        idle_time, total = dict.fromkeys(Cause, 0.0), self.ranks * self.makespan
+        for start, end, cause in chain.from_iterable(self.idle):
+            idle_time[cause] += end - start
+        return {cause: time / total if total else 0.0 for cause, time in idle_time.items()}
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:

@@ -191,8 +191,8 @@ def _row(case: PredictionCase, ran: Ran, source: PredictionCase, known: Ran) -> 
     took = {"": min(ran.seconds), "median ": median(ran.seconds)}
     steps = {"": [best], "median ": known.timelines}
     for which, timelines in steps.items():
-        measured = Measurement.from_timelines(*timelines, layers=source.layers(), around=known.around)
-        told = measured.predict(case.table(), case.layers()).makespan + measured.step_overhead
+        measured = Measurement.from_timelines(*timelines, layers=source.layers())
+        told = measured.predict(case.table(), case.layers()).makespan + known.around
         row |= {f"{which}predicted": 1e3 * told, f"{which}error": 100 * (told / took[which] - 1)}
     return row | {"fastest": 1e3 * took[""], "median": 1e3 * took["median "], "most": 1e3 * max(ran.seconds)}
 

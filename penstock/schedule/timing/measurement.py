@@ -35,7 +35,6 @@ class Measurement:
     seconds: Times  # of an action
     engine_seconds: Times  # of the engine, from the end of that action to the start of the next, if that waits for nothing
     message_seconds: tuple[float, ...]  # of a message beyond that, over each border between two stages
-    step_overhead: float = 0.0  # of a step, before its first action and after its last
     layers: tuple[float, ...] = ()  # how much of the model each stage has, in layers or any unit
     activation_sizes: tuple[
         ActivationSize, ...
@@ -50,7 +49,7 @@ class Measurement:
         return not any(action.kind is Kind.W for row in self.schedule.actions for action in row)
 
     @classmethod
-    def from_timelines(cls, *timelines: Timeline, layers: Sequence[float] = (), around: float = 0.0) -> "Measurement":
+    def from_timelines(cls, *timelines: Timeline, layers: Sequence[float] = ()) -> "Measurement":
         """From one step or several of the same table. `layers`: of each stage, by default the same.
 
         An action of a stage costs the median over its microbatches and steps; W the mean, since the last of several may have
@@ -64,8 +63,8 @@ class Measurement:
             raise ScheduleError("costs are measured on one table: give one timeline, or several of the same table")
         if not tables[0].num_stages:
             raise ScheduleError("nothing ran in this timeline: measure a step")
-        table, gaps = tables[0], [gap for timeline in timelines for gap in find_gaps(timeline)]
-        between, sends = _engine_and_message_seconds(gaps, table)
+        table = tables[0]
+        between, sends = engine_and_message_seconds(*timelines)
         sizes = next((timeline.activation_sizes for timeline in reversed(timelines) if timeline.memory_unit == "bytes"), ())
         layers = _checked_layers(layers, table.num_stages)
         seconds, factors = _action_seconds(timelines, table), microbatch_factors(timelines[-1])
@@ -74,7 +73,6 @@ class Measurement:
             seconds,
             between,
             sends,
-            around,
             layers,
             sizes,
             len(timelines),
@@ -98,8 +96,7 @@ class Measurement:
 
         `layers`: how much of the model each of its stages has, in the unit of those measured; by default the same as measured
         where there are as many stages, else even. As in the engine, pairs run one action after the other, and I and W as one
-        B where nothing is lost. With `pairs_send_together` both of a pair end together. A step takes the timeline's makespan
-        and `around`.
+        B where nothing is lost. With `pairs_send_together` both of a pair end together.
         """
         table = with_full_backwards(schedule)
         if not self.pairs_send_together:
@@ -294,12 +291,9 @@ def _engine_seconds(engines: Iterable[Gap], stages: int) -> Times:
     return {kind: tuple(_first_median(samples, (kind, stage), kind, None) for stage in range(stages)) for kind in Kind}
 
 
-def engine_and_message_seconds(timeline: Timeline) -> tuple[Times, tuple[float, ...]]:
-    """Return the engine's seconds after an action, and those of a message over each border, as a `Measurement` has them."""
-    return _engine_and_message_seconds(list(find_gaps(timeline)), executed_table(timeline))
-
-
-def _engine_and_message_seconds(gaps: Sequence[Gap], table: Schedule) -> tuple[Times, tuple[float, ...]]:
+def engine_and_message_seconds(*timelines: Timeline) -> tuple[Times, tuple[float, ...]]:
+    """Return the engine's seconds after an action, and those of a message over each border, in steps of one table."""
+    table, gaps = executed_table(timelines[0]), [gap for timeline in timelines for gap in find_gaps(timeline)]
     waits = [gap for gap in gaps if gap.idle_when_input_computed]
     messages = _median_by_border(((gap, gap.message_seconds) for gap in waits), table)
     between = _engine_seconds(

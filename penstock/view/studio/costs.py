@@ -179,7 +179,7 @@ def _measurement(page_costs: Mapping[str, object]) -> Measurement:
     sends = tuple(MILLI * _send_cost(page_costs) * factor for factor in _field_numbers(run, "sends", stages - 1))
     schedule = Schedule("run", tuple(placement), 0, ((),) * (1 + max(placement)), frozenset())
     sizes = tuple(ActivationSize(*size) for size in _activation_sizes(page_costs, stages))
-    return Measurement(schedule, seconds, engine_seconds, sends, 0.0, tuple(layers), sizes)
+    return Measurement(schedule, seconds, engine_seconds, sends, tuple(layers), sizes)
 
 
 def _field_numbers(run: Mapping[str, object], name: str, count: int) -> list[float]:

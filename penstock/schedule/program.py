@@ -123,27 +123,22 @@ class TransferTable:
         for source, row in enumerate(schedule.actions):
             for action in row:
                 kind, stage, microbatch, slice_ = action
-                if slice_:
-                    microbatch += slice_ * schedule.microbatches
                 for taker, way in self._makes[kind][stage]:
                     destination, far = schedule.placement[taker], taker if abs(taker - stage) > 1 else None
-                    way[microbatch] = transfer = Transfer(action, source, destination, far)
+                    transfer = Transfer(action, source, destination, far)
+                    way[microbatch + slice_ * schedule.microbatches] = transfer
                     if source != destination:
                         self.channels[source, destination].append(transfer)
 
     def outputs_of(self, action: Action) -> tuple[Transfer, ...]:
         """What takes what `action` makes to the stages that need it."""
-        kind, stage, microbatch, slice_ = action
-        if slice_:
-            microbatch += slice_ * self._microbatches
-        return tuple([way[microbatch] for _, way in self._makes[kind][stage]])
+        number = action.microbatch + action.slice * self._microbatches
+        return tuple([way[number] for _, way in self._makes[action.kind][action.stage]])
 
     def inputs_of(self, action: Action) -> tuple[Transfer, ...]:
         """What brings what `action` works on, as far as the table makes it."""
-        kind, stage, microbatch, slice_ = action
-        if slice_:
-            microbatch += slice_ * self._microbatches
-        return tuple([way[microbatch] for way in self._needs[kind][stage] if microbatch in way])
+        number = action.microbatch + action.slice * self._microbatches
+        return tuple([way[number] for way in self._needs[action.kind][action.stage] if number in way])
 
 
 @pause_garbage_collection()

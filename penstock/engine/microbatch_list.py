@@ -20,7 +20,6 @@ from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.grouping import Limit, SizeLimit
 from penstock.mesh.position import MeshPosition
 from penstock.partition.rows import rows_dim_of, unwrap
-from penstock.schedule.microbatch_order import peak_in_flight, plan_order
 from penstock.schedule.program import ProgramLine, Transfer
 from penstock.schedule.table import Table
 from penstock.schedule.timing.simulate import Costs
@@ -230,6 +229,8 @@ def microbatch_order(
     if order == "given":
         indices = list(range(len(inputs)))
     elif order == "planned":
+        from penstock.schedule.microbatch_order import plan_order  # imports numpy, which no other step needs
+
         factors = [costs(*shape) if costs else float(entry.elements) for shape, entry in zip(shapes, inputs, strict=True)]
         stage_costs = costs.step_costs(shapes) if costs else Costs()
         most = None if limit is None else size_limit.most
@@ -246,6 +247,8 @@ def microbatch_order(
 
 def _check_limit(sizes: Sequence[float], table: Table, order: object, limit: SizeLimit) -> None:
     """Raise MismatchError where microbatches of these `sizes`, in the order they run, have more than `limit` in flight."""
+    from penstock.schedule.microbatch_order import peak_in_flight  # imports numpy, which no other step needs
+
     peaks = peak_in_flight(sizes, table)
     if max(peaks) > limit.most:
         least = "no order was found that has less" if order == "planned" else "order='planned' looks for one that has less"

@@ -3,6 +3,8 @@
 A pipeline is idle while it fills and drains: the first and last microbatches decide for how long. Whatever the order, an
 action waits for the same others. So many orders are timed at once, in arrays with an entry for each: all orders of up to 7
 microbatches; of more, four to begin with, and then, round by round, those that differ from the best in two microbatches.
+
+Imported where an order is planned: a pipeline without, and a page in the browser, need no numpy.
 """
 
 from collections.abc import Sequence
@@ -10,14 +12,13 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import permutations
 from math import factorial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from penstock.schedule.table import Action, Kind, Table
 from penstock.schedule.timing.simulate import Costs, simulate
 from penstock.schedule.timing.timeline import Timeline
-
-if TYPE_CHECKING:  # a pipeline that plans no order needs no numpy
-    import numpy as np
 
 UNIT_COSTS = Costs()
 MAX_EXACT_MICROBATCHES = 7  # 5040 orders: a few milliseconds
@@ -75,8 +76,6 @@ class OrderTimer:
     def __init__(
         self, costs: Sequence[float], table: Table, stage_costs: Costs, sizes: Sequence[float], limit: float | None
     ) -> None:
-        import numpy as np
-
         self._graph = _step_graph(table, len(costs))
         self._sizes, self._limit = np.array(sizes, dtype=float), limit
         stage_costs = replace(stage_costs, microbatch_factors=costs)
@@ -93,11 +92,9 @@ class OrderTimer:
         """Return the seconds that `step_times` of so many orders takes at most."""
         return len(self._graph.cells) * (SECONDS_PER_CELL + num_orders * SECONDS_PER_CELL_AND_ORDER)
 
-    def step_times(self, orders: "np.ndarray") -> "np.ndarray":
+    def step_times(self, orders: np.ndarray) -> np.ndarray:
         """Return what a step takes in each of `orders`, (microbatches, orders); more than any where the limit is not kept."""
-        import numpy as np
-
-        ends, costs = list["np.ndarray"](), [row[orders] for row in self._cost_rows]
+        ends, costs = list[np.ndarray](), [row[orders] for row in self._cost_rows]
         for needs, actions in self._graph.cells:
             first, *rest = [costs[self._row_numbers[kind][stage]][microbatch] for kind, stage, microbatch, _ in actions]
             end = sum(rest, first)
@@ -108,7 +105,7 @@ class OrderTimer:
         peaks = (self._graph.in_flight @ self._sizes[orders]).max(axis=0)
         return np.where(peaks <= self._limit, times, self._longest * peaks / self._limit)
 
-    def fastest_order(self, orders: "np.ndarray") -> list[int]:
+    def fastest_order(self, orders: np.ndarray) -> list[int]:
         """Return the fastest order; the first one where the others gain nothing."""
         times = self.step_times(orders)
         best = int(times.argmin())
@@ -116,19 +113,15 @@ class OrderTimer:
         return order
 
 
-def _elementwise_max(times: "list[np.ndarray]") -> "np.ndarray":
-    import numpy as np
-
+def _elementwise_max(times: list[np.ndarray]) -> np.ndarray:
     latest = times[0]
     for time in times[1:]:
         latest = np.maximum(latest, time)
     return latest
 
 
-def _initial_orders(costs: Sequence[float]) -> "np.ndarray":
+def _initial_orders(costs: Sequence[float]) -> np.ndarray:
     """Return the given order, the one with the cheap microbatches outside, and those of rising and falling costs."""
-    import numpy as np
-
     rising = _rising(costs)
     return np.array([list(range(len(costs))), _cheap_outside(costs), rising, rising[::-1]]).T
 
@@ -144,17 +137,13 @@ def _rising(costs: Sequence[float]) -> list[int]:
 
 
 @lru_cache(MAX_EXACT_MICROBATCHES + 1)
-def _all_orders(count: int) -> "np.ndarray":
+def _all_orders(count: int) -> np.ndarray:
     """Return all orders, the given one first."""
-    import numpy as np
-
     return np.array(list(permutations(range(count)))).T
 
 
 def _swap_while_faster(order: list[int], timer: OrderTimer, seconds_left: float) -> list[int]:
     """Return `order` after the best swap of two microbatches in each round, while one gains and `seconds_left` suffice."""
-    import numpy as np
-
     first, second = np.triu_indices(len(order), 1)
     stride = -(-len(first) // MAX_SWAPS)
     round_seconds = timer.seconds_to_time(1 + -(-len(first) // stride))
@@ -185,7 +174,7 @@ class _StepGraph(NamedTuple):
 
     cells: list[_StepNode]  # each behind those that it needs
     last_cells: list[int]  # of each rank
-    in_flight: "np.ndarray"  # after each action: the share of each microbatch that its rank holds
+    in_flight: np.ndarray  # after each action: the share of each microbatch that its rank holds
 
 
 @lru_cache(16)
@@ -206,9 +195,7 @@ def _step_graph(table: Table, microbatches: int) -> _StepGraph:
     return _StepGraph(cells, list(last_cells.values()), _memory_share_matrix(timeline, microbatches))
 
 
-def _memory_share_matrix(timeline: Timeline, microbatches: int) -> "np.ndarray":
-    import numpy as np
-
+def _memory_share_matrix(timeline: Timeline, microbatches: int) -> np.ndarray:
     columns = []
     for microbatch in range(microbatches):
         alone = replace(timeline, microbatch_factors=tuple(float(number == microbatch) for number in range(microbatches)))

@@ -12,7 +12,6 @@ from statistics import fmean, median
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import FAMILIES, build, names
 from penstock.schedule.memory import format_bytes
-from penstock.schedule.microbatch_order import plan_order
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import Kind
 from penstock.schedule.timing.causes import Cause
@@ -215,6 +214,8 @@ def _ascending_order(measurement: Measurement, predicted_step: float) -> Iterato
 def _planned_order(measurement: Measurement, predicted_step: float) -> Iterator[Improvement]:
     """Yield microbatches of unlike sizes in the order that would be planned for them, if notably faster."""
     if factors := measurement.microbatch_factors:
+        from penstock.schedule.microbatch_order import plan_order  # imports numpy, which a page in the browser does not have
+
         order = plan_order(factors, measurement.schedule, measurement.costs)
         reordered = replace(measurement, microbatch_factors=tuple(factors[index] for index in order))
         timeline = reordered.predict(measurement.schedule)

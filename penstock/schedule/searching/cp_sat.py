@@ -22,13 +22,6 @@ RELATIVE_TOLERANCE = 1e-12  # relative: so far apart may be what is the same num
 MAX_DETERMINISTIC_SECONDS = 300.0  # CP-SAT's own measure of work, the same on any machine: about as many seconds
 
 
-class OptimalResult(NamedTuple):
-    """The shortest table that CP-SAT knows of, and what none is shorter than."""
-
-    schedule: Schedule
-    bound: float
-
-
 class _Interval(NamedTuple):
     """An action as CP-SAT sees it: expressions over its variables."""
 
@@ -57,8 +50,10 @@ def _import_cp_model() -> Any:
     return cp_model
 
 
-def improve(problem: SearchProblem, initial: Schedule, lower_bound: float, seed: int) -> OptimalResult:
-    """The shortest table for `problem`, `initial` or a shorter one; no table is shorter than `lower_bound`.
+def improve(problem: SearchProblem, initial: Schedule, lower_bound: float, seed: int) -> tuple[Schedule, float]:
+    """The shortest table for `problem` that CP-SAT knows of, `initial` or a shorter one, and what no table is shorter than.
+
+    `lower_bound`: what is known of that before.
 
     `problem`: with its backwards in halves; whole ones are tried wherever they may be worth it.
     """
@@ -69,8 +64,8 @@ def improve(problem: SearchProblem, initial: Schedule, lower_bound: float, seed:
     solver.parameters.num_workers = 8
     solver.parameters.interleave_search = True  # the same result on any number of cores
     if solver.status_name(solver.solve(model.model)) not in ("OPTIMAL", "FEASIBLE"):
-        return OptimalResult(initial, lower_bound)
-    return OptimalResult(model.schedule(solver), max(lower_bound, solver.best_objective_bound * model.unit))
+        return initial, lower_bound
+    return model.schedule(solver), max(lower_bound, solver.best_objective_bound * model.unit)
 
 
 class _CpSatModel:

@@ -173,15 +173,15 @@ class _BestSchedule:
         )
         tables = [*self.tables, plain.schedule_from_rows(initial_tables.grouped_rows(plain, 1), "sequential")]
         if self.searched:
-            problem, rows = self.searched
-            table = problem.schedule_from_rows(rows)
+            searched_problem, rows = self.searched
+            table = searched_problem.schedule_from_rows(rows)
             tables = [table, with_full_backwards(table), *tables]
-        if self.problem.costs.overlap:
-            tries = int(PAIRING_WORK_SHARE * self.work / len(self.problem.cost))
+        if problem.costs.overlap:
+            tries = int(PAIRING_WORK_SHARE * self.work / len(problem.cost))
             best = tables[:2] if self.searched else [replace(min(tables, key=self.time), name="searched")]
             tables += [with_overlapped_pairs(schedule, self.time, tries) for schedule in best if not schedule.overlaps]
         table = min(tables, key=self.time)
-        verify(table, skips=list(self.problem.costs.skips))
+        verify(table, skips=list(problem.costs.skips))
         time, published = self.time(table), [schedule for schedule in self.published if self.time(schedule) < INFINITE]
         family = min(published, key=self.time, default=None)
         name, of_family = (family.name, self.time(family)) if family else (None, None)

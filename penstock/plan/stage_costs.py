@@ -1,7 +1,7 @@
 """What a stage of consecutive layers costs its rank, with and without recomputation."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -43,8 +43,8 @@ class LayerChain:
             field: [0.0, *accumulate(getattr(layer, field) for layer in self.layers)] for field in _SUMMED_FIELDS
         }
         self._input_bytes = [0.0, *(layer.output for layer in self.layers)]  # the batch itself is on the rank anyway
+        self._cached_stage_cost = cache(self._compute_stage_cost)
         self._input_prefix_sums = [0.0, *accumulate(self._input_bytes)]
-        self._stage_costs: dict[tuple[int, int], StageCost] = {}
 
     @cached_property
     def layer_seconds(self) -> list[float]:
@@ -53,9 +53,7 @@ class LayerChain:
 
     def stage_cost(self, start: int, end: int) -> StageCost:
         """Return the cost of a stage of the layers from `start` up to, without, `end`."""
-        if (start, end) not in self._stage_costs:
-            self._stage_costs[start, end] = self._compute_stage_cost(start, end)
-        return self._stage_costs[start, end]
+        return self._cached_stage_cost(start, end)
 
     def _compute_stage_cost(self, start: int, end: int) -> StageCost:
         forward, backward_input, backward_weight, activation, keep, parameters, split = (

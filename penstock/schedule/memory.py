@@ -37,9 +37,7 @@ def memory_after_actions(
     """
     unit, memory, share = ActivationSize(), 0.0, 1.0 / slices
     for cell in row:
-        for action in (
-            (cell,) if isinstance(cell, Action) else cell if len(cell) == 1 else sorted(cell, key=changes_memory_at_end)
-        ):
+        for action in (cell,) if isinstance(cell, Action) else sorted(cell, key=changes_memory_at_end):
             factor = microbatch_factors[action.microbatch] * share if microbatch_factors else share
             memory += (sizes[action.stage] if sizes else unit).memory_change(action.kind) * factor
             yield action, memory

@@ -70,9 +70,7 @@ class Costs:
 
     def factors_by_microbatch(self, microbatches: int) -> list[float]:
         """Return how many times as much each microbatch costs. Raise ScheduleError unless there is one number for each."""
-        if not self.microbatch_factors:
-            return [1.0] * microbatches
-        return _checked_costs("microbatch_factors", self.microbatch_factors, microbatches, "microbatch", "a number")
+        return _checked_costs("microbatch_factors", self.microbatch_factors or 1.0, microbatches, "microbatch", "a number")
 
     @property
     def is_ragged(self) -> bool:

@@ -108,10 +108,10 @@ class CollectiveResult(NamedTuple):
 def run_collective(group: RankGroup, name: str, numbers: Tensor) -> CollectiveResult:
     """Run the collective `name` by hand and by torch. `numbers` (ranks, 1) is this rank's tensor."""
     collective = COLLECTIVES[name]
-    value = numbers[group.rank] if collective.input_pieces == "piece" else numbers
-    result, torch_result = collective.function(group, value.clone()), run_torch_collective(name, group, value.clone())
+    tensor = numbers[group.rank] if collective.input_pieces == "piece" else numbers
+    result, torch_result = collective.function(group, tensor.clone()), run_torch_collective(name, group, tensor.clone())
     equal = result is torch_result if result is None or torch_result is None else torch.equal(result, torch_result)
-    before = None if collective.input_pieces == "root" and group.rank else value
+    before = None if collective.input_pieces == "root" and group.rank else tensor
     return CollectiveResult(pad_pieces(group, before), pad_pieces(group, result), equal)
 
 
@@ -143,20 +143,24 @@ def run_all_collectives() -> dict[str, tuple[CollectiveResult, bool]]:
 def show_collectives(ranks: int) -> None:
     """Print all collectives, two side by side, and check results and backwards."""
     results = on_ranks(run_all_collectives, ranks)
-    line_lists = {
+    lines_by_name = {
         name: [name, *(f"rank {rank} {result[name][0].text()}" for rank, result in enumerate(results))] for name in COLLECTIVES
     }
     names, width = list(COLLECTIVES), 8 * ranks + 16
     for pair in zip(names[::2], names[1::2], strict=True):
-        for left_line, right_line in zip(*(line_lists[name] for name in pair), strict=True):
+        for left_line, right_line in zip(*(lines_by_name[name] for name in pair), strict=True):
             say(f"  {left_line:{width}}{right_line}")
-    different = [name for name in names if not all(result[name][0].equals_torch for result in results)]
-    check(not different, "torch has the same results on every rank", f"torch has other results for {', '.join(different)}")
-    wrong = [name for name in names if not all(result[name][1] for result in results)]
+    different_names = [name for name in names if not all(result[name][0].equals_torch for result in results)]
     check(
-        not wrong,
+        not different_names,
+        "torch has the same results on every rank",
+        f"torch has other results for {', '.join(different_names)}",
+    )
+    wrong_names = [name for name in names if not all(result[name][1] for result in results)]
+    check(
+        not wrong_names,
         "left and right are each other's backward; each of the last two is its own",
-        f"the backward is wrong for {', '.join(wrong)}",
+        f"the backward is wrong for {', '.join(wrong_names)}",
     )
 
 

@@ -199,8 +199,9 @@ def compare_meshes() -> None:
         table = ps.schedule.build("1f1b", ranks=stages, microbatches=REPLICAS * MICROBATCHES // replicas)
         bubbles.append(ps.schedule.simulate(table).bubble)
         num_neighbours = min(2, stages - 1)  # to which a rank in the middle sends
-        ring = 2 * (replicas - 1) * (weights // stages) // replicas
-        cells = f"{weights // stages:10,} {percent(bubbles[-1]):>9} {num_neighbours * activations // replicas:19,} {ring:24,}"
+        ring_bytes = 2 * (replicas - 1) * (weights // stages) // replicas
+        sent_bytes = num_neighbours * activations // replicas
+        cells = f"{weights // stages:10,} {percent(bubbles[-1]):>9} {sent_bytes:19,} {ring_bytes:24,}"
         say(f"  {stages} x {replicas}          {cells}")
     say("Activations are sent for each microbatch and grow with the batch; gradients once a step, and grow with the model.")
     falling = bubbles == sorted(bubbles, reverse=True) and len(set(bubbles)) == len(bubbles)

@@ -87,7 +87,7 @@ class ActivationTrial:
         return self.seconds[method] - self.seconds[STORE]
 
     def expected_seconds(self, method: str) -> float:
-        """Return these seconds by arithmetic."""
+        """Return by how many seconds a step should be longer, by arithmetic."""
         communicate_seconds = 2 * self.held_bytes[COMMUNICATE][1] / self.bandwidth
         return {STORE: 0.0, RECOMPUTE: self.recompute_seconds, COMMUNICATE: communicate_seconds}[method]
 
@@ -192,11 +192,11 @@ class LocalActivations:
         return tensor
 
     def load(self, packed: Any) -> Tensor:
-        """Return the tensor of such a value, for the backward."""
+        """Return the tensor for the value that the graph holds."""
         return packed
 
     def after_forward(self) -> None:
-        """Do nothing: all tensors are here."""
+        """Do nothing: all tensors stay here."""
 
 
 class RemoteActivations(LocalActivations):
@@ -274,7 +274,7 @@ def measure_methods(dim: int, rows: int) -> ActivationTrial | None:
 
 
 def forward_and_backward(model: nn.Module, activations: LocalActivations, inputs: Tensor, gradient: Tensor) -> None:
-    """Run a forward and backward, whose saved tensors go to `activations`."""
+    """Run a forward and backward, and keep the tensors that autograd saves in `activations`."""
     model.zero_grad()
     with saved_tensors_hooks(activations.save, activations.load):
         output = model(inputs)

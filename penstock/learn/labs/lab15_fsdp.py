@@ -49,7 +49,7 @@ def main() -> None:
     )
     check(
         all(shard.peak_gathered == 8 * DIM**2 for shard in shards),
-        "besides it a rank never holds more than one whole weight",
+        "a rank never holds more than one gathered weight",
         f"the ranks had {[shard.peak_gathered for shard in shards]} bytes of whole weights at once, not {8 * DIM**2}",
     )
     check(

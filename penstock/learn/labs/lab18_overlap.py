@@ -48,7 +48,7 @@ def main() -> None:
     )
 
 
-# ---- how to time
+# ---- timing
 
 
 class AllReduceTimes(NamedTuple):
@@ -83,7 +83,7 @@ def compare_timings(ranks: int) -> None:
 
 
 def time_all_reduce() -> AllReduceTimes:
-    """Time all-reduces in all ways."""
+    """Time all-reduces in all five ways."""
     topology = ps.comms.init_distributed(backend="gloo")
     group, data = dist.new_group(), torch.ones(1000)  # a new group has no connections yet
     first = seconds_of(lambda: dist.all_reduce(data, group=group))

@@ -32,7 +32,7 @@ def main() -> None:
     say("Lab 2: two halves, cut by hand\n")
     gradients = compare_halves_with_monolith()
     weights = 4 * (LAYERS * (WIDE + 1) * WIDE + (WIDE + 1) * CLASSES)
-    say("\nWhy cut at all? Memory:")
+    say("\nWhy cut at all? The memory wall:")
     say("  10 billion parameters x 4 bytes         =  40 GB  on a device of 24 GB: the weights alone do not fit")
     say("  with the gradients and Adam's averages  = 160 GB  four times as much: 7 devices and a model in 7 pieces")
     device = megabytes(DEVICE_BYTES)

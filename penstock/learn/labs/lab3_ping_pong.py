@@ -67,7 +67,7 @@ def main() -> None:
         check(
             all("gave up" in message for message in messages),
             "both waited in vain",
-            f"both ranks sent first, and a rank did not wait: {'; '.join(messages)}",
+            f"both ranks should wait until they give up, but: {'; '.join(messages)}",
         )
     say("\nWhy: a send ends when its message is received. Both ranks were sending, so neither reached its receive: a circle.")
     say("The remedy: post the receive and the send, then wait for both. Posting does not wait.")
@@ -106,7 +106,7 @@ def run_agent(ranks: int, program: str) -> list[int]:
     return [process.returncode for process in processes]
 
 
-process_memory = {"rank": -1}
+process_memory = {"rank": -1}  # every process has its own
 
 
 def describe_rank() -> tuple[str, int]:
@@ -156,17 +156,17 @@ def fit_error(times: Times) -> float:
 
 def one_way_seconds(rank: int, size: int) -> float:
     """Return half of the shortest round trip of `size` floats; the shortest of several is the least disturbed."""
-    ball, trips = torch.ones(size), []
+    tensor, trip_seconds = torch.ones(size), []
     for _ in range(max(4, min(50, 10**7 // size))):
         start = time.perf_counter()
         if rank == 0:
-            ps.comms.send_tensor(ball, dest=1)
-            ball = ps.comms.recv_tensor(ball.shape, src=1)
+            ps.comms.send_tensor(tensor, dest=1)
+            tensor = ps.comms.recv_tensor(tensor.shape, src=1)
         else:
-            ball = ps.comms.recv_tensor(ball.shape, src=0)
-            ps.comms.send_tensor(ball, dest=0)
-        trips.append(time.perf_counter() - start)
-    return min(trips) / 2
+            tensor = ps.comms.recv_tensor(tensor.shape, src=0)
+            ps.comms.send_tensor(tensor, dest=0)
+        trip_seconds.append(time.perf_counter() - start)
+    return min(trip_seconds) / 2
 
 
 def both_send_first() -> str:
@@ -187,10 +187,10 @@ def both_post_first() -> float:
     topology = ps.comms.init_distributed(backend="gloo")
     peer = 1 - topology.rank
     outgoing, incoming = torch.full((4,), float(topology.rank)), torch.empty(4)
-    works = [dist.irecv(incoming, peer), dist.isend(outgoing, peer)]
-    for work in works:  # keep a handle until it is done: a dropped one loses its message
-        if work is not None:
-            work.wait()
+    handles = [dist.irecv(incoming, peer), dist.isend(outgoing, peer)]
+    for handle in handles:  # keep a handle until it is done: a dropped one loses its message
+        if handle is not None:
+            handle.wait()
     return incoming[0].item()
 
 

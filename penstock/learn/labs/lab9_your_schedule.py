@@ -100,7 +100,7 @@ def write_broken_schedule(path: Path) -> None:
 
 
 def show_broken_schedule(ranks: int, microbatches: int, show_repair: bool) -> str:
-    """Show the broken schedule and its error, then how to go on, or with `show_repair` the repair. Returns the measurements."""
+    """Show the broken schedule and its error; with `show_repair` mend it. Returns the measurements as text."""
     broken = BROKEN_SCHEDULE_PATH.read_text(encoding="utf-8")
     say("A table, written as a function: 0F3 is stage 0's forward of microbatch 3, 0B3 its backward. It has a mistake:\n")
     say(broken[broken.index("def ") :])
@@ -133,7 +133,7 @@ def verify_error(table: Schedule) -> str:
 
 
 def judge(table: Schedule) -> tuple[str, str]:
-    """Prove, draw, score and run `table`. Returns the measurements, and by how much it misses the target."""
+    """Prove, draw, score and run `table`. Returns the measurements as text, and by how much it misses the target."""
     plan = simulate_table(table)
     say(f"{ps.schedule.verify(table)}\n{drawing(plan)}\n")
     shortfall = compare_scores(table)
@@ -158,7 +158,7 @@ def judge(table: Schedule) -> tuple[str, str]:
 
 
 def compare_scores(table: Schedule) -> str:
-    """Print the score of `table`, the target, and the scores of known schedules. Returns by how much it misses the target."""
+    """Print the score of `table`, the target, and reference scores. Returns by how much it misses the target, as text."""
     ranks, microbatches = table.ranks, table.microbatches
     own_score, target_score = score(table), target(ranks, microbatches)
     references = {name: score(ps.schedule.build(name, ranks=ranks, microbatches=microbatches)) for name in REFERENCE_NAMES}

@@ -25,7 +25,7 @@ _MISSING = object()
 
 @contextmanager
 def restore_attributes_afterwards(model: nn.Module) -> Iterator[set[Attribute]]:
-    """At the end, restore what forwards have changed in the attributes of the model's modules: counters, lists, caches.
+    """Restore, at the end, the attributes of the model's modules that forwards have changed: counters, lists, caches.
 
     Lists, dicts, sets and deques get their elements back. Yields a set, which gets the changed attributes at the end.
     """
@@ -76,7 +76,7 @@ def _replace_elements(container: Any, elements: list[Any]) -> None:
 
 @contextmanager
 def record_attribute_reads(model: nn.Module) -> Iterator[set[Attribute]]:
-    """Yield a set that meanwhile gets the attributes of the model's modules that are read."""
+    """Yield a set to which the attributes of the model's modules are added when they are read."""
     reads = set[Attribute]()
     module_ids = frozenset(map(id, model.modules()))
     classes = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
@@ -104,7 +104,7 @@ def _recording_getattribute(getattribute: Any, module_ids: Collection[int], read
 
 
 class AttributeSnapshot:
-    """The values of attributes that a model's graph has as constants: those of `reads` whose modules are around the units."""
+    """The values of attributes that are constants in a model's graph: those of `reads` whose modules are around the units."""
 
     def __init__(self, model: nn.Module, units: Collection[str], reads: Collection[Attribute]) -> None:
         inside_units = {id(module) for unit in units for module in model.get_submodule(unit).modules()}
@@ -143,7 +143,7 @@ def _children_and_hooks(module: nn.Module) -> tuple[Any, ...]:
 
 
 class _SameObject:
-    """Stands for a value that is not plain: equal if it is the same object. It does not refer to it, which may be large."""
+    """Represents a value that is not plain: equal for the same object. It does not refer to the value, which may be large."""
 
     def __init__(self, value: Any) -> None:
         self.object_id = id(value)
@@ -155,7 +155,7 @@ class _SameObject:
 
 
 def _comparable(value: Any) -> Any:
-    """Return what `value` is compared by later: a copy of a plain value, the identity of any other."""
+    """Return a value for later comparison: a copy of a plain value, the identity of any other."""
     return deepcopy(value) if _is_plain(value) else _SameObject(value)
 
 

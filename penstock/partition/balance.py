@@ -1,4 +1,4 @@
-"""Balance: a sequence of costs cut into stages so that the most expensive stage is as cheap as possible."""
+"""Cut a sequence of costs into stages so that the most expensive stage is as cheap as possible."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -127,7 +127,7 @@ class Balance:
 
     @property
     def lower_bound(self) -> float:
-        """The bottleneck that no cut into as many stages can be below: an even share, and the most expensive unit."""
+        """A lower bound of the bottleneck of any cut into as many stages: an even share, or the most expensive unit."""
         return max(math.fsum(self.costs) / len(self.starts), *self.costs)
 
     def __str__(self) -> str:

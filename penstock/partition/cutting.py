@@ -79,7 +79,7 @@ def as_cuttable(
     example_kwargs: Mapping[str, Any] | None,
     rows_dim: int = 0,
 ) -> "CuttableModel | None":
-    """Return `model` as one to be cut: an `nn.Sequential`, or one with cuts or an example. None if it is stages already."""
+    """Return `model` as a `CuttableModel` if it is an `nn.Sequential` or has cuts or an example; None if it is stages."""
     has_arguments = any(argument is not None for argument in (cuts, example_args, example_kwargs))
     is_module = isinstance(model, nn.Module) and type(model) is not nn.ModuleList
     if isinstance(model, nn.Sequential) or (has_arguments and is_module):
@@ -94,8 +94,8 @@ class CuttableModel:
     """A model that is to be cut; the arguments are those of `split`.
 
     `unit_order`: the names of the layers or units it can be cut before, in the order in which they run.
-    `read_attributes`: what the forwards around the units have read of their modules' attributes, which is compared later.
-    `balance`: how even the cut is that `choose_cuts` chose; None if it was given by names.
+    `read_attributes`: the module attributes that forwards around the units have read, which are compared later.
+    `balance`: of the cut that `choose_cuts` chose; None if the cuts were given by name.
     `example`: the arguments and keywords of the forward, as far as they were given, in `Rows` and `Replicated` if they were.
     `rows_dim`: the dimension of the other tensors' rows.
     """
@@ -178,7 +178,7 @@ class CuttableModel:
     def choose_cuts(self, stages: int, device: torch.device | None = None) -> list[str]:
         """Return the unit that each of `stages` stages but the first begins with: by the cuts, or for the best balance.
 
-        Times are measured on `device`, where the stages will run; by default where the model is.
+        Times are measured on `device`, where the stages will run; by default on the model's.
         """
         if not is_whole_number(stages):
             raise MismatchError(f"a model is cut into a whole number of stages, not {stages!r}")
@@ -284,7 +284,7 @@ def _record_shared_parameters(stages: Sequence[nn.Module]) -> None:
 
 
 def stages_by_shared_parameter(stage: nn.Module) -> Mapping[str, list[int]]:
-    """Return the names of parameters that `split` has put into several stages, `stage` among them -> these stages."""
+    """Return the parameters of `stage` that `split` has put into other stages too: name -> all stages that have it."""
     return vars(stage).get(_SHARED_ATTRIBUTE, {})
 
 
@@ -345,7 +345,7 @@ def find_units(model: nn.Module, cuts: Collection[str] = ()) -> dict[str, nn.Mod
 def _find_units(
     name: str, module: nn.Module, cuts: Collection[str], visited_ids: set[int], in_container: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    """`in_container`: it is an element of a container, or inside one, and a unit unless a cut goes through it."""
+    """Yield the units inside `module`. `in_container`: so it is a unit, unless a cut goes through it."""
     if id(module) in visited_ids:  # under its first name, as in named_parameters()
         return
     visited_ids.add(id(module))

@@ -13,9 +13,9 @@ from penstock.torch_private import TreeSpec, compile_guard, tree_flatten
 
 
 class InputTensorSpec(NamedTuple):
-    """Which tensors fit one of the example's.
+    """The dtype and sizes of a tensor that the graph accepts.
 
-    A size of None is any; except for rows it must not be 1, which `torch.export` rules out.
+    A size of None stands for any size. Only rows may then be 1, because `torch.export` specialises sizes of 1.
     """
 
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What every unit of a model costs, measured: forward and backward of each alone, on inputs recorded in a real forward.
+"""Measure the seconds of every unit of a model: forward and backward of each alone, on inputs of a real forward.
 
 Measuring leaves no trace: a unit runs with copies of its parameters and buffers, so gradients, running statistics and random
 numbers are untouched. Units on the meta device get memory for as long as they run, one at a time.
@@ -97,11 +97,11 @@ def measure_unit_seconds(
     rounds: int = _MIN_ROUNDS,
     seconds: float = _SECONDS,
 ) -> list[float]:
-    """Return the seconds that forward and backward of every unit take, in their order: the fastest of several runs each.
+    """Return the seconds that forward and backward of every unit take, in their order: the fastest of several runs.
 
     All units run in turn, so that a disturbance affects all: `rounds` times, and then until `seconds` have passed or none gets
-    faster any more. The backward starts with ones, and adds its gradients to those of the run before, as in accumulation.
-    All run on `device`, by default each where it is. Tensors on the meta device get random values.
+    faster. The backward starts with ones, and adds its gradients to those of the run before, as in accumulation.
+    All run on `device`, by default on their own. Tensors on the meta device get random values.
     """
     fastest = [float("inf")] * len(units)
     deadline = perf_counter() + seconds
@@ -149,7 +149,7 @@ def _run_seconds(module: nn.Module, inputs: tuple[Any, Any], device: torch.devic
 
 @contextmanager
 def replace_tensors_temporarily(module: nn.Module, replacement: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Temporarily replace every parameter by `replacement` of it, and every buffer by a copy of that; tied ones stay tied."""
+    """Temporarily replace every parameter by its `replacement`, and every buffer by a copy of its own. Tied ones stay tied."""
     slots = tensor_slots(module)
     originals = {id(slot.tensor): slot.tensor for slot in slots}
     replacements = {key: _make_replacement(tensor, replacement) for key, tensor in originals.items()}
@@ -173,7 +173,7 @@ def _without_graph(tensor: Tensor) -> Tensor:
 
 
 def materialise_meta_tensor(tensor: Tensor, device: torch.device, spread: float = 1.0) -> Tensor:
-    """Return `tensor` on `device`; a meta tensor becomes one of the same layout, normally distributed, or 0 for integers.
+    """Return `tensor` on `device`; for a meta tensor random values of the same layout, or zeros of integers.
 
     `spread`: the standard deviation.
     """

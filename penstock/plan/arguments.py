@@ -1,4 +1,4 @@
-"""What a plan is asked for, checked: each raises PenstockError, in a sentence, for what cannot be planned for."""
+"""Checks of the arguments of `plan`: each function raises PenstockError, in one sentence, for a value that cannot be used."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from penstock.schedule.memory import format_bytes, parse_bytes
 def parse_ranks_batch_and_seed(
     profile: ModelProfile, ranks: int, batch: int, seed: int, effort: str, efforts: Iterable[str]
 ) -> tuple[int, int, int]:
-    """`ranks`, `batch` and `seed`. Raises PenstockError for what cannot be planned for."""
+    """Return `ranks`, `batch` and `seed` as integers. Raises PenstockError for arguments of which no plan can be made."""
     if not (is_whole_number(ranks, 1) and is_whole_number(batch, 1)):
         raise PenstockError(f"a plan is for 1 rank or more and 1 row or more, whole numbers, not {ranks} and {batch}")
     if not any(layer.seconds for layer in profile.samples[-1].layers):
@@ -27,7 +27,7 @@ def parse_ranks_batch_and_seed(
 
 
 def parse_numbers(**numbers: float) -> dict[str, float]:
-    """Of messages, the engine and the optimizer, by name."""
+    """Return the `numbers` as floats, by name: costs of messages, engine and optimizer. Raises PenstockError out of range."""
     for name, number in numbers.items():
         divides = name in ("bandwidth", "cores")  # may be infinite, but not 0
         if not isinstance(number, SupportsFloat) or not (number > 0 if divides else 0 <= number < math.inf):
@@ -36,7 +36,7 @@ def parse_numbers(**numbers: float) -> dict[str, float]:
 
 
 def parse_integers(name: str, value: int | Sequence[int]) -> list[int]:
-    """The one, or each of several once."""
+    """Return a list of the integer, or of the several integers without repetitions. Raises PenstockError for anything else."""
     values = list(dict.fromkeys(value)) if isinstance(value, Iterable) else [value]
     if not values or not all(map(is_whole_number, values)):
         raise PenstockError(f"{name}={value!r}: give a whole number, or several to choose from")
@@ -44,7 +44,7 @@ def parse_integers(name: str, value: int | Sequence[int]) -> list[int]:
 
 
 def memory_of_ranks(memory: float | str | Sequence[float | str], ranks: int) -> tuple[float, ...]:
-    """Bytes of every rank."""
+    """Return the bytes of every rank. Raises PenstockError unless one size is given, or one for each rank."""
     value = list(memory) if isinstance(memory, Iterable) and not isinstance(memory, str) else [memory] * ranks
     sizes: list[object] = [parse_memory_size(size) if isinstance(size, str) else size for size in value]
     limits = tuple(float(size) for size in sizes if isinstance(size, SupportsFloat) and float(size) > 0)
@@ -54,7 +54,7 @@ def memory_of_ranks(memory: float | str | Sequence[float | str], ranks: int) -> 
 
 
 def speeds_of_ranks(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
-    """Of every rank, or none."""
+    """Return the speed of every rank; empty if none is given. Raises PenstockError for another number of speeds."""
     value: tuple[float, ...] = tuple(speeds) if isinstance(speeds, Iterable) else (speeds,)
     if value and (len(value) != ranks or not all(isinstance(speed, SupportsFloat) and 0 < speed < math.inf for speed in value)):
         raise PenstockError(f"speeds are {speeds} for {ranks} ranks: give a number above 0 for each rank of a pipeline")
@@ -62,7 +62,7 @@ def speeds_of_ranks(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
 
 
 def replica_counts(dp: int | Sequence[int], ranks: int, batch: int) -> list[int]:
-    """Numbers of replicas that are tried: of those asked for the ones that divide both."""
+    """Return the requested numbers of replicas that divide both `ranks` and `batch`. Raises PenstockError if none does."""
     requested_counts = parse_integers("dp", dp)
     if not (usable_counts := [value for value in requested_counts if value > 0 and ranks % value == 0 and batch % value == 0]):
         max_replicas = math.gcd(ranks, batch)
@@ -71,7 +71,7 @@ def replica_counts(dp: int | Sequence[int], ranks: int, batch: int) -> list[int]
 
 
 def family_names(schedules: str | Sequence[str] | None) -> list[str]:
-    """Of the families that are tried."""
+    """Return the names of the families to try: by default all but naive. Raises PenstockError for an unknown name."""
     family_list = list(schedules) if isinstance(schedules, Iterable) and not isinstance(schedules, str) else [schedules or ""]
     if not any(family_list):
         return [name for name in FAMILIES if name != "naive"]
@@ -81,7 +81,7 @@ def family_names(schedules: str | Sequence[str] | None) -> list[str]:
 
 
 def slice_counts(slices: int | Sequence[int], names: Sequence[str]) -> list[int]:
-    """Numbers of slices that are tried with the families `names`."""
+    """Return the numbers of slices to try with the families `names`. Raises PenstockError if no family can be cut so."""
     counts = parse_integers("slices", slices)
     if wrong := [count for count in counts if count < 1]:
         raise PenstockError(f"slices={wrong[0]}: a microbatch is cut into 1 slice or more")
@@ -95,9 +95,9 @@ def slice_counts(slices: int | Sequence[int], names: Sequence[str]) -> list[int]
 def microbatch_counts(
     microbatches: int | Sequence[int] | None, batch: int, rows: int, ranks: int, max_rows: float
 ) -> list[int]:
-    """Numbers of microbatches that are tried: of those that divide the rows, or one that does not where none does.
+    """Return the numbers of microbatches to try: by default those that divide the rows, or one number if none divides them.
 
-    They have no more than `max_rows` rows, as far as that leaves any.
+    A microbatch has at most `max_rows` rows, unless no number is left then.
     """
     if microbatches is None:
         max_count = min(rows, 8 * ranks)
@@ -111,7 +111,7 @@ def microbatch_counts(
 
 
 def nothing_fits_message(search: PartitionSearch, best: EvaluatedPartition, alternatives: Iterable[str]) -> str:
-    """Which rank misses most with the candidate that misses least, and what would fit instead."""
+    """Return the error if nothing fits: the rank that lacks most memory in the `best` candidate, and what would fit."""
     rank = max(range(len(best.choices)), key=lambda rank: best.choices[rank].excess_bytes)
     choice, stages = best.choices[rank], search.stage_costs(best.starts)
     always, buffers = search.static_bytes(rank, [stages[stage] for stage in search.timer.stages_of_rank[rank]])
@@ -127,7 +127,7 @@ def nothing_fits_message(search: PartitionSearch, best: EvaluatedPartition, alte
 
 
 def parse_memory_size(text: str) -> float:
-    """The bytes that `text` says, `2GB`, `2GiB` or `2e9` for instance. Raises PenstockError for anything else."""
+    """Return the bytes in `text`, `2GB`, `2GiB` or `2e9` for instance. Raises PenstockError for anything else."""
     size = parse_bytes(text)
     if size is None or size < 1000:
         raise PenstockError(f"{text!r} is no amount of memory that a rank can have: write it as 2GB, 500MB")

@@ -1,4 +1,4 @@
-"""What no plan of these layers can be below, whatever its cut and its table; and what keeps a plan above it."""
+"""A lower bound of a step for any partition and table of these layers, and the reason why a plan takes longer."""
 
 import math
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ def min_step_seconds(
 ) -> float:
     """Return a lower bound for the seconds of a step of `microbatches` on `ranks`.
 
-    There must be time for all work, shared by the ranks' speeds, though the k-th rank to begin waits for k layers before it;
-    and for the dearest layer, though a microbatch must come to it first and, unless W are still to do, go all the way back
-    after it. Where microbatches are cut into `slices`, the first and the last slice do so, each an equal share of one.
+    It is the largest of three bounds. All work takes its share of the ranks' speeds, and the k-th rank to begin waits for k
+    layers. All work takes its share of the cores. The costliest layer runs every microbatch, after the first has reached it,
+    and before the last has gone back from it (during which it may still run W). With `slices`, the first and the last slice
+    travel, each an equal share of a microbatch.
     """
     forwards = [0.0, *accumulate(layer.forward / slices for layer in layers)]
     inputs = [0.0, *accumulate(layer.backward_input / slices for layer in layers)]
@@ -39,10 +40,10 @@ def min_step_seconds(
 def bottleneck_sentence(
     layers: Sequence[LayerCost], timeline: Timeline, microbatches: int, recompute_seconds: float, reduce_seconds: float = 0.0
 ) -> str:
-    """In a sentence, what costs the step most of what it takes more than evenly shared work would.
+    """Return a sentence that names the largest cause why the step is longer than with evenly shared work.
 
-    `timeline`: the planned step. `recompute_seconds`: of recomputation in it. `reduce_seconds`: after it, in which the replicas
-    sum their gradients.
+    `timeline`: the planned step. `recompute_seconds`: of all recomputation in it. `reduce_seconds`: the time after it in which
+    the replicas sum their gradients.
     """
     busy, step = timeline.busy, timeline.makespan + reduce_seconds
     work = microbatches * sum(layer.seconds for layer in layers)

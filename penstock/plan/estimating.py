@@ -1,6 +1,6 @@
-"""Layers estimated: their operations counted, and the bytes they keep, for models that are not there yet.
+"""Estimate a model's layers by counting their operations and the bytes that they keep; or take them from a run.
 
-Or taken from a run: each takes of its stage's measured time the share that it took measured alone.
+From a run, a layer gets the share of its stage's measured time that it had when the layers were measured one by one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,10 +35,10 @@ def estimate(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     target: Any = None,
 ) -> ModelProfile:
-    """What every layer of `model`, which may be on the meta device, would cost for a microbatch of one row, like the example.
+    """Return the estimated costs of the layers of `model`, which may be on the meta device, for a microbatch like the example.
 
-    `speed`: operations a second that a rank reaches. Only products count (matrices, convolutions, attention): what moves
-    memory takes no time here, so these are estimates. What a layer keeps until its W is taken for all that it keeps.
+    `speed`: operations a second that a rank reaches. Only products count (matrices, convolutions, attention): moving memory
+    takes no time here. A layer is assumed to keep all its activations until its W.
     `loss_fn`, `target`: as in `measure`.
 
     Raises MismatchError for a model that cannot be cut.
@@ -91,7 +91,7 @@ def _to_meta(tensor: Tensor) -> Tensor:
 
 
 def _count_backward_operations(output: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
-    """Of a backward that gives these gradients."""
+    """Return the number of operations of a backward with these gradients."""
     ends = [tensor for tensor in output if tensor.requires_grad]
     if not ends or not inputs:
         return 0

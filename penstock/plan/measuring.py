@@ -1,4 +1,4 @@
-"""Layers measured: each runs alone, as the engine would run it as a stage, on the inputs of a real forward."""
+"""Measure the layers of a model: each runs alone, as the engine would run it as a stage, on the inputs of a real forward."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -56,14 +56,14 @@ def measure(
     rounds: int = MIN_ROUNDS,
     seconds: float = MIN_SECONDS,
 ) -> ModelProfile:
-    """What every layer of `model` costs: seconds of F, I and W, and bytes, for a microbatch like the example and a smaller one.
+    """Return the cost of every layer of `model`: seconds of F, I and W, and bytes, for a microbatch like the example.
 
-    `example_args`, `example_kwargs`: what the forward is called with, for one microbatch; `ps.Rows(tensor, dim)` for a tensor
-    whose rows are not its first dimension. Of its rows a quarter is measured too, so that the plan knows what many small
-    microbatches cost more than few large ones.
-    `loss_fn`, `target`: as in `step`; what the loss costs counts to the last layer.
-    `device`: where the layers run, each in its turn; by default where the model is, and the CPU for one on the meta device.
-    `rounds`, `seconds`: how often each layer runs at least, and on until when, or until 50 times; the median counts.
+    `example_args`, `example_kwargs`: the arguments of the forward for one microbatch; `ps.Rows(tensor, dim)` for a tensor
+    whose rows are not its first dimension. A quarter of the rows is measured too, so that the plan knows how much more many
+    small microbatches cost than few large ones.
+    `loss_fn`, `target`: as in `step`; the cost of the loss is added to the last layer.
+    `device`: where the layers run, one at a time; by default the model's device, and the CPU for a model on the meta device.
+    `rounds`: how often each layer runs at least. `seconds`: for how long all of them run, at most 50 times. Medians count.
 
     Parameters, gradients, buffers, attributes and random numbers stay as they are. Raises MismatchError for a model that cannot
     be cut, and for an example without rows or one that it fails on.
@@ -85,14 +85,14 @@ def measure(
 
 
 class _ModelWithLoss(nn.Module):
-    """A model, and its loss as one more layer."""
+    """A model with its loss as its last layer."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
         super().__init__()
         self.model, self.loss = model, _LossLayer(loss_fn)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Any:
-        """The loss, or the output if there is none."""
+        """Return the loss, or the output if there is no loss."""
         return self.loss(self.model(*args, **kwargs), target)
 
 
@@ -146,7 +146,7 @@ def _measure_units(units: Sequence[RecordedUnit], device: torch.device | None, r
 def costs_in_layer_order(
     cuttable: CuttableModel, units: Sequence[RecordedUnit], unit_costs: Sequence[LayerCost], example: tuple[Any, ...]
 ) -> list[LayerCost]:
-    """Return the costs of the model's layers in order, the last with the loss. A unit may stand in several places."""
+    """Return the costs of the model's layers in order, the last with the loss. A unit may be several layers."""
     of_unit = {unit.module: layer for unit, layer in zip(units, unit_costs, strict=True)}
     *layers, last_layer, loss = [
         of_unit[module] for module in [*map(cuttable.model.get_submodule, cuttable.unit_order), units[-1].module]
@@ -160,7 +160,7 @@ def costs_in_layer_order(
 
 
 def _border_bytes(cuttable: CuttableModel, example: tuple[Any, ...]) -> dict[int, float]:
-    """Bytes over the border behind each layer, with what flies past it to a later one; none where layers are a chain."""
+    """Return the bytes over the border after each layer, skip connections to later layers included; none for a plain chain."""
     stages, carried = cuttable.cut(cuttable.unit_order[1:]), defaultdict[int, float](float)
     if not all(isinstance(stage, GraphStage) for stage in stages):
         return carried
@@ -186,7 +186,7 @@ def _border_bytes(cuttable: CuttableModel, example: tuple[Any, ...]) -> dict[int
 
 
 class UnitWithTensorArguments(nn.Module):
-    """A unit as a module that takes the tensors of its arguments, and gives the tensors of its output that have a gradient."""
+    """A unit as a module that takes the tensors of its arguments and returns the tensors of its output that have a gradient."""
 
     def __init__(self, unit: RecordedUnit) -> None:
         super().__init__()
@@ -194,11 +194,11 @@ class UnitWithTensorArguments(nn.Module):
         self.leaves, self.tree = tree_flatten((unit.args, dict(unit.kwargs or {})))
 
     def argument_tensors(self) -> list[Tensor]:
-        """Of the arguments."""
+        """The tensors of the arguments."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The unit's output for arguments with these tensors."""
+        """Return the unit's output for arguments with these tensors."""
         next_tensor = iter(tensors)
         leaves = [next(next_tensor) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.tree)
@@ -208,7 +208,7 @@ class UnitWithTensorArguments(nn.Module):
 def _call_with_unit_as_stage(
     unit: RecordedUnit, device: torch.device | None, measurement: Callable[[Stage, list[Tensor]], T]
 ) -> T:
-    """What `measurement` finds of the unit as a stage, with stand-ins for its parameters and its inputs."""
+    """Return the result of `measurement` for the unit as a stage, with stand-ins for its parameters and inputs."""
     where = device or module_device(unit.module, (unit.args, unit.kwargs))
     make = partial(materialise_meta_tensor, device=where)
     hooks = [gradient_hooks(parameter) for parameter in unit.module.parameters()]  # run in W, and take their time
@@ -230,18 +230,18 @@ def _call_with_unit_as_stage(
 
 
 def _new_message(inputs: Sequence[Tensor]) -> list[list[Tensor]]:
-    """A message with `inputs`, which the unit may change."""
+    """Return a message with copies of `inputs`, which the unit may change."""
     return [[tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]]
 
 
 def _measure_seconds(stage: Stage, inputs: list[Tensor]) -> ActionSeconds:
-    """Of one run with the backward as one and one with it in two, each after one to warm up."""
+    """Return the seconds of a run with a whole backward, and of one with a split backward, each after a warm-up run."""
     device = inputs[0].device if inputs else CPU
     synchronise = torch.get_device_module(device).synchronize
     eviction_buffer = torch.zeros(CACHE_EVICTION_FLOATS, device=device)
 
     def took(run: Callable[..., T], *args: Any, **kwargs: Any) -> tuple[float, T]:
-        """Seconds of a call that finds the caches as other layers leave them, and its result."""
+        """Return the seconds of a call, with caches as other layers leave them, and its result."""
         eviction_buffer.add_(1)
         synchronise()
         begin = perf_counter()
@@ -260,7 +260,7 @@ def _measure_seconds(stage: Stage, inputs: list[Tensor]) -> ActionSeconds:
 
 
 def _measure_bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, float, float, float]:
-    """Return bytes of the activation, of what W keeps, of parameters, of the output, and of the output's part in the first."""
+    """Return bytes of the activation, of what W keeps, of parameters, of the output, and of what it shares with the first."""
     measured = MemoryMeasurement({MIDDLE_STAGE: stage})
     acts = measured.wrap_actions(
         {

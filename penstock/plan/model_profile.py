@@ -1,4 +1,4 @@
-"""What each layer of a model costs for a microbatch of a given number of rows: seconds and bytes, measured or given.
+"""The cost of each layer of a model for a microbatch of a given number of rows: seconds and bytes, measured or given.
 
 {"format": "penstock layers 1",
  "samples": [{"rows": 8, "layers": [{"name": "embed", "forward": 0.001, "backward_input": 0, "backward_weight": 0.001,
@@ -20,27 +20,27 @@ FORMAT = "penstock layers 1"
 
 
 class LayerCost(NamedTuple):
-    """A layer, or any other part of a model that stays whole, and what it costs for one microbatch. Seconds and bytes."""
+    """The cost of a layer, or of any other part of a model that is not cut, for one microbatch. Seconds and bytes."""
 
-    name: str  # of the submodule, as `cuts` have it
+    name: str  # of the submodule, as in `cuts`
     forward: float
     backward_input: float
     backward_weight: float
     activation: float = 0.0  # kept from its forward to its backward, its input included
     keep: float = 0.0  # what its W still needs after its I
     parameters: float = 0.0
-    output: float = 0.0  # what a border between stages behind it carries
-    ends: float = 0.0  # of its output, what it keeps itself, if a stage ends with it; of the last layer's, what the loss keeps
-    split: float = 0.0  # seconds that it takes longer where its backward is in two, I and W
+    output: float = 0.0  # sent over a border between stages after it
+    ends: float = 0.0  # bytes of its output that it keeps if a stage ends with it; of the last layer: that the loss keeps
+    split: float = 0.0  # seconds that a backward in two, I and W, takes longer
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward together."""
         return self.forward + self.backward_input + self.backward_weight
 
 
 class ProfileSample(NamedTuple):
-    """All layers of a model, in order, at one size of a microbatch."""
+    """The costs of all layers of a model, in order, at one size of a microbatch."""
 
     rows: int
     layers: tuple[LayerCost, ...]
@@ -48,7 +48,7 @@ class ProfileSample(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """The layers of a model at one size of a microbatch or several, by rising rows; `at` any other.
+    """The costs of a model's layers at one or several sizes of a microbatch, by rising rows; `costs_at` gives any other size.
 
     layers = ModelProfile.from_layers([LayerCost("embed", 0.001, 0, 0.001), LayerCost("head", 0.002, 0.002, 0.002)], rows=8)
     layers.costs_at(4)[1].forward  # 0.001
@@ -71,7 +71,7 @@ class ModelProfile:
 
     @classmethod
     def from_layers(cls, layers: Iterable[LayerCost], rows: int = 1) -> "ModelProfile":
-        """From one sample, all of whose times and activations are taken to be proportional to the rows."""
+        """Return a profile of one sample. All times and activations are assumed to be proportional to the rows."""
         return cls((ProfileSample(rows, tuple(layers)),))
 
     @classmethod
@@ -89,7 +89,7 @@ class ModelProfile:
 
     @property
     def layer_names(self) -> list[str]:
-        """Of the layers, in order."""
+        """The names of the layers, in order."""
         return [layer.name for layer in self.samples[0].layers]
 
     @property
@@ -115,7 +115,7 @@ class ModelProfile:
         )
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write them to the JSON file at `path`."""
+        """Write the profile to the JSON file at `path`."""
         samples = [{"rows": rows, "layers": [layer._asdict() for layer in layers]} for rows, layers in self.samples]
         text = json.dumps({"format": FORMAT, "samples": samples}, indent=1, default=float)  # float: numbers of numpy
         Path(path).write_text(text + "\n", encoding="utf-8")
@@ -147,11 +147,9 @@ def _layer_cost_from_json(data: dict[str, Any]) -> LayerCost:
 def _interpolate(
     low_cost: LayerCost, high_cost: LayerCost, share: float, scale: float = 1.0, min_factor: float = 0.0
 ) -> LayerCost:
-    """Interpolate by `share` between the costs of two row counts; multiply by `scale`. More rows take no less.
+    """Return the cost at `share` of the way between two row counts, times `scale`. More rows never cost less.
 
-    No value falls below `min_factor` of `low_cost`.
-
-    Parameters stay as they are.
+    No value is below `min_factor` of `low_cost`. Parameters stay the same.
     """
     values = [
         max(min_factor * a, a + share * max(0.0, b - a)) * scale for a, b in zip(low_cost[1:], high_cost[1:], strict=True)
@@ -165,10 +163,10 @@ def _mean_layer_cost(layer_costs: Sequence[LayerCost]) -> LayerCost:
 
 
 def as_profile(layers: "ModelProfile | Sequence[LayerCost]") -> ModelProfile:
-    """`layers`; a plain sequence is of microbatches of one row."""
+    """Return `layers` as a profile. The costs in a plain sequence are those of one row."""
     if isinstance(layers, ModelProfile):
         return layers
     value = list(layers) if isinstance(layers, Iterable) else [layers]
     if not all(isinstance(layer, LayerCost) for layer in value):
-        raise PenstockError("layers are what ps.plan.measure gives, or a list of ps.plan.Layer")
+        raise PenstockError("layers are what ps.plan.measure returns, or a list of ps.plan.LayerCost")
     return ModelProfile.from_layers(value)

@@ -1,4 +1,4 @@
-"""What a step takes beside the work of its layers: the engine for each action, and messages; measured on real ranks."""
+"""Measure the time of a step besides the work of its layers, on real ranks: the engine's for each action, and messages."""
 
 from statistics import fmean
 from typing import NamedTuple
@@ -13,19 +13,19 @@ from penstock.plan.model_profile import LayerCost, ModelProfile, ProfileSample
 from penstock.schedule import Kind, Measurement
 
 PROBE_MICROBATCHES, PROBE_STEPS = 8, 5
-MESSAGE_FLOATS = 1, 262_144  # of a message: to see what each takes, and what its size adds
+MESSAGE_FLOATS = 1, 262_144  # of the two messages from which latency and bandwidth are computed
 
 
 class Overheads(NamedTuple):
-    """Seconds; bytes a second."""
+    """Measured overheads, in seconds; the bandwidth in bytes a second."""
 
-    empty_layer: LayerCost  # what `measure` finds of a layer that does next to nothing
+    empty_layer: LayerCost  # as `measure` finds it, of a layer that does next to nothing
     action: float  # of a stage that does next to nothing
     send: float
     bandwidth: float
 
     def subtract_from(self, layers: ModelProfile) -> ModelProfile:
-        """Measured `layers` less what each took for being run alone; a stage of them takes `action` more, once."""
+        """Return `layers` without the overhead of measuring each alone. A stage of them takes `action` once more."""
         return ModelProfile(
             tuple(ProfileSample(rows, tuple(map(self._subtract_from_layer, some))) for rows, some in layers.samples)
         )
@@ -46,12 +46,12 @@ class ScalarMultiply(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Any -> the same."""
+        """Return a tensor of the same shape."""
         return hidden * self.weight
 
 
 def measure_overheads() -> Overheads:
-    """As small steps over all ranks that there are have them: all of them call it."""
+    """Return the overheads of small steps over all ranks. All ranks call it."""
     small, large = map(_measure_empty_pipeline, MESSAGE_FLOATS)
     [alone] = (
         measure(nn.Sequential(ScalarMultiply()), (torch.ones(1, 1),), device=comms.current_topology().device, seconds=0.1)
@@ -73,7 +73,7 @@ def _measure_empty_pipeline(floats: int) -> Measurement:
     pipe = Pipeline(layers.to(topology.device), nn.functional.mse_loss, "1f1b", PROBE_MICROBATCHES)
     rows = torch.ones(PROBE_MICROBATCHES, floats, device=topology.device)
     timelines = []
-    for _ in range(PROBE_STEPS + 1):  # in the first the ranks agree on the shapes
+    for _ in range(PROBE_STEPS + 1):  # in the first one the ranks exchange shapes
         pipe.step(rows, target=rows)
         timelines.append(pipe.timeline())
     return Measurement.from_timelines(*timelines[1:])

@@ -13,11 +13,11 @@ from penstock.schedule import Costs
 StageStarts = tuple[int, ...]  # the first layer of every stage
 
 RESTART_MOVES = 3  # random moves from a local optimum, before the descent begins again
-EVALUATION_OVERHEAD_ACTIONS = 200  # the cost of one evaluation besides the makespan, in actions timed
+EVALUATION_OVERHEAD_ACTIONS = 200  # the cost of an evaluation besides timing it, counted in actions
 
 
 class Limits(NamedTuple):
-    """What a plan is made for, besides the layers: memory, links, cores. `plan` has the same arguments."""
+    """The machine that a plan is made for: memory, links, cores. `plan` has the same arguments."""
 
     memory_bytes: tuple[float, ...]  # of every rank
     optimizer: float = ADAM_STATE_RATIO  # bytes of optimizer state for each byte of parameters
@@ -38,7 +38,7 @@ class Limits(NamedTuple):
 
 
 class RankChoice(NamedTuple):
-    """An activation policy for each stage of a rank, and what they cost. In order of less time, then less memory."""
+    """An activation policy for each stage of a rank, and their cost. Sorted by time, then by memory."""
 
     recompute_seconds: float  # in the backwards, for one microbatch
     peak_bytes: float  # all memory of the rank
@@ -47,7 +47,7 @@ class RankChoice(NamedTuple):
 
 
 class EvaluatedPartition(NamedTuple):
-    """A partition into stages for one table, and what it costs. In order of less excess memory, then less time."""
+    """A partition into stages for one table, and its cost. Sorted by excess memory, then by time."""
 
     excess_bytes: float  # above the limits: the root of the sum of the ranks' squares, so less where ranks are more even
     seconds: float
@@ -139,7 +139,7 @@ class PartitionSearch:
         return [policy_of_stage[stage] for stage in sorted(policy_of_stage)]
 
     def static_bytes(self, rank: int, rank_stages: Sequence[StageCost]) -> tuple[float, float]:
-        """Return bytes that a rank needs all the time: (parameters, gradients and optimizer state; message buffers)."""
+        """Return the bytes that a rank always needs: (parameters, gradients and optimizer state; message buffers)."""
         rank_before_and_after = (rank, *self.timer.placement, rank)
         buffers = 0.0
         for stage, cost in zip(self.timer.stages_of_rank[rank], rank_stages, strict=True):
@@ -150,7 +150,7 @@ class PartitionSearch:
         return (2 + self.limits.optimizer) * parameter_bytes, buffers
 
     def static_and_transient_bytes(self, partition: EvaluatedPartition) -> list[float]:
-        """Return each rank's bytes that `simulate` does not count: the static ones, and what recomputation brings back."""
+        """Return each rank's bytes that `simulate` does not count: static ones, and activations while they are recomputed."""
         stages = self.stage_costs(partition.starts)
         return [
             sum(self.static_bytes(rank, [stages[stage] for stage in owned]))
@@ -231,8 +231,8 @@ class PartitionSearch:
     def _neighbour_moves(self, partition: EvaluatedPartition, random: Random) -> Iterator[tuple[StageStarts, tuple[int, ...]]]:
         """Yield (starts, skipped choices) of the neighbours of `partition`, in random order.
 
-        A move takes one to three layers from one stage and gives them to another, the stages between move along; or it skips
-        another number of one rank's choices.
+        A move takes one to three layers from one stage and gives them to another, and shifts the stages between; or it changes
+        how many of one rank's choices are skipped.
         """
         num_stages, starts = len(partition.starts), partition.starts
         layer_moves = [(giver, taker) for giver in range(num_stages) for taker in range(num_stages) if giver != taker]

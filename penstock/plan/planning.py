@@ -1,4 +1,4 @@
-"""The search for a plan: families on balanced cuts, then better cuts for the best, then tables made for the best cuts."""
+"""Search for a plan: families with balanced partitions, then better partitions for the best, then tables made for these."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -36,19 +36,19 @@ TABLE_SEARCHES = {  # (effort of the search, candidates that it makes tables for
 
 
 class Candidate(NamedTuple):
-    """A table with the best partition that is known for it."""
+    """A table with its best known partition."""
 
     search: PartitionSearch
     best: EvaluatedPartition
 
     @property
     def penalized_seconds(self) -> float:
-        """Seconds of a step, more where memory does not fit: the search may still improve that candidate until it fits."""
+        """Seconds of a step, plus a penalty if memory does not fit, since the search may still make the candidate fit."""
         return self.best.seconds * (1 + 4 * self.best.excess_bytes / sum(self.search.limits.memory_bytes))
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        """The order of plans: what fits, then less time; of equals less recomputation, fewer stages, less memory."""
+        """The sort key of plans: those that fit, then by time, recomputation, number of stages and memory."""
         best, memory = self.best, sum(choice.peak_bytes for choice in self.best.choices)
         return best.excess_bytes, float(f"{best.seconds:.6g}"), best.recompute_seconds, len(best.starts), memory
 
@@ -65,7 +65,7 @@ class Candidate(NamedTuple):
 
 
 class ReplicaTask(NamedTuple):
-    """What one replica of the pipeline is planned for."""
+    """The task of planning one replica of the pipeline."""
 
     profile: ModelProfile
     rows: int  # of a step
@@ -111,27 +111,27 @@ def plan(
     fewer: bool = True,
     progress: Progress | None = None,
 ) -> list[Plan]:
-    """The fastest ways to train a model of these `layers`, the best first, at most five.
+    """Return the fastest plans to train a model of these `layers`, the best first, at most five.
 
-    `layers`: from `measure`, or `Layer`s, which then say what they cost for one row.
-    `ranks`: the most there are; fewer are used where that is faster.
+    `layers`: from `measure`, or a list of `LayerCost` for one row.
+    `ranks`: how many there are; a plan uses fewer if that is faster.
     `memory`: bytes of each rank, or a text like "2GB", for parameters, gradients, optimizer state, activations and messages;
     or one number for each rank of a pipeline.
-    `batch`: rows of a step. `dp`: how many replicas of the pipeline share ranks and rows; or several numbers to choose from.
-    `microbatches`: into how many the rows of a replica may be split, by default any number that divides them.
-    `slices`: into how many slices of its tokens a microbatch may be cut; or several numbers to choose from. Each slice is
-    taken to cost an equal share.
+    `batch`: rows of a step. `dp`: number of replicas of the pipeline, which share ranks and rows; or several to choose from.
+    `microbatches`: number, or numbers to choose from, of a replica's microbatches; by default any that divides its rows.
+    `slices`: number of slices of a microbatch's tokens; or several to choose from. Each slice is assumed to cost an equal
+    share.
     `schedules`: names of families, by default all, and tables that are made for the model.
     `effort`: `quick` tries families only, `normal` and `long` search for tables too. The same `seed` gives the same plans.
     `optimizer`: bytes of its state for each byte of parameters; by default Adam's.
-    `send`, `bandwidth`: seconds that a message takes, and bytes a second; `action`: seconds of the engine for each action.
-    `cores`: how many ranks can compute at once, where they share a machine that has fewer.
+    `send`, `bandwidth`: seconds of a message, and bytes a second. `action`: seconds of the engine for each action.
+    `cores`: how many ranks can compute at once, if they share a machine with fewer cores.
     `speeds`: of each rank of a pipeline, if they differ: 0.5 for one that takes twice as long as the layers say.
     `fewer`: whether fewer ranks may be used than there are.
     `progress`: called with the schedule, the share of the search that is done, and the best seconds so far. If it
-    returns something true, the search ends with what it has, as on Ctrl-C.
+    returns a true value, the search ends with the best plans so far, as on Ctrl-C.
 
-    Raises PenstockError if nothing fits: which rank misses how many bytes, and what would fit.
+    Raises PenstockError if nothing fits, with the bytes that a rank lacks and what would fit.
 
         plans = plan(measure(model, (tokens,)), ranks=4, memory=2e9, batch=64, effort="quick")
         print(plans[0])
@@ -190,7 +190,7 @@ def family_timers(
 ) -> Iterator[ScheduleTimer]:
     """Yield the tables of these families that have at most `max_stages` stages and are not too large to search.
 
-    Of several `slices`, those of the families that take any number.
+    For `slices` above 1 only families that cut tokens.
     """
     for name in names:
         family = FAMILIES[name]

@@ -1,4 +1,4 @@
-"""A plan: what to run, how long it takes, and why it is not faster."""
+"""A plan: the partition and table to run, its predicted step, and why it is not faster."""
 
 import json
 import math
@@ -20,10 +20,11 @@ FORMAT = "penstock plan 1"
 
 @dataclass(frozen=True)
 class Plan:
-    """A cut, a table and what to recompute: `Pipeline(model, loss_fn, plan=plan)` runs it. Seconds and bytes.
+    """A partition, a table, and the stages to recompute: `Pipeline(model, loss_fn, plan=plan)` runs it. Seconds and bytes.
 
-    Of a step: `seconds` it takes, `bound` it cannot be below with any cut, table and recomputation for these ranks and
-    microbatches, and `why` it is above that. `peak_memory` is of every rank, with parameters, gradients and optimizer state.
+    `seconds` is the predicted time of a step. `bound` is a lower bound for any partition, table and recomputation with these
+    ranks and microbatches; `why` says why the step takes longer. `peak_memory` has the bytes of
+    every rank: activations, parameters, gradients, optimizer state and messages.
     """
 
     schedule: Schedule
@@ -41,12 +42,12 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """How many it uses."""
+        """The number of ranks that it uses."""
         return self.schedule.ranks
 
     @property
     def share_above_bound(self) -> float:
-        """How far a step is above its bound, as a share of that."""
+        """The share by which a step is longer than its bound: 0.1 is 10 %."""
         return max(0.0, self.seconds / self.bound - 1)
 
     @property
@@ -56,7 +57,7 @@ class Plan:
 
     @property
     def measurement(self) -> Measurement:
-        """What its stages are planned to cost, as if it had been measured: to predict other tables by."""
+        """The planned costs of its stages in the form of a measurement, to predict other tables with."""
         stages = self.schedule.stages
         table, free = self.costs.action_costs(stages), dict.fromkeys(Kind, (0.0,) * stages)
         sends = tuple(map(sum, self.costs.message_costs(stages).values()))
@@ -67,7 +68,7 @@ class Plan:
         return Measurement(self.schedule, times, free, sends, layers=layers, activation_sizes=sizes)
 
     def __str__(self) -> str:
-        """In a few lines."""
+        """Return the plan as a few lines of text."""
         recomputed = [f"stage {stage} ({way})" for stage, way in enumerate(self.recompute) if way]
         return (
             f"{self.schedule.name} on {self.ranks} ranks{f', {self.dp} replicas' if self.dp > 1 else ''}, "
@@ -79,7 +80,7 @@ class Plan:
         )
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it to the JSON file at `path`."""
+        """Write the plan to the JSON file at `path`."""
         costs = {field.name: getattr(self.costs, field.name) for field in fields(Costs)}
         costs = {name: value for name, value in costs.items() if value not in (None, {}, float("inf"))}
         table = {"name": self.schedule.name, "placement": self.schedule.placement, "rows": self.schedule.csv_rows()}
@@ -88,7 +89,7 @@ class Plan:
 
 
 def robustness(plan: Plan, share: float = 0.1, draws: int = 200, seed: int = 0) -> tuple[float, float]:
-    """Seconds of a step where every action takes up to `share` more or less: the median of `draws`, and the worst."""
+    """Return the median and the largest of `draws` step times in which every action takes up to `share` more or less."""
     table, random, stages = ScheduleTimer(plan.schedule), Random(seed), plan.schedule.stages
     costs = [cost for kind in KINDS for cost in plan.costs.action_costs(stages)[kind]]
     delays = [seconds / table.slices + send for seconds, send in plan.costs.message_costs(stages).values()]
@@ -101,7 +102,7 @@ _PLAIN_FIELDS = ("batch", "dp", "microbatches", "layers", "cuts", "recompute", "
 
 
 def is_plan_file(path: str | PathLike[str]) -> bool:
-    """Whether the file at `path` says that it is a plan."""
+    """Return whether the file at `path` is a plan."""
     try:
         with open(path, encoding="utf-8") as file:
             return is_plan_text(file.read(200))
@@ -110,7 +111,7 @@ def is_plan_file(path: str | PathLike[str]) -> bool:
 
 
 def is_plan_text(text: str) -> bool:
-    """Whether the `text` of a file, or its beginning, says that it is a plan."""
+    """Return whether the `text` of a file, or its beginning, is that of a plan."""
     return FORMAT in text[:200]
 
 
@@ -123,7 +124,7 @@ def load(path: str | PathLike[str]) -> Plan:
 
 
 def parse_plan(text: str | bytes, name: str) -> Plan:
-    """The plan in the `text` of a file called `name`. Raises PenstockError for anything else."""
+    """Return the plan in the `text` of a file called `name`. Raises PenstockError for anything else."""
     try:
         data = json.loads(text)
         if data["format"] != FORMAT:
@@ -135,7 +136,7 @@ def parse_plan(text: str | bytes, name: str) -> Plan:
 
 
 def _plan_from_json(data: dict[str, Any]) -> Plan:
-    """Raises ValueError, KeyError or TypeError for data that are no plan."""
+    """Return the plan in `data`. Raises ValueError, KeyError or TypeError for data of something else."""
     table = data["schedule"]
     schedule = from_rows(str(table["name"]), table["rows"], tuple(map(int, table["placement"])))
     verify(schedule)

@@ -1,7 +1,7 @@
-"""A table as numbers: timed again and again at other costs, and what its ranks hold at once.
+"""Time one table at many costs, and count what its ranks hold at once.
 
-`simulate` is the judge of what a plan takes; this is the same rule for tables without pairs, some times as fast, for the
-thousands of cuts that are tried on one table.
+The rule is that of `simulate`, for tables without pairs, and several times as fast: the search times thousands of partitions
+on one table. The final plan is timed by `simulate`.
 """
 
 import math
@@ -19,11 +19,11 @@ KINDS = tuple(Kind)  # F, B, I, W: the order of costs
 
 
 class ScheduleTimer:
-    """A proved table: its makespan, and what every rank holds at once, at its fullest (`peak_counts`).
+    """Computes the makespan of a proved table for given costs. `peak_counts`: the most microbatches that each rank holds.
 
-    All costs are of whole microbatches; each slice takes its equal share of them, but for the delay of its messages.
-    A rank's counts are rows of numbers, two for each of its stages: microbatches from their F to their I or B, and from
-    their I to their W. Rows that another one is nowhere below are left out.
+    All costs are of whole microbatches; a slice takes an equal share of them, except for the delay of its messages.
+    A rank's counts are rows of two numbers for each of its stages: microbatches from their F to their I or B, and from
+    their I to their W. A row is left out if another has at least as many everywhere.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -42,7 +42,7 @@ class ScheduleTimer:
         return KINDS.index(action.kind) * len(self.placement) + action.stage
 
     def makespan_lower_bound(self, costs: Sequence[float]) -> float:
-        """What `makespan` is not below: the work of a rank, what comes before its first action, and what after its last one."""
+        """Return a lower bound of `makespan`: a rank's work, plus what must run before its first and after its last action."""
         stages, costs = len(self.placement), self._costs_of_slice(costs)
         forwards, inputs = ([0.0, *accumulate(costs[first : first + stages])] for first in (0, 2 * stages))
         return max(
@@ -55,7 +55,7 @@ class ScheduleTimer:
     def makespan_with_jitter(
         self, costs: Sequence[float], message_delays: Sequence[float], jitter: float, random: Random
     ) -> float:
-        """The makespan where every action takes up to `jitter` more or less."""
+        """Return the makespan if every action randomly takes up to `jitter` more or less, as a share of its time."""
         ends, costs = [0.0], self._costs_of_slice(costs)
         for code, previous, needed, border in self.operations:
             start = max(ends[previous], ends[needed] + message_delays[border])
@@ -63,11 +63,10 @@ class ScheduleTimer:
         return max(ends)
 
     def makespan(self, costs: Sequence[float], message_delays: Sequence[float], cores: float = math.inf) -> float:
-        """Return the makespan for `costs`, of F of every stage, then of B, I, W. `message_delays`: over each border, and a 0.
+        """Return the makespan. `costs`: of F of every stage, then of B, I, W. `message_delays`: over each border, then a 0.
 
-        Nothing is delayed where both stages of a border are on one rank.
-
-        Where more ranks work at once than there are `cores`, all of them are as much slower meanwhile.
+        A border between two stages of one rank has no delay. While more ranks work than there are `cores`, all of them are
+        slower in proportion.
         """
         ends, costs = [0.0], self._costs_of_slice(costs)
         add = ends.append
@@ -91,9 +90,10 @@ class ScheduleTimer:
 
 
 def _operations_in_order(schedule: Schedule) -> list[tuple[int, int, int, int]]:
-    """The actions in an order in which all can run: cost, action before on the rank, action needed, border that it crosses.
+    """Return the actions in an order in which all can run, each as numbers of its cost, two actions, and a border.
 
-    Actions count from 1; 0 is there from the beginning. The last border is no border: what comes from the same rank crosses it.
+    The two actions are the one before on the rank and the one needed, whose message crosses the border. Actions count from 1;
+    0 stands for none. The last border stands for none: it is crossed within a rank.
     """
     stages, nowhere = schedule.num_stages, schedule.num_stages - 1
     borders = [stage if rank != next_rank else nowhere for stage, (rank, next_rank) in enumerate(pairwise(schedule.placement))]

@@ -1,7 +1,7 @@
-"""The lengths of slices, planned from a step that ran: each slice takes as long, so that no rank waits for a longer one.
+"""Plan the lengths of slices from a measured step: all slices take equally long, so that no rank waits for a longer one.
 
-A slice of `length` tokens after `first` others takes a x length + b x length x (first + length / 2): what each token needs
-by itself, and attention to those before it. With that, the tokens up to x take a x + b x^2 / 2, which is cut in equal parts.
+A slice of `length` tokens after `first` others takes a x length + b x length x (first + length / 2): each token's own work,
+and attention to the tokens before it. So the tokens up to x take a x + b x^2 / 2, which is cut into equal parts.
 """
 
 from collections import defaultdict
@@ -52,7 +52,7 @@ def plan_slices(timeline: Timeline, lengths: Sequence[int]) -> list[int]:
 
 
 def _seconds_by_slice(timeline: Timeline) -> list[float]:
-    """Return what the actions of each slice take: the median over microbatches, summed over stages and kinds."""
+    """Return the seconds of each slice's actions: the median over microbatches, summed over stages and kinds."""
     seconds = defaultdict(list)
     for event in timeline.events:
         kind, stage, _, slice_ = event.action
@@ -64,7 +64,7 @@ def _seconds_by_slice(timeline: Timeline) -> list[float]:
 
 
 def _fit_seconds_per_token(seconds: Sequence[float], lengths: Sequence[int]) -> tuple[float, float]:
-    """Return what a token takes by itself, and for each token before it: least squares, neither below 0."""
+    """Return the seconds of a token, and its seconds for each token before it: least squares, neither below 0."""
     firsts = [0, *accumulate(lengths)]
     columns = np.array([(length, length * (first + length / 2)) for first, length in zip(firsts, lengths, strict=False)])
     per_token, per_pair = map(float, np.linalg.lstsq(columns, np.array(seconds), rcond=None)[0])

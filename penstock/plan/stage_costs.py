@@ -1,4 +1,4 @@
-"""What a stage of consecutive layers costs its rank, with and without recomputation."""
+"""The cost of a stage of consecutive layers, with and without recomputation."""
 
 from collections.abc import Sequence
 from functools import cache, cached_property
@@ -12,7 +12,7 @@ ADAM_STATE_RATIO = 2.0  # bytes of optimizer state for each byte of parameters
 
 
 class ActivationPolicy(NamedTuple):
-    """Which activations of a stage are kept, which recomputed, and what that costs for one microbatch."""
+    """A choice of which activations of a stage are kept and which recomputed, and its cost for one microbatch."""
 
     recompute: Recompute
     activation: float  # bytes from its forward to its backward
@@ -21,7 +21,7 @@ class ActivationPolicy(NamedTuple):
 
 
 class StageCost(NamedTuple):
-    """What a stage costs for one microbatch, in seconds and bytes."""
+    """The cost of a stage for one microbatch, in seconds and bytes."""
 
     forward: float
     backward_input: float

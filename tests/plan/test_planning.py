@@ -221,7 +221,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
 
 
 def test_layers_that_take_no_time_are_told():
-    with pytest.raises(PenstockError, match=r"what ps\.plan\.measure gives, or a list of ps\.plan\.Layer"):
+    with pytest.raises(PenstockError, match=r"what ps\.plan\.measure returns, or a list of ps\.plan\.LayerCost"):
         plan(LayerCost("a", 1, 1, 1), 1, 1e9, batch=1)
     with pytest.raises(PenstockError, match="all layers take 0 seconds"):
         plan([LayerCost("a", 0, 0, 0)], 1, 1e9, batch=1)

@@ -24,13 +24,13 @@ When anything raises on one rank, all ranks raise the same error: `Pipeline` see
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.attention_hook import attention_context, no_attention_error
 from penstock.comms.control_group import ControlGroup, WaitError, convert_transport_errors
 from penstock.comms.preemption import preempted
-from penstock.comms.transport.channels import Channels, ReceiveChannel, SendChannel
+from penstock.comms.transport.channels import Channels
 from penstock.engine.actions import ActionFunctions, EarlyForward, StepActions, error_with_location, messages_of
 from penstock.engine.activation_memory import MemoryMeasurement
 from penstock.engine.batch import LocalBatch, StepCall, requires_grad_flags, split_batch
@@ -50,7 +50,7 @@ from penstock.engine.checks.unregistered_uses import GradientRecord, RemoteParam
 from penstock.engine.clock import ActionClock, make_clock, measure_own_clock_skew
 from penstock.engine.handshake import LearnedShapes, StepHandshake
 from penstock.engine.microbatch_costs import MicrobatchCosts, MicrobatchSamples
-from penstock.engine.profiling import ProfiledReceiveChannel, ProfiledSendChannel, action_ranges, message_ranges
+from penstock.engine.profiling import action_ranges, message_ranges
 from penstock.engine.report import (
     BackgroundSave,
     RankSummary,
@@ -265,10 +265,15 @@ class Engine:
         early_forward: EarlyForward | None = None,
     ) -> None:
         """Run the lines of a program: for each, post its receives, wait for its inputs, run its action, send what it made."""
-        incoming: Mapping[int, ReceiveChannel | ProfiledReceiveChannel] = channels.incoming
-        outgoing: Mapping[int, SendChannel | ProfiledSendChannel] = channels.outgoing
-        if profiler_is_active():
-            incoming, outgoing = message_ranges(channels.incoming, channels.outgoing)
+        incoming, outgoing = channels.incoming, channels.outgoing
+
+        def receive(transfer: Transfer) -> Any:
+            return incoming[transfer.source].receive(transfer, self.device)
+
+        def send(transfer: Transfer, value: Any) -> None:
+            outgoing[transfer.destination].send(transfer, value)
+
+        receive_message, send_message = message_ranges(receive, send) if profiler_is_active() else (receive, send)
 
         local_values = dict[Transfer, Any]()  # between two stages of this rank
         waits_for_parameters = not all(stage.replication.parameters_ready for stage in self.stages.values())
@@ -280,10 +285,7 @@ class Engine:
 
                 if messages is None:
                     values = [
-                        incoming[transfer.source].receive(transfer, self.device)
-                        if transfer.is_remote
-                        else local_values.pop(transfer)
-                        for transfer in inputs
+                        receive_message(transfer) if transfer.is_remote else local_values.pop(transfer) for transfer in inputs
                     ]
                     if waits_for_parameters:
                         self.stages[action.stage].wait_parameters()
@@ -296,7 +298,7 @@ class Engine:
 
                 for transfer, value in zip(outputs, messages, strict=True):
                     if transfer.is_remote:
-                        outgoing[transfer.destination].send(transfer, value)
+                        send_message(transfer, value)
                     else:
                         local_values[transfer] = detach_for_next_stage(value)
                 clock.mark_sent()

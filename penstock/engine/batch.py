@@ -173,9 +173,8 @@ class LocalBatch(NamedTuple):
 
     def row_counts(self) -> RowCounts:
         """Return the rows of all that this rank was given, whether it reads them or not: of inputs and of target."""
-        args, kwargs = self.call.args, self.call.kwargs
-        inputs = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
-        entries = (inputs, self.call.target) if self.summary is not None else ([inputs], [self.call.target])
+        inputs, target = self.call.inputs, self.call.target
+        entries = (inputs, target) if self.summary is not None else ([inputs], [target])
         rows, target_rows = (count_entry_rows(entry, self.call.rows_dim) for entry in entries)
         return rows, target_rows
 
@@ -351,7 +350,7 @@ def _split_input_sequence(
     """Return (args, kwargs) as `_cut_tokens` does, with the positions of tokens if the model takes them."""
     check_arguments_can_be_cut(forward_signature, call.args, call.kwargs)
     num_tokens = sequence_length((call.args, call.kwargs), "the batch", call.sequence_dim)
-    kwargs = kwargs_with_position_ids(forward_signature, call.args, call.kwargs, 0, num_tokens)
+    kwargs = kwargs_with_position_ids(forward_signature, call.args, call.kwargs, num_tokens)
     return _cut_tokens((call.args, kwargs), "the batch", call, mesh_position)
 
 

@@ -117,7 +117,8 @@ def parse_arguments(
     slices, num_slices = parse_slices(config.slices)
     if num_slices > 1 and isinstance(config.schedule, str) and not config.schedule.endswith(".csv"):
         config.options = {**config.options, "slices": num_slices}
-    schedule, program = build_schedule(config.schedule, num_ranks, config.microbatches, config.options)
+    schedule = build_table(config.schedule, num_ranks, config.microbatches, config.options)
+    program = verify(schedule).program
     slices = schedule.slices if slices == 1 else slices
     if num_slices not in (1, schedule.slices):
         raise MismatchError(f"slices={config.slices} are {num_slices}, but the table {schedule.name} has {schedule.slices}")
@@ -145,7 +146,7 @@ def _example_with_position_ids(model: nn.Module, config: Any) -> dict[str, Any]:
     args = (config.example_args,) if isinstance(config.example_args, Tensor) else tuple(config.example_args or ())
     kwargs = config.example_kwargs or {}
     length = sequence_length((args, kwargs), "the example", config.sequence_dim)
-    return kwargs_with_position_ids(first_stage_signature(model), args, kwargs, 0, length)
+    return kwargs_with_position_ids(first_stage_signature(model), args, kwargs, length)
 
 
 def _check_argument_types(model: Any, config: Any) -> None:
@@ -223,14 +224,6 @@ def check_options(options: Iterable[str], schedule: Any, arguments: Iterable[str
             guess = did_you_mean(name, [*arguments, *schedule_options])
             takes = f"takes {', '.join(schedule_options)}" if schedule_options else "takes no options"
             raise MismatchError(f"a Pipeline has no argument {name}{guess}, and {source} {takes}")
-
-
-def build_schedule(
-    schedule: str | Schedule | ScheduleRule, num_ranks: int, microbatches: int, options: dict[str, Any]
-) -> tuple[Schedule, Program]:
-    """Return the table and its proved program. `schedule`: a name, the path of a CSV file, a rule, or a table."""
-    table = build_table(schedule, num_ranks, microbatches, options)
-    return table, verify(table).program
 
 
 def build_table(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from penstock.engine.clock import ActionClock
 from penstock.errors import PenstockError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # a pipeline that fits no costs, and its checkpoints, need no
     import numpy as np
 
 MAX_SAMPLES = 1024  # of one kind of action on one stage, the newest
+MicrobatchShape = tuple[int, int]  # rows, elements
 Sample = tuple[int, int, float]  # rows, elements, and seconds or bytes
 REWEIGHTINGS = 4
 FEATURE_SETS = [list(features) for size in (1, 2, 3) for features in combinations(range(3), size)]
@@ -55,15 +56,6 @@ class MicrobatchFit(NamedTuple):
         )
 
 
-class MicrobatchSizes(Protocol):
-    """The microbatches of a step, in the order in which they ran."""
-
-    @property
-    def rows(self) -> Sequence[int]: ...  # noqa: D102
-    @property
-    def elements(self) -> Sequence[int]: ...  # noqa: D102
-
-
 class MicrobatchSamples:
     """Sizes and costs of this rank's microbatches in its last steps over lists."""
 
@@ -73,16 +65,16 @@ class MicrobatchSamples:
         self._last_actions: Sequence[Action] = ()
         self._last_clock: ActionClock | None = None
 
-    def add_seconds(self, actions: Sequence[Action], clock: ActionClock, microbatches: MicrobatchSizes) -> None:
-        """Add the seconds of each action of a step."""
+    def add_seconds(self, actions: Sequence[Action], clock: ActionClock, shapes: Sequence[MicrobatchShape]) -> None:
+        """Add the seconds of each action of a step. `shapes`: of its microbatches, in the order in which they ran."""
         self._last_actions, self._last_clock = actions, clock
         for (kind, stage, number, _), (start, end, _) in zip(actions, clock.intervals(), strict=True):
-            self._seconds[kind, stage].append((microbatches.rows[number], microbatches.elements[number], end - start))
+            self._seconds[kind, stage].append((*shapes[number], end - start))
 
-    def add_bytes(self, sizes: Mapping[tuple[int, int], ActivationSize], microbatches: MicrobatchSizes) -> None:
+    def add_bytes(self, sizes: Mapping[tuple[int, int], ActivationSize], shapes: Sequence[MicrobatchShape]) -> None:
         """Add the bytes of activations in a measured step. `sizes`: by stage and microbatch."""
         for (stage, number), size in sizes.items():
-            self._bytes[stage].append((microbatches.rows[number], microbatches.elements[number], size.act))
+            self._bytes[stage].append((*shapes[number], size.act))
 
     def summarize(self, rank: int, clock_offset: float) -> "SampleSummary":
         """Return the fits of this rank's stages, and the events of its last step. `clock_offset`: from here to rank 0."""

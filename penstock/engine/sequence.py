@@ -84,9 +84,9 @@ def first_stage_signature(module: nn.Module) -> inspect.Signature:
 
 
 def kwargs_with_position_ids(
-    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], first: int, length: int
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], length: int
 ) -> dict[str, Any]:
-    """Return `kwargs`, with the positions of tokens `first` and on if the forward takes them and the call has none.
+    """Return `kwargs`, with the positions of `length` tokens if the forward takes them and the call has none.
 
     Positions have the shape (1, time), for all rows.
     """
@@ -95,7 +95,7 @@ def kwargs_with_position_ids(
         or arguments_by_parameter_name(signature, args, kwargs).get(POSITION_IDS) is not None
     ):
         return dict(kwargs)
-    positions = torch.arange(first, first + length, device="cpu")[None]
+    positions = torch.arange(length, device="cpu")[None]
     return {**kwargs, POSITION_IDS: Replicated(positions)}
 
 

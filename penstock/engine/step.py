@@ -209,11 +209,12 @@ class Engine:
         channels.end_step()
 
         if batch.training and handshake_result.lists and handshake_result.has_backward:
-            sizes = handshake_result.lists[self.position.replica]
+            replica_list = handshake_result.lists[self.position.replica]
+            shapes = list(zip(replica_list.rows, replica_list.elements, strict=True))
             if measurement is None:
-                self.microbatch_samples.add_seconds(result.actions, clock, sizes)
+                self.microbatch_samples.add_seconds(result.actions, clock, shapes)
             else:
-                self.microbatch_samples.add_bytes(measurement.sizes_by_microbatch, sizes)
+                self.microbatch_samples.add_bytes(measurement.sizes_by_microbatch, shapes)
         learned = LearnedShapes(handshake_result.message_specs, result.activation_sizes)
         self.handshake.remember(handshake_result, learned)
         self.shared_tensors.steps += batch.training

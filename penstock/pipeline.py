@@ -277,12 +277,7 @@ class Pipeline(ModuleMisuseHints):
         there is an axis dp, cp or tp. If a checkpoint in the background could not be written, its error is raised here, once,
         before the step begins: call again to run the step.
         """
-        if self.report is not None and any(self.report.background_save_failed):
-            self._engine.settle_background_save()
-
         result = self._run(True, args, kwargs, target, user_scale=scale, losses_list=losses, wants_outputs=return_outputs)
-        if losses is not None:
-            losses[:] = result.losses
         loss = add_backward_hint(result.loss)
         return (loss, result.joined_outputs(self.rows_dim)) if return_outputs else loss
 
@@ -323,13 +318,8 @@ class Pipeline(ModuleMisuseHints):
         of other rows, an order that is none or differs between ranks, one that does not keep `limit`, and for more microbatches
         than a schedule that is a table has.
         """
-        if self.report is not None and any(self.report.background_save_failed):
-            self._engine.settle_background_save()
-
         options = {"order": str(order) if order is None else order, "microbatch_costs": self._engine.microbatch_costs}
         result = self._run(True, (inputs,), {}, targets, **options, losses_list=losses, user_scale=scale, limit=limit)
-        if losses is not None:
-            losses[:] = result.losses
         return add_backward_hint(result.loss)
 
     def plan_costs(self) -> MicrobatchCosts:
@@ -495,6 +485,9 @@ class Pipeline(ModuleMisuseHints):
 
     def _run(self, training: bool, args: Any, kwargs: dict[str, Any], target: Any, **call_options: Any) -> StepResult:
         """Run one training step or evaluation on all ranks, and the checks after it."""
+        if training and self.report is not None and any(self.report.background_save_failed):
+            self._engine.settle_background_save()
+
         loss_settings = self.loss_fn is not None, self.reduction, self.loss_weight, self.seed, self.scaler
         gradient_factor = self._engine.gradient_factor
         if training:
@@ -530,6 +523,8 @@ class Pipeline(ModuleMisuseHints):
         if self._loss_checks is not None:
             self._loss_checks.check_after_step(target, call.order is not None)
         self._engine.last_result = result._replace(outputs=())  # not kept alive: they are the caller's
+        if call.losses_list is not None:
+            call.losses_list[:] = result.losses
         return result
 
     @property

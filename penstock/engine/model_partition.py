@@ -1,6 +1,6 @@
 """The model that this rank was given, and its partition into stages, cut here or given by the user."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import index
 from typing import Any, NamedTuple
@@ -103,29 +103,28 @@ class ModelPartition(NamedTuple):
         The first is the one that `named_parameters()` of the uncut model gives. Stages that this rank was not given are left
         out.
         """
-        if self.uncut_model is None:
-            states = [(names[stage], module.state_dict(keep_vars=True)) for stage, module in self.given_stages.items()]
-            named = [(uncut_names[name], value) for uncut_names, state in states for name, value in state.items()]
-        else:
-            state = self.uncut_model.state_dict(keep_vars=True)
-            named = [(strip_compiled_prefix(name), value) for name, value in state.items()]
-        tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
+        entries = self._named_entries(names, lambda module: module.state_dict(keep_vars=True).items())
+        tensors = [(strip_compiled_prefix(name), value) for name, value in entries if isinstance(value, Tensor)]
         first_names = {id(tensor): name for name, tensor in reversed(tensors)}
         return {name: first_names[id(tensor)] for name, tensor in tensors if first_names[id(tensor)] != name}
 
     def remote_parameters(self, names: Sequence[Mapping[str, str]]) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that only other ranks run, by name in the uncut model. `names`: as in `RankParameters`."""
         local_ids = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
-        if self.uncut_model is None:
-            stages = [(names[stage], module) for stage, module in self.given_stages.items()]
-            named = [
-                (uncut_names.get(name, name), parameter)
-                for uncut_names, module in stages
-                for name, parameter in module.named_parameters()
-            ]
-        else:
-            named = list(self.uncut_model.named_parameters())
-        return [(name, parameter) for name, parameter in named if id(parameter) not in local_ids]
+        entries = self._named_entries(names, nn.Module.named_parameters)
+        return [(name, parameter) for name, parameter in entries if id(parameter) not in local_ids]
+
+    def _named_entries(
+        self, names: Sequence[Mapping[str, str]], list_entries: Callable[[nn.Module], Iterable[tuple[str, Any]]]
+    ) -> list[tuple[str, Any]]:
+        """Return what `list_entries` gives for the uncut model; else for all given stages, with names in the uncut model."""
+        if self.uncut_model is not None:
+            return list(list_entries(self.uncut_model))
+        return [
+            (names[stage].get(name, name), value)
+            for stage, module in self.given_stages.items()
+            for name, value in list_entries(module)
+        ]
 
     @property
     def uncut_info(self) -> UncutModelClassAndConfig | None:

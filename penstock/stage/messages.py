@@ -41,24 +41,24 @@ class StageMessages:
         self._lent = [
             [module.get_parameter(name) for name in connections.lent.get(destination, ())] for destination in self._destinations
         ]
-        self._borrows, self._lends = any(self._borrowed), any(self._lent)
+        self._lends = any(self._lent)
         self.shared_parameters = [slot.parameter for group in self._borrowed for slot in group]
         self.shared_parameters += [parameter for group in self._lent for parameter in group]
 
     def attach_inputs(self, messages: Sequence[Any]) -> tuple[Sequence[Any], ReceivedInputs]:
         """Return the values for the module, as the beginning of a graph, and what else came with the messages."""
         inputs = tuple([StageInput() for _ in messages])
+        values: list[Any] = []
         borrowed: list[tuple[TensorSlot, Tensor]] = []
-        if not self._borrows:
-            values = [stage_input.attach(message) for stage_input, message in zip(inputs, messages, strict=True)]
-        else:
-            values = []
-            for stage_input, slots, message in zip(inputs, self._borrowed, messages, strict=True):
-                # This rank's parameters, as if they had come with the message.
-                parameters = [slot.parameter.detach().requires_grad_(slot.parameter.requires_grad) for slot in slots]
-                value, attached = stage_input.attach((message, parameters))
-                values.append(value)
-                borrowed += [(place, tensor) for slot, tensor in zip(slots, attached, strict=True) for place in slot.places]
+        for stage_input, slots, message in zip(inputs, self._borrowed, messages, strict=True):
+            if not slots:
+                values.append(stage_input.attach(message))
+                continue
+            # This rank's parameters, as if they had come with the message.
+            parameters = [slot.parameter.detach().requires_grad_(slot.parameter.requires_grad) for slot in slots]
+            value, attached = stage_input.attach((message, parameters))
+            values.append(value)
+            borrowed += [(place, tensor) for slot, tensor in zip(slots, attached, strict=True) for place in slot.places]
 
         if len(values) > len(self._value_sources):
             by_source = zip(self._sources, values, strict=True)

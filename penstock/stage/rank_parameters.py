@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import ShardKey, local_shard, shard_coordinates, shard_like
 from penstock.torch_private import foreach_norm, tensor_version
@@ -128,7 +129,8 @@ class RankParameters:
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and local_shard(parameter.grad).numel()
         }
-        return dict(zip(gradients, _norms_on_cpu([*gradients.values()], norm_type), strict=True))
+        norms = map(Tensor.type_as, foreach_norm([*gradients.values()], norm_type), gradients.values())
+        return dict(zip(gradients, _copy_scalars([*norms], CPU), strict=True))
 
     def clip_grads(self, rank_norms: Sequence[Mapping[ShardKey, Tensor]], max_norm: float, norm_type: float) -> Tensor:
         """Clip this rank's gradients by the norm of the whole model's gradients, and return that norm.
@@ -152,16 +154,11 @@ class RankParameters:
             for name, parameter in self.named_parameters()
             if parameter.grad is not None
         }
-        device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
-
+        device = next(iter(parameters.values())).device if parameters else CPU
         norms = self._norms_in_model_order(rank_norms)
-        on_device: dict[ShardKey, Tensor] = {}
-        for dtype in {norm.dtype for norm in norms.values()}:  # one copy for each dtype
-            keys = [key for key, norm in norms.items() if norm.dtype == dtype]
-            on_device |= zip(keys, torch.stack([norms[key] for key in keys]).to(device).unbind(), strict=True)
         return [
-            parameters[key] if key in parameters else _with_gradient(torch.zeros_like(on_device[key]), on_device[key])
-            for key in norms
+            parameters[key] if key in parameters else _with_gradient(torch.zeros_like(norm), norm)
+            for key, norm in zip(norms, _copy_scalars([*norms.values()], device), strict=True)
         ]
 
     def _norms_in_model_order(self, rank_norms: Sequence[Mapping[ShardKey, Tensor]]) -> dict[ShardKey, Tensor]:
@@ -170,13 +167,12 @@ class RankParameters:
         return {key: norms[key] for key in sorted(norms, key=lambda key: (positions[key[0]], key[1]))}
 
 
-def _norms_on_cpu(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
-    """Return the norm of each tensor, in its dtype, on the CPU, with one transfer for each dtype."""
-    norms = list(map(Tensor.type_as, foreach_norm(tensors, norm_type), tensors))
+def _copy_scalars(scalars: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return `scalars` on `device`, with one transfer for each dtype."""
     by_dtype: dict[torch.dtype, Iterator[Tensor]] = {}
-    for dtype in {norm.dtype for norm in norms}:
-        by_dtype[dtype] = iter(torch.stack([norm for norm in norms if norm.dtype == dtype]).cpu())
-    return [next(by_dtype[norm.dtype]) for norm in norms]
+    for dtype in {scalar.dtype for scalar in scalars}:
+        by_dtype[dtype] = iter(torch.stack([scalar for scalar in scalars if scalar.dtype == dtype]).to(device))
+    return [next(by_dtype[scalar.dtype]) for scalar in scalars]
 
 
 def _local_shard_with_grad(parameter: nn.Parameter) -> Tensor:

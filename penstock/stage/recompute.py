@@ -83,10 +83,9 @@ class _RecomputedInputs:
 
     def run(self, seed: int | None, *args: Any) -> Any:
         """Run the forward. Raises RuntimeError, as autograd does, if another operation has changed an input in between."""
-        context = current_context()
+        context = current_context() or AttentionContext()
         if not self._has_run:
-            self._has_run = True
-            self._num_calls = 0 if context is None else context.num_calls
+            self._has_run, self._num_calls = True, context.num_calls
             return self._forward(seed, *args)
 
         leaves, _ = tree_flatten(args)
@@ -98,21 +97,13 @@ class _RecomputedInputs:
                     f"the input {list(leaves[index].shape)} of what recompute= runs again was modified by an inplace operation "
                     "after it"
                 )
-        with _restart_call_count(context, self._num_calls):
+
+        # The context must know which calls of `attention` are run again.
+        num_calls, context.num_calls = context.num_calls, self._num_calls
+        try:
             return self._forward(seed, *tree_unflatten(leaves, self._structure))
-
-
-@contextmanager
-def _restart_call_count(context: AttentionContext | None, num_calls: int) -> Iterator[None]:
-    """Restore the context's count of `attention` calls for the second forward, so that it knows which calls run again."""
-    if context is None:
-        yield
-        return
-    previous, context.num_calls = context.num_calls, num_calls
-    try:
-        yield
-    finally:
-        context.num_calls = previous
+        finally:
+            context.num_calls = num_calls
 
 
 @contextmanager

@@ -26,14 +26,11 @@ class StageInput:
         if not wanted:
             return message
 
-        attached = self._detach_and_capture_grads([leaves[index] for index in wanted])
+        self.gradients = (None,) * len(wanted)
+        attached = with_gradient_callback([leaves[index].detach() for index in wanted], self._store_gradients)
         for index, tensor in zip(wanted, attached, strict=True):
             leaves[index] = tensor
         return unflatten(leaves, structure)
-
-    def _detach_and_capture_grads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        self.gradients = (None,) * len(tensors)
-        return with_gradient_callback([tensor.detach() for tensor in tensors], self._store_gradients)
 
     def _store_gradients(self, gradients: Gradients) -> None:
         self.gradients = gradients

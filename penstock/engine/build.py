@@ -7,7 +7,7 @@ flows. `Pipeline.__init__` has the order of the steps.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ from penstock.schedule.table import Cell
 from penstock.schedule.transform import with_full_backwards
 from penstock.stage.connections import stage_connections
 from penstock.stage.rank_parameters import RankParameters
-from penstock.stage.recompute import Recompute, check_recompute
+from penstock.stage.recompute import Recompute
 from penstock.stage.replication import NoReplication, Replication
 from penstock.stage.stage import Stage
 from penstock.stage.tied_parameters import TiedParameters
@@ -251,8 +251,8 @@ def recompute_per_stage(recompute: Recompute | Sequence[Recompute | None] | None
     per_stage = list(value) if is_list else [value] * table.stages
     if len(per_stage) != table.stages:
         raise MismatchError(f"recompute={per_stage} is for {len(per_stage)} stages, but {table.name} has {table.stages}")
-    for stage_recompute in per_stage:
-        check_recompute(stage_recompute)
+    if unknown := [stage_recompute for stage_recompute in per_stage if stage_recompute not in (None, *get_args(Recompute))]:
+        raise MismatchError(f"recompute={unknown[0]!r}: use 'stage', 'block' or None")
     return per_stage
 
 

@@ -126,7 +126,7 @@ class StepHandshake:
 
         replica = unequal[0]
         rows, target_rows = counts[replica]
-        prefix = _replica_prefix(self.position, replica)
+        prefix = self.position.replica_prefix(replica)
         all_rows = self.control.all_gather_value(batch.row_counts(), wait_reason)
         rows_by_rank = {rank: all_rows[rank] for rank in self.position.replica_pipelines[replica]}
         check_same_row_counts(rows_by_rank, prefix, is_list=batch.summary is not None)
@@ -272,7 +272,7 @@ def check_same_step(headers: Sequence[StepHeader]) -> None:
 def check_matching_batches(headers: Sequence[StepHeader], position: MeshPosition) -> None:
     """Raise MismatchError if ranks along tp or cp have different batches, or replicas differ in what is trained or weighted."""
     for replica, pipelines in enumerate(position.pipelines):
-        _check_same_batch_in_replica(headers, pipelines, _replica_prefix(position, replica))
+        _check_same_batch_in_replica(headers, pipelines, position.replica_prefix(replica))
 
     for ranks in position.stage_ranks:
         if len({headers[rank].requires_grad_hash for rank in ranks}) > 1:
@@ -315,7 +315,7 @@ def check_same_inputs_and_targets(headers: Sequence[StepHeader], position: MeshP
                 first_rank, expected = next(iter(hashes.items()))
                 if value != expected:
                     raise MismatchError(
-                        f"{_replica_prefix(position, replica)}rank {rank}'s batch is another than rank {first_rank}'s: they "
+                        f"{position.replica_prefix(replica)}rank {rank}'s batch is another than rank {first_rank}'s: they "
                         f"were given different values as {name}. Give both the same rows (pipe.sampler(dataset), one seed for "
                         "all loaders, no batch skipped on one rank alone), or None where they are not read"
                     )
@@ -326,12 +326,8 @@ def _sequence_length(headers: Sequence[StepHeader], position: MeshPosition, repl
     lengths = {headers[rank].sequence_length for ranks in position.pipelines[replica] for rank in ranks} - {0.0}
     if len(lengths) != 1:
         numbers = " and ".join(f"{length:.0f}" for length in sorted(lengths))
-        raise MismatchError(f"{_replica_prefix(position, replica)}inputs and target have {numbers} tokens a row: give as many")
+        raise MismatchError(f"{position.replica_prefix(replica)}inputs and target have {numbers} tokens a row: give as many")
     return int(lengths.pop())
-
-
-def _replica_prefix(position: MeshPosition, replica: int) -> str:
-    return f"replica {replica}: " if position.replicas > 1 else ""
 
 
 def _max_field(headers: Sequence[StepHeader], ranks: Sequence[int], field: str) -> float:

@@ -158,7 +158,7 @@ def exchange_lists(
     summaries: list[MicrobatchListSummary] = control.all_gather_value(summary, wait_reason)
     lists = []
     for replica, pipelines in enumerate(position.pipelines):
-        prefix = f"replica {replica}: " if position.replicas > 1 else ""
+        prefix = position.replica_prefix(replica)
         _check_same_arguments({rank: summaries[rank].arguments for ranks in pipelines for rank in ranks}, prefix)
         shards = [_merge_summaries([summaries[rank] for rank in ranks]) for ranks in pipelines]
         if any(shard != shards[0] for shard in shards):

@@ -48,6 +48,10 @@ class MeshPosition:
         """The size of `dp`."""
         return len(self.pipelines)
 
+    def replica_prefix(self, replica: int) -> str:
+        """Return what an error about a replica begins with, if there are several."""
+        return f"replica {replica}: " if self.replicas > 1 else ""
+
     @cached_property
     def replica_pipelines(self) -> list[tuple[int, ...]]:
         """Of each replica, the ranks of one pipeline: those beside it along `cp` and `tp` have the same batch."""

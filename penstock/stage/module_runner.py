@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.partition.graph_stage import GraphStage
 from penstock.randomness import default_generator, mix_in
-from penstock.stage.recompute import Recomputation, Recompute, check_recompute
+from penstock.stage.recompute import Recomputation, Recompute
 from penstock.torch_private import (
     children_by_name,
     fsdp_casts_inputs_or_outputs,
@@ -52,7 +52,6 @@ class ModuleRunner:
         layer_numbers: Sequence[int] | None = None,
         recompute: Recompute | None = None,
     ) -> None:
-        check_recompute(recompute)
         self.index, self.module, self.recompute = index, module, recompute
         self.generator = default_generator(device)
         self._recomputation = Recomputation()

@@ -8,17 +8,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.attention_hook import AttentionContext, current_context
-from penstock.errors import MismatchError
 from penstock.stage.backward.parameter_slot import replace_temporarily
 from penstock.torch_private import TensorSlot, buffer_slots, tensor_version, tree_flatten, tree_unflatten
 
 Recompute = Literal["stage", "block"]
-
-
-def check_recompute(recompute: object) -> None:
-    """Raise MismatchError unless `recompute` is 'stage', 'block' or None."""
-    if recompute not in (None, "stage", "block"):
-        raise MismatchError(f"recompute={recompute!r}: use 'stage', 'block' or None")
 
 
 class Recomputation:

@@ -11,21 +11,14 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.errors import MismatchError
 from penstock.torch_private import tensor_version
 
-
-class GradientRecord(NamedTuple):
-    """A parameter's gradient at an earlier time."""
-
-    name: str
-    parameter: nn.Parameter
-    grad: Tensor | None
-    version: int
+GradientRecord = tuple[str, nn.Parameter, Tensor | None, int]  # a parameter, its gradient at an earlier time and its version
 
 
 class RemoteParameterUseCheck:
@@ -42,7 +35,7 @@ class RemoteParameterUseCheck:
     def record_gradients(self) -> list[GradientRecord]:
         """Before a step's first backward: return the gradients of the remote parameters that still exist."""
         alive = [(name, parameter) for name, reference in self._remote if (parameter := reference()) is not None]
-        return [GradientRecord(name, parameter, parameter.grad, _version(parameter.grad)) for name, parameter in alive]
+        return [(name, parameter, parameter.grad, _version(parameter.grad)) for name, parameter in alive]
 
     def check_gradients_unchanged(self, records: Sequence[GradientRecord]) -> None:
         """Raise MismatchError if one of the gradients has been added to since."""

@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction as DisableTorchFunction  # see autograd
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass  # see autograd
 from torch._C import _FunctionBase
 from torch._guards import detect_fake_mode
@@ -227,6 +228,7 @@ def safe_softmax(scores: Tensor, dim: int) -> Tensor:
 
 # ---- autograd -------------------------------------------------------------------------------------------------------
 # DisableTorchFunctionSubclass: inside, `__torch_function__` is not asked; the documents name it, if in a private module.
+# DisableTorchFunction: nor that of a mode.
 
 
 def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> None:

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from penstock.attention_hook import CHECKPOINTS, LOOKS_AHEAD, AttentionContext, WeightsPart, attend
 from penstock.errors import MismatchError
 from penstock.stage.backward.autograd_edges import gradient_edge
-from penstock.torch_private import saved_tensor_hooks, tensor_version
+from penstock.torch_private import DisableTorchFunction, saved_tensor_hooks, tensor_version
 
 RUNNER = "penstock.stage.module_runner"  # the module that calls layers
 TIME = 2  # the dimension of queries, keys and values that has the tokens
@@ -100,6 +100,11 @@ class SlicedAttention(AttentionContext):
         parts = (part for slices in self._calls for part in slices)
         leaves = (tensor.leaf for part in parts for tensor in (part.key, part.value))
         return sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
+
+    def count_and_attend(self, *args: Any) -> Tensor:
+        """As of any context. `RandomnessByPosition` is not asked: `attend` draws the numbers of the slice's part by itself."""
+        with DisableTorchFunction():
+            return super().count_and_attend(*args)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float
@@ -198,7 +203,7 @@ class SlicedAttention(AttentionContext):
 @cache
 def _exclude_from_compilation() -> None:
     """Have compiled layers call a slice's attention as it is: what it keeps are nodes of autograd's graph."""
-    attend_uncompiled = torch.compiler.disable(AttentionContext.count_and_attend)
+    attend_uncompiled = torch.compiler.disable(SlicedAttention.count_and_attend)
     SlicedAttention.count_and_attend = attend_uncompiled  # type: ignore[method-assign]
 
 
@@ -233,7 +238,7 @@ def _join_again_in_backward(parts: list[tuple[Tensor, tuple[Tensor, ...]]]) -> I
         return saved
 
     def unpack(packed: Any) -> Tensor:
-        with torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             return packed if isinstance(packed, Tensor) else torch.cat(packed, TIME)
 
     with saved_tensors_hooks(pack, unpack):

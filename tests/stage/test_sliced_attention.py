@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
+from penstock.randomness import RandomnessByPosition
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -246,6 +247,21 @@ def test_slices_of_any_lengths_drop_what_whole_sequences_drop(kind: str) -> None
         found, found_gradients = trained_in(slices)
         assert found == pytest.approx(losses, abs=1e-12, rel=0), slices
         assert max((found_gradients[name] - gradients[name]).abs().max() for name in gradients) < 1e-12, slices
+
+
+def test_the_attention_of_a_slice_is_not_watched_for_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It draws those of its part itself; to ask for each of its functions would take as long as some of them."""
+    names, ask = set[str](), RandomnessByPosition.__torch_function__
+
+    def record(self: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        names.add(function.__name__)
+        return ask(self, function, *arguments)
+
+    monkeypatch.setattr(RandomnessByPosition, "__torch_function__", record)
+    tokens, target = batch()
+    pipeline(gpt(0.2), topology=ps.Topology()).step(tokens, target=target)
+    assert {"dropout", "linear"} <= names
+    assert not {"cat", "native_dropout", "scaled_dot_product_attention"} & names
 
 
 @pytest.mark.slow

@@ -40,11 +40,8 @@ class StepActions:
         early_forward: EarlyForward | None,
     ) -> None:
         self.stages, self.last_stage, self.batch, self.handshake_result = stages, last_stage, batch, handshake_result
-        self.program, self.loss_shares, self.forward_only_microbatches = (
-            handshake_result.program,
-            handshake_result.loss_shares,
-            handshake_result.forward_only_microbatches,
-        )
+        self.program, self.loss_shares = handshake_result.program, handshake_result.loss_shares
+        self.forward_only_microbatches = handshake_result.forward_only_microbatches
         # By microbatch; if tokens are cut, by the number of a slice among those of all microbatches.
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}  # if the call wants them

@@ -53,11 +53,10 @@ class GenerationOptions(NamedTuple):
             value = getattr(self, name)
             if value is None and optional:
                 continue
-            if is_whole_number(value, least):
-                integers[name] = int(value)
-                continue
-            allowed = f"a whole number of {least} or more{' or None' if optional else ''}"
-            raise MismatchError(f"generate() takes {allowed} as {name}, got {value!r}")
+            if not is_whole_number(value, least):
+                allowed = f"a whole number of {least} or more{' or None' if optional else ''}"
+                raise MismatchError(f"generate() takes {allowed} as {name}, got {value!r}")
+            integers[name] = int(value)
 
         if not isinstance(self.temperature, int | float) or not 0 <= self.temperature < float("inf"):
             raise MismatchError(

@@ -1,6 +1,6 @@
 """What a user reads of the last step: its times, what ranks waited for, what carried their messages."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from penstock.comms.control_group import ControlGroup
@@ -8,9 +8,7 @@ from penstock.engine.clock import measure_own_clock_skew
 from penstock.engine.report import StepReport
 from penstock.engine.step import Engine
 from penstock.errors import PenstockError
-from penstock.mesh.position import MeshPosition
-from penstock.schedule import ActivationSize, Event, MeasuredTimeline, MessageCost, Timeline
-from penstock.schedule.table import Skip, Table
+from penstock.schedule import Event, MeasuredTimeline, MessageCost
 
 
 class LastStep:
@@ -30,9 +28,19 @@ class LastStep:
         return self._engine.clock_error
 
     def metrics(self) -> dict[str, float]:
-        """See `Pipeline.metrics`."""
+        """See `Pipeline.metrics`. Waits are shares of (ranks x makespan); `skipped` is 1 if the step was."""
         timeline, report = self._gather_timeline_and_report("metrics()")
-        return _metrics(report, timeline)
+        return {
+            "skipped": float(report.skipped),
+            "makespan_seconds": report.makespan,
+            "bubble": report.bubble,
+            "idle_share": report.idle_share,
+            **{f"wait/{cause}": share for cause, share in timeline.causes.items()},
+            **{f"between_steps_seconds/rank{rank}": seconds for rank, seconds in enumerate(report.between)},
+            **{f"averaging_seconds/rank{rank}": seconds for rank, seconds in enumerate(timeline.averaging)},
+            **{f"busy_seconds/rank{rank}": seconds for rank, seconds in enumerate(report.busy)},
+            **{f"peak_memory_bytes/rank{rank}": peak for rank, peak in enumerate(report.peak_memory)},
+        }
 
     def timeline(self) -> MeasuredTimeline:
         """See `Pipeline.timeline`."""
@@ -61,43 +69,17 @@ class LastStep:
         ranks = [position.pipeline.get_global_rank(rank) for rank in range(position.pipeline.world_size)]
         rows, errors, sizes = zip(*[messages[rank] for rank in ranks], strict=True)
         engine.clock_error = max(errors)
-        skips = engine.programs.program.skips
-        return _measured_timeline(engine.schedule, rows, sizes, result.report, position, skips), result.report
 
-
-def _metrics(report: StepReport, timeline: Timeline) -> dict[str, float]:
-    """Return a step's numbers: times in seconds, memory in bytes, waits as shares of (ranks x makespan), 1 if skipped."""
-    return {
-        "skipped": float(report.skipped),
-        "makespan_seconds": report.makespan,
-        "bubble": report.bubble,
-        "idle_share": report.idle_share,
-        **{f"wait/{cause}": share for cause, share in timeline.causes.items()},
-        **{f"between_steps_seconds/rank{rank}": seconds for rank, seconds in enumerate(report.between)},
-        **{f"averaging_seconds/rank{rank}": seconds for rank, seconds in enumerate(timeline.averaging)},
-        **{f"busy_seconds/rank{rank}": seconds for rank, seconds in enumerate(report.busy)},
-        **{f"peak_memory_bytes/rank{rank}": peak for rank, peak in enumerate(report.peak_memory)},
-    }
-
-
-def _measured_timeline(
-    table: Table,
-    rows: Sequence[tuple[Event, ...]],
-    sizes: Sequence[Mapping[int, ActivationSize]],
-    report: StepReport,
-    position: MeshPosition,
-    skips: Iterable[Skip],
-) -> MeasuredTimeline:
-    """Return a step's timeline from the events and the sizes of its stages that each rank of this pipeline has sent."""
-    ranks = [position.pipeline.get_global_rank(rank) for rank in range(len(rows))]
-    size_of_stage = {stage: size for rank_sizes in sizes for stage, size in rank_sizes.items()}
-    all_measured = len(size_of_stage) == table.stages
-    return MeasuredTimeline(
-        f"{table.name}, measured",
-        tuple(rows),
-        activation_sizes=tuple(size_of_stage[stage] for stage in range(table.stages)) if all_measured else (),
-        memory_unit="bytes" if all_measured else "",
-        between_steps=tuple([report.between[rank] for rank in ranks]),
-        averaging=tuple([report.averaging[rank] for rank in ranks]) if position.num_ranks_per_stage > 1 else (),
-        skips=dict.fromkeys(skips, MessageCost()),
-    )
+        table, report = engine.schedule, result.report
+        size_of_stage = {stage: size for rank_sizes in sizes for stage, size in rank_sizes.items()}
+        all_measured = len(size_of_stage) == table.stages
+        timeline = MeasuredTimeline(
+            f"{table.name}, measured",
+            rows,
+            activation_sizes=tuple(size_of_stage[stage] for stage in range(table.stages)) if all_measured else (),
+            memory_unit="bytes" if all_measured else "",
+            between_steps=tuple([report.between[rank] for rank in ranks]),
+            averaging=tuple([report.averaging[rank] for rank in ranks]) if position.num_ranks_per_stage > 1 else (),
+            skips=dict.fromkeys(engine.programs.program.skips, MessageCost()),
+        )
+        return timeline, report

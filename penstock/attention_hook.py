@@ -144,12 +144,10 @@ class AttentionContext:
         """The number of tokens of the sequence before those of this forward."""
         return sum(self.lengths[: self.part])
 
-    def count_and_attend(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float
-    ) -> Tensor:
-        """Count the call, and return what `attend` does."""
+    def count_and_attend(self, *args: Any) -> Tensor:
+        """Count the call, and return what `attend` does of these arguments."""
         self.num_calls += 1
-        return self.attend(query, key, value, causal, mask, scale, dropout)
+        return self.attend(*args)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float

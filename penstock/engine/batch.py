@@ -14,11 +14,11 @@ from penstock.engine.loss import Reduction, RowwiseLossCheck
 from penstock.engine.microbatch_costs import MicrobatchCosts
 from penstock.engine.microbatch_list import (
     MicrobatchListSummary,
-    MicrobatchSummary,
     ReplicaList,
     RowCounts,
     comparable_order,
     count_entry_rows,
+    merge_summaries,
     microbatch_order,
     read_inputs,
     read_targets,
@@ -208,14 +208,14 @@ def split_batch(
     list_arguments = None if call.order is None else (comparable_order(call.order), call.limit)
 
     # The first stage's rank reads the inputs; of a list of microbatches, it chooses the order too.
-    inputs = _LocalInputs()
+    inputs = _LocalPart()
     if rank == first_rank and list_arguments is not None:
         inputs = _read_input_list(call, device, table_of or (lambda _: schedule))
     elif rank == first_rank:
         inputs = _split_inputs(call, mesh_position, schedule.microbatches, forward_signature)
 
     # The last stage's rank reads the target.
-    target = _LocalTarget()
+    target = _LocalPart()
     if rank == last_rank and (call.training or call.target is not None):
         _check_target(call, rank)
         if list_arguments is not None:
@@ -226,8 +226,8 @@ def split_batch(
 
     summary = None
     if list_arguments is not None:
-        of_target = target.list_rows, target.list_shapes, target.loss_weights
-        summary = MicrobatchListSummary(inputs.list_summaries, inputs.order, *of_target, list_arguments)
+        arguments = MicrobatchListSummary(arguments=list_arguments)
+        summary = merge_summaries([inputs.list_summary, target.list_summary, arguments])
 
     # If several ranks are given the batch, they compare some of its values, all of a small tensor.
     are_compared = rank in (first_rank, last_rank) and (first_rank != last_rank or len(mesh_position.pipelines[0]) > 1)
@@ -265,36 +265,25 @@ def split_batch(
         grad_scale,
         summary,
         first_seed_index,
-        inputs.order,
+        inputs.list_summary.order,
         slice_lengths(call.slices, num_tokens) if num_tokens and call.has_slices else (),
     )
 
 
-class _LocalInputs(NamedTuple):
-    """The inputs, as far as this rank reads them."""
+class _LocalPart(NamedTuple):
+    """The inputs, or the target, as far as this rank reads them."""
 
-    microbatches: Sequence[tuple[Any, Any]] = ()  # (args, kwargs), as in LocalBatch
-    rows: int = NO_ROWS  # of a list, the number of its entries
-    signature: int = 0
-    num_tokens: int = 0  # of a row, if tokens are cut
-    list_summaries: Sequence[MicrobatchSummary] = ()
-    order: Sequence[int] = ()  # of a list
-
-
-class _LocalTarget(NamedTuple):
-    """The target, as far as this rank reads it."""
-
-    microbatches: Sequence[Any] = ()
-    loss_weights: Sequence[float] = ()
+    microbatches: Sequence[Any] = ()  # as in LocalBatch
     rows: int = NO_ROWS  # of a list, the number of its entries
     num_tokens: int = 0  # of a row, if tokens are cut
-    list_rows: Sequence[int] = ()
-    list_shapes: Sequence[str] = ()
+    signature: int = 0  # of inputs
+    loss_weights: Sequence[float] = ()  # of a target
+    list_summary: MicrobatchListSummary = MicrobatchListSummary()
 
 
 def _split_inputs(
     call: StepCall, mesh_position: MeshPosition, max_microbatches: int, forward_signature: inspect.Signature | None
-) -> _LocalInputs:
+) -> _LocalPart:
     _check_inputs(call, mesh_position.pipeline.rank)
     batch, num_tokens = call.inputs, 0
     sizes = microbatch.nonempty_split_sizes(batch, "the batch", max_microbatches, call.rows_dim)
@@ -305,17 +294,18 @@ def _split_inputs(
         is_call = True
     parts = _split_rows(pieces, sizes, mesh_position.pipeline.device, call.rows_dim)
     calls = parts if is_call else [((part,), {}) for part in parts]
-    return _LocalInputs(calls, sum(sizes), cached_hash48(microbatch.batch_signature(batch).encode()), num_tokens)
+    return _LocalPart(calls, sum(sizes), num_tokens, cached_hash48(microbatch.batch_signature(batch).encode()))
 
 
-def _read_input_list(call: StepCall, device: torch.device, table_of: Callable[[int], Table]) -> _LocalInputs:
+def _read_input_list(call: StepCall, device: torch.device, table_of: Callable[[int], Table]) -> _LocalPart:
     entries, summaries = read_inputs(call.inputs, device, call.rows_dim)
     order = microbatch_order(call.order, summaries, table_of, call.microbatch_costs, call.limit)
     ordered = [entries[index] for index in order]
-    return _LocalInputs(ordered, len(ordered), cached_hash48(b"a list"), list_summaries=summaries, order=order)
+    summary = MicrobatchListSummary(inputs=summaries, order=order)
+    return _LocalPart(ordered, len(ordered), signature=cached_hash48(b"a list"), list_summary=summary)
 
 
-def _split_target(call: StepCall, mesh_position: MeshPosition, max_microbatches: int, num_input_tokens: int) -> _LocalTarget:
+def _split_target(call: StepCall, mesh_position: MeshPosition, max_microbatches: int, num_input_tokens: int) -> _LocalPart:
     pieces, num_tokens = [call.target], 0
     sizes = microbatch.nonempty_split_sizes(call.target, "the target", max_microbatches, call.rows_dim)
     if mesh_position.cp_size > 1 or call.has_slices:
@@ -326,16 +316,15 @@ def _split_target(call: StepCall, mesh_position: MeshPosition, max_microbatches:
     if call.loss_weight is not None:  # computed where the target is: nothing waits for a device
         loss_weights = microbatch.microbatch_weights(_split_rows(pieces, sizes, None, call.rows_dim), call.loss_weight)
     parts = _split_rows(pieces, sizes, mesh_position.pipeline.device, call.rows_dim)
-    return _LocalTarget(parts, loss_weights, sum(sizes), num_tokens)
+    return _LocalPart(parts, sum(sizes), num_tokens, loss_weights=loss_weights)
 
 
-def _read_target_list(call: StepCall, device: torch.device) -> _LocalTarget:
+def _read_target_list(call: StepCall, device: torch.device) -> _LocalPart:
     targets, rows = read_targets(call.target, device, call.rows_dim)
-    loss_weights: Sequence[float] = ()
-    if call.loss_weight is not None:
-        loss_weights = microbatch.microbatch_weights(call.target, call.loss_weight)
+    loss_weights = () if call.loss_weight is None else microbatch.microbatch_weights(call.target, call.loss_weight)
     shapes = [microbatch.describe_shapes(entry, "the target", call.rows_dim) for entry in call.target]
-    return _LocalTarget(targets, loss_weights, len(targets), list_rows=rows, list_shapes=shapes)
+    summary = MicrobatchListSummary(target_rows=rows, target_shapes=shapes, loss_weights=loss_weights)
+    return _LocalPart(targets, len(targets), loss_weights=loss_weights, list_summary=summary)
 
 
 def _split_rows(pieces: Sequence[Any], sizes: Sequence[int], device: torch.device | None, rows_dim: int) -> list[Any]:

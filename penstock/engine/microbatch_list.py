@@ -160,7 +160,7 @@ def exchange_lists(
     for replica, pipelines in enumerate(position.pipelines):
         prefix = position.replica_prefix(replica)
         _check_same_arguments({rank: summaries[rank].arguments for ranks in pipelines for rank in ranks}, prefix)
-        shards = [_merge_summaries([summaries[rank] for rank in ranks]) for ranks in pipelines]
+        shards = [merge_summaries([summaries[rank] for rank in ranks]) for ranks in pipelines]
         if any(shard != shards[0] for shard in shards):
             raise MismatchError(f"{prefix}the ranks along tp work on one batch, but were given different lists of microbatches")
         if shards[0].target_rows and [entry.rows for entry in shards[0].inputs] != list(shards[0].target_rows):
@@ -182,8 +182,8 @@ def _check_same_arguments(arguments: Mapping[int, Sequence[object]], prefix: str
                 )
 
 
-def _merge_summaries(summaries: Sequence[MicrobatchListSummary]) -> MicrobatchListSummary:
-    """Return what the ranks of one pipeline say together: the first stage's has the inputs, the last stage's the targets."""
+def merge_summaries(summaries: Sequence[MicrobatchListSummary]) -> MicrobatchListSummary:
+    """Return what summaries say together: the first stage\'s rank has the inputs, the last stage\'s rank the targets."""
     return MicrobatchListSummary(*(next(filter(None, column), ()) for column in zip(*summaries, strict=True)))
 
 

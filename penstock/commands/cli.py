@@ -47,7 +47,7 @@ def main() -> None:
     """Run the typed command. An error of Penstock is printed in one line, with exit code 1; Ctrl-C exits with 130."""
     words = sys.argv[1:]
     try:
-        with _flushed():
+        with _flush_output():
             if words == ["--version"]:
                 print(f"penstock {__version__}")
             elif words in ([], ["-h"], ["--help"]):
@@ -112,7 +112,7 @@ def _command_name(words: Sequence[str]) -> str:
 
 
 @contextmanager
-def _flushed() -> Iterator[None]:
+def _flush_output() -> Iterator[None]:
     """Flush the output at the end; if that fails, raise the error once, and not at Python's exit as well.
 
     Without an output (`>&-`) print nothing, on the ranks too, and keep its file number free. A character that the terminal's

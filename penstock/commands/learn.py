@@ -128,6 +128,7 @@ def _check(folder: LearnerFolder, puzzle: Puzzle, options: PuzzleCommand) -> boo
 
 
 def _draw(timeline: Timeline | None, html: Path | None) -> None:
+    """Draw the timeline, if there is one, on the terminal and in the file `html`."""
     from penstock.view.files import write
     from penstock.view.record import Record
 

@@ -30,12 +30,12 @@ class StudioCommand:
         from penstock.view.studio.opened_file import OpenedFile
         from penstock.view.studio.server import serve
 
-        opened = None
+        opened_file = None
         if self.file:
             read = partial(question_of, self.file, self.ranks, self.microbatches)
             read()  # raises here, before anything is served
-            opened = OpenedFile(Path(self.file), read)
-        serve(self.port, self.browser, opened)
+            opened_file = OpenedFile(Path(self.file), read)
+        serve(self.port, self.browser, opened_file)
 
 
 @command(run_folder="RUN")

@@ -100,10 +100,10 @@ class PlanCommand:
         print(plans_table(plans, limit))
         print(f"\n{best}")
         for factor in LARGER_MEMORY_FACTORS:
-            more = self._plans(layers, factor * limit, "quick")[0]
-            if more.seconds < 0.99 * best.seconds:
-                less = 1 - more.seconds / best.seconds
-                print(f"with {format_bytes(factor * limit)} a rank: {1e3 * more.seconds:.4g} ms, {less:.1%} less")
+            larger_plan = self._plans(layers, factor * limit, "quick")[0]
+            if larger_plan.seconds < 0.99 * best.seconds:
+                less = 1 - larger_plan.seconds / best.seconds
+                print(f"with {format_bytes(factor * limit)} a rank: {1e3 * larger_plan.seconds:.4g} ms, {less:.1%} less")
         middle, worst = robustness(best, NOISE, DRAWS, self.seed)
         print(
             f"where every action takes up to {NOISE:.0%} more or less: {1e3 * middle:.4g} ms in the middle of {DRAWS} draws, "
@@ -113,6 +113,7 @@ class PlanCommand:
             print(f"wrote {self.out}")
 
     def _layers(self) -> ModelProfile:
+        """Return the layers' costs: read from --costs, estimated, or measured. Raises PenstockError."""
         if (self.costs is None) == (self.model is None):
             raise PenstockError("give a model to measure, FILE.py:FUNCTION, or --costs FILE")
         if self.costs is not None and is_traces(self.costs):

@@ -212,6 +212,7 @@ class ShowCommand(SimulationOptions):
         return [name for name in ("memory", "path", "arrows") if getattr(self, name)]
 
     def _simulate(self) -> tuple[Record, list[str]]:
+        """Build, verify and simulate the schedule. Return the record and the lines to print."""
         if self.ranks * self.microbatches > SLOW_FORWARDS:
             print("millions of actions are proved and timed one by one: that takes minutes", flush=True)
         schedule, proof = self.build_and_verify(self.schedule)
@@ -228,6 +229,7 @@ class ShowCommand(SimulationOptions):
         return Record((timeline,)), lines
 
     def _load_record(self) -> tuple[Record, list[str]]:
+        """Load the run, timeline or traces. Return the record and the lines to print."""
         if self.table or self.csv is not None:
             raise PenstockError(f"{self.schedule} is a timeline, not a table: leave out --table and --csv")
         record, lines = load_record(self.schedule, self.stages_per_rank)

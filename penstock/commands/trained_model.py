@@ -38,9 +38,9 @@ class GenerateCommand:
 
     def run(self) -> None:
         """Check first, then start."""
-        config = _trained(self.source)
+        config = _run_config(self.source)
         minimums = {"ranks": 1, "max_new_tokens": 1, "temperature": 0, "top_k": 1, "seed": 0}
-        _check(config, {name: (getattr(self, name), minimums[name]) for name in minimums})
+        _check_options(config, {name: (getattr(self, name), minimums[name]) for name in minimums})
         if not self.prompt:
             raise PenstockError("--prompt is empty: give it a letter or more")
         start_forkserver_early()
@@ -65,8 +65,8 @@ class EvalCommand:
 
     def run(self) -> None:
         """Check first, then start."""
-        config = _trained(self.source)
-        _check(config, {"ranks": (self.ranks, 1), "batch": (self.batch, 1)})
+        config = _run_config(self.source)
+        _check_options(config, {"ranks": (self.ranks, 1), "batch": (self.batch, 1)})
         if not self.data.exists():
             raise PenstockError(f"--data {self.data} does not exist{nearest_path(self.data)}")
         start_forkserver_early()
@@ -100,7 +100,7 @@ class ExportCommand:
         print(f"wrote {self.out} from {checkpoint.export_checkpoint(self.source, self.out, self.max_shard_size)}")
 
 
-def _trained(source: Path) -> TrainConfig:
+def _run_config(source: Path) -> TrainConfig:
     """Return the settings of the run that `source` is or lies in. Raises PenstockError if it has trained no GPT."""
     folder = source if (source / SETTINGS).is_file() or not (source.parent / SETTINGS).is_file() else source.parent
     saved = saved_options(folder, str(source))
@@ -110,7 +110,7 @@ def _trained(source: Path) -> TrainConfig:
     return TrainConfig(**{name: saved[name] for name in ("layers", "width", "context", "dropout", "device")})
 
 
-def _check(config: TrainConfig, options: dict[str, tuple[Any, int]]) -> None:
+def _check_options(config: TrainConfig, options: dict[str, tuple[Any, int]]) -> None:
     """Raise PenstockError for an option below its least value, and for more ranks than the model has layers."""
     for name, (value, minimum) in options.items():
         if value is not None and not value >= minimum:

@@ -64,21 +64,21 @@ def _chunks(path: Path, on_bytes: Callable[[int], object] = lambda count: None) 
 
 def _events(path: Path, text: str, chunks: Iterator[str]) -> Iterator[Any]:
     """Decode and yield the events that `text` and then `chunks` hold."""
-    decoder, place, count = json.JSONDecoder(strict=False), 0, 0
+    decoder, offset, count = json.JSONDecoder(strict=False), 0, 0
     while True:
-        if between := _BETWEEN.match(text, place):
-            place = between.end()
-        if text.startswith("]", place):
+        if between := _BETWEEN.match(text, offset):
+            offset = between.end()
+        if text.startswith("]", offset):
             return
         try:
-            event, place = decoder.raw_decode(text, place)
+            event, offset = decoder.raw_decode(text, offset)
         except (ValueError, RecursionError) as error:  # the event goes on in the next chunk, or is damaged
             chunk = next(chunks, "")
-            if not chunk or len(text) - place > MAX_EVENT_CHARACTERS or isinstance(error, RecursionError):
+            if not chunk or len(text) - offset > MAX_EVENT_CHARACTERS or isinstance(error, RecursionError):
                 raise PenstockError(
                     f"{path} is cut off or damaged after {count:,} events: copy or export it again, once its job has ended"
                 ) from error
-            text, place = text[place:] + chunk, 0
+            text, offset = text[offset:] + chunk, 0
         else:
             count += 1
             yield event

@@ -30,10 +30,10 @@ def clock_offsets(steps: Iterable[Sequence[Mapping[Action, Interval]]], hosts: S
         rank_of = {action: rank for rank, row in enumerate(rows) for action in row}
         stages = 1 + max((action.stage for action in rank_of), default=-1)
         for action, rank in rank_of.items():
-            for needed in (needed for options in dependencies(action, stages) for needed in options if needed in rank_of):
-                if rank_of[needed] != rank:
-                    link = rank_of[needed], rank
-                    lower_bounds[link] = max(lower_bounds[link], rows[link[0]][needed][1] - rows[rank][action][0])
+            for earlier in (earlier for options in dependencies(action, stages) for earlier in options if earlier in rank_of):
+                if rank_of[earlier] != rank:
+                    link = rank_of[earlier], rank
+                    lower_bounds[link] = max(lower_bounds[link], rows[link[0]][earlier][1] - rows[rank][action][0])
 
     offsets, error, links = {0: 0.0}, 0.0, {*lower_bounds, *((target, source) for source, target in lower_bounds)}
     for source in (reached := [0]):  # grows inside the loop

@@ -74,14 +74,14 @@ def read_rank(path: Path, position: int, on_bytes: Callable[[int], object] = lam
     if not marks.actions:
         _number_calls(marks)
         trace.is_counted = bool(marks.actions)
-    inferred = list(_infer_actions(marks)) if marks.posts and not marks.actions else []
-    timed_actions = inferred or list(_read_ranges(marks))
+    inferred_actions = list(_infer_actions(marks)) if marks.posts and not marks.actions else []
+    timed_actions = inferred_actions or list(_read_ranges(marks))
     if not timed_actions:
         raise PenstockError(
             f"{path} has no action of a pipeline, neither ranges (PP:2F3, Forward 3) nor backwards between sends and receives: "
             f"{PROFILE}, with ProfilerActivity.CPU"
         )
-    trace.is_inferred, trace.names_stages = bool(inferred), not inferred and not marks.lacks_stages
+    trace.is_inferred, trace.names_stages = bool(inferred_actions), not inferred_actions and not marks.lacks_stages
     trace.marks = marks
     starts = [timed.host_start for timed in timed_actions]
     trace.work_starts = sorted(
@@ -130,9 +130,9 @@ def _base_seconds(header: str) -> float:
 
 def _header_value(header: str, key: str) -> Any:
     """Return the value of `key` in the text before the events; None if it has none."""
-    place = header.find(f'"{key}":')
+    index = header.find(f'"{key}":')
     try:
-        return json.JSONDecoder(strict=False).raw_decode(header, place + len(key) + 4)[0] if place >= 0 else None
+        return json.JSONDecoder(strict=False).raw_decode(header, index + len(key) + 4)[0] if index >= 0 else None
     except (ValueError, RecursionError):
         return None
 
@@ -142,7 +142,7 @@ def _header_value(header: str, key: str) -> Any:
 
 def _read_ranges(marks: Marks) -> Iterator[TimedAction]:
     """Yield the actions that ranges name, without the waits at their beginning and the sends at their end."""
-    arrivals, free = sorted(marks.receives, key=_end), -math.inf
+    arrivals, last_end = sorted(marks.receives, key=_end), -math.inf
     posts = defaultdict[Action | None, list[Range]](list)  # action -> when the receives of its message were posted or awaited
     for span, receiver in marks.messages:
         posts[receiver].append(span)
@@ -156,9 +156,10 @@ def _read_ranges(marks: Marks) -> Iterator[TimedAction]:
             receives = receives or within(marks.receives, part)
             if marks.lacks_stages:  # then messages arrive before the ranges of actions
                 receives = (
-                    receives or arrivals[bisect_right(arrivals, free, key=_end) : bisect_right(arrivals, part.start, key=_end)]
+                    receives
+                    or arrivals[bisect_right(arrivals, last_end, key=_end) : bisect_right(arrivals, part.start, key=_end)]
                 )
-                free = part.end
+                last_end = part.end
             receives = receives if action.kind is not Kind.W else []
             start = max([part.start, *(receive.end for receive in receives if receive.end <= part.end)])
             sends = [send for send in within(marks.sends, part) if send.start >= start]
@@ -185,11 +186,11 @@ def _split_pair(span: Range, marks: Marks) -> list[Range]:
 
 def _send_end(marks: Marks, end: float) -> float | None:
     """Return the end of the send after an action that ended at `end`; None if another action comes first."""
-    place = bisect_left(marks.messages, end, key=start_of)
+    index = bisect_left(marks.messages, end, key=start_of)
     next_action = bisect_left(marks.actions, end, key=start_of)
-    if place == len(marks.messages) or marks.messages[place][1] is not None:
+    if index == len(marks.messages) or marks.messages[index][1] is not None:
         return None
-    send = marks.messages[place][0]
+    send = marks.messages[index][0]
     return send.end if next_action == len(marks.actions) or send.start < marks.actions[next_action][0].start else None
 
 
@@ -216,8 +217,8 @@ def _infer_actions(marks: Marks) -> Iterator[TimedAction]:
         groups = [group for group in all_groups if step.start <= group[0][0].start < step.end]
         for microbatch, group in enumerate(groups):
             backward = Range(group[0][0].start, max(operation.end for operation, _ in group))
-            linked = [marks.forwards[number] for _, number in group if number in marks.forwards]
-            forwards = [operation for operation in linked if operation.end <= backward.start]
+            linked_forwards = [marks.forwards[number] for _, number in group if number in marks.forwards]
+            forwards = [operation for operation in linked_forwards if operation.end <= backward.start]
             if forwards:
                 forward = Range(min(forwards).start, max(operation.end for operation in forwards))
                 ranges += [
@@ -226,14 +227,14 @@ def _infer_actions(marks: Marks) -> Iterator[TimedAction]:
                 ]
     ranges.sort(key=start_of)
 
-    arrivals, free = sorted(receive.end for receive in marks.receives), -math.inf
+    arrivals, last_end = sorted(receive.end for receive in marks.receives), -math.inf
     for (span, action), next_start in zip(ranges, [*(later.start for later, _ in ranges[1:]), math.inf], strict=False):
-        arrived = arrivals[bisect_right(arrivals, free) : bisect_right(arrivals, span.start)]
+        new_arrivals = arrivals[bisect_right(arrivals, last_end) : bisect_right(arrivals, span.start)]
         sends = within(marks.sends, Range(span.end, next_start))
-        receives = tuple(Range(arrival, arrival) for arrival in arrived)
-        start = max(arrived, default=span.start)  # includes the host's time until the first operation
+        receives = tuple(Range(arrival, arrival) for arrival in new_arrivals)
+        start = max(new_arrivals, default=span.start)  # includes the host's time until the first operation
         yield TimedAction(action, start, span.end, sends[-1].end if sends else None, start, receives)
-        free = span.end
+        last_end = span.end
 
 
 def _group_backwards(marks: Marks) -> Iterator[list[tuple[Range, int]]]:

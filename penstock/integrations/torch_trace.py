@@ -193,9 +193,9 @@ def _steps_of(trace: RankTrace) -> dict[StepKey, RankStep]:
     ranges = sorted((span.start, span.end, number) for number, span in trace.steps.items())
     part, step, actions_in_part = 0, -1, set[Action]()
     for timed in trace.actions:
-        place = bisect_right(ranges, timed.host_start, key=lambda timed_range: timed_range[0]) - 1
-        number = ranges[place][2] if place >= 0 and timed.host_start < ranges[place][1] else 0
-        if ranges and (place < 0 or timed.host_start >= ranges[place][1]):
+        index = bisect_right(ranges, timed.host_start, key=lambda timed_range: timed_range[0]) - 1
+        number = ranges[index][2] if index >= 0 and timed.host_start < ranges[index][1] else 0
+        if ranges and (index < 0 or timed.host_start >= ranges[index][1]):
             continue  # before the first mark, or after the last
         if number != step:
             part, step, actions_in_part = 0, number, set()
@@ -281,11 +281,11 @@ def _catalog_name(table: Schedule) -> str:
 
 def _events(rank: int, row: RankStep, offset: float) -> tuple[Event, ...]:
     """Return the events of `row` by rank 0's clock, moved if needed so that no two overlap."""
-    events, free = list[Event](), -float("inf")
+    events, previous_end = list[Event](), -float("inf")
     for action, start, end, sent, *_ in row:
-        start, end = max(start + offset, free), max(end + offset, free)
+        start, end = max(start + offset, previous_end), max(end + offset, previous_end)
         events.append(Event(rank, action, start, end, None if sent is None else max(end, sent + offset)))
-        free = end
+        previous_end = end
     return tuple(events)
 
 

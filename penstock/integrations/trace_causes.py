@@ -170,9 +170,9 @@ def _work_between_steps(record: Record, traces: Sequence[RankTrace]) -> Iterator
 
 def _loop_work(trace: RankTrace, steps: int) -> dict[str, float]:
     """Return the seconds a step that the rank's data loader and optimizer take."""
-    loading = sum(span.end - span.start for span in trace.marks.loading)
+    loader_seconds = sum(span.end - span.start for span in trace.marks.loader_calls)
     optimizer = sum(step.span.end - step.span.start for step in trace.marks.optimizer)
-    return {"data loader": loading / steps, f"optimizer{_fusion(trace)}": optimizer / steps}
+    return {"data loader": loader_seconds / steps, f"optimizer{_fusion(trace)}": optimizer / steps}
 
 
 def _fusion(trace: RankTrace) -> str:
@@ -192,17 +192,17 @@ def _gap_shares(traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> dict[
     for trace, row in zip(traces, usual, strict=True):
         kernels = sorted(trace.marks.kernels.values())
         for previous, next_action in pairwise(row):
-            free = Range(previous.end, next_action.start)
+            gap = Range(previous.end, next_action.start)
             for name, ranges in (
                 ("waiting for messages", next_action.receives),
                 ("sending", [Range(previous.end, previous.sent)] if previous.sent else []),
-                *((name, within(ranges, free)) for name, ranges in trace.marks.sharding.items()),
-                ("device", kernels[bisect_left(kernels, (free.start,)) : bisect_left(kernels, (free.end,))]),
+                *((name, within(ranges, gap)) for name, ranges in trace.marks.sharding.items()),
+                ("device", kernels[bisect_left(kernels, (gap.start,)) : bisect_left(kernels, (gap.end,))]),
             ):
                 for span in ranges:
-                    part = Range(max(free.start, span.start), min(free.end, span.end))
+                    part = Range(max(gap.start, span.start), min(gap.end, span.end))
                     if part.start < part.end:
                         shares[name] += part.end - part.start
-                        free = Range(part.end, free.end)
-            shares["host"] += max(0.0, free.end - free.start)
+                        gap = Range(part.end, gap.end)
+            shares["host"] += max(0.0, gap.end - gap.start)
     return {name: seconds for name, seconds in shares.items() if seconds}

@@ -77,7 +77,7 @@ class Marks:
         self.collectives: list[CollectiveCall] = []
         self.collective_kernels: list[tuple[int, CollectiveCall]] = []  # correlation id, collective
         self.transfers: list[Range] = []  # sends and receives on the device
-        self.loading: list[Range] = []  # `next()` of a data loader
+        self.loader_calls: list[Range] = []  # `next()` of a data loader
         self.optimizer: list[OptimizerStep] = []
         self.message_bytes = 0.0  # of the largest message
         self.lacks_stages = False
@@ -173,7 +173,7 @@ class Marks:
         elif (match := _COLLECTIVE.fullmatch(name)) and match[1] not in _TRANSFERS:
             self.collectives.append(CollectiveCall(match[1], span.start, *span))
         elif name.startswith("enumerate(DataLoader)#"):
-            self.loading.append(span)
+            self.loader_calls.append(span)
         elif name.startswith("Optimizer.step#"):
             self.optimizer.append(OptimizerStep(span))
         else:
@@ -222,9 +222,9 @@ class Marks:
             ranges_of_kind.sort()
         self.transfers.sort()
         if self.collective_kernels:  # then the ranges of collectives are only launches by the host
-            launched = {correlation: span for span, correlation in self.launches}
+            launch_times = {correlation: span for span, correlation in self.launches}
             self.collectives = [
-                collective._replace(posted=launched.get(correlation, collective.began))
+                collective._replace(posted=launch_times.get(correlation, collective.began))
                 for correlation, collective in self.collective_kernels
             ]
         self.collectives.sort(key=lambda collective: collective.began)
@@ -233,10 +233,10 @@ class Marks:
 
     def _add_labelled_ranges(self) -> None:
         """Add the ranges that kernels of CUDA graphs were captured in: the launch of a graph has no range."""
-        launched = {correlation: span for span, correlation in self.launches}
+        launch_times = {correlation: span for span, correlation in self.launches}
         for (label, correlation), span in self.labelled_kernels.items():
             self._add_range(label, span, {})
-            self.graph_launches[span] = launched.get(correlation, span.start)
+            self.graph_launches[span] = launch_times.get(correlation, span.start)
 
     def on_device(self, span: Range) -> Range | None:
         """Return the range from the first to the last kernel launched in `span`; None if there is none."""

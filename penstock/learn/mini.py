@@ -30,11 +30,11 @@ from penstock.schedule.table import Action, Kind
 
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
     """Yield the row of a rank in 1F1B."""
-    ahead = min(ranks - 1 - rank, microbatches)
-    yield from (f"{rank}F{microbatch}" for microbatch in range(ahead))
-    for microbatch in range(microbatches - ahead):
-        yield from (f"{rank}F{ahead + microbatch}", f"{rank}B{microbatch}")
-    yield from (f"{rank}B{microbatch}" for microbatch in range(microbatches - ahead, microbatches))
+    warmup = min(ranks - 1 - rank, microbatches)
+    yield from (f"{rank}F{microbatch}" for microbatch in range(warmup))
+    for microbatch in range(microbatches - warmup):
+        yield from (f"{rank}F{warmup + microbatch}", f"{rank}B{microbatch}")
+    yield from (f"{rank}B{microbatch}" for microbatch in range(microbatches - warmup, microbatches))
 
 
 # ---- a tensor from one rank to another

@@ -63,7 +63,7 @@ def test_a_prompt_of_any_bytes_is_continued_where_the_terminal_has_no_letters_fo
 
 def test_a_run_that_was_trained_on_a_gpu_is_used_where_there_is_none(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"config": replace(CONFIG, device="cuda").to_json()}))
-    assert trained_model._trained(tmp_path).device == "auto"
+    assert trained_model._run_config(tmp_path).device == "auto"
 
 
 def test_generate_prints_the_prompt_and_what_the_uncut_model_makes_of_it(run, monkeypatch):

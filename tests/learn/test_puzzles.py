@@ -53,12 +53,12 @@ WRONG = {
         ('["1F0", "1B0", "1F1", "1B1"]', '["1F1", "1F0", "1B0", "1B1"]', "deadlocks"),
     ],
     9: [
-        ("ahead = min(ranks - 1 - rank, microbatches)", "ahead = microbatches", "8 microbatches in flight, the target is 4"),
-        ("ahead = min(ranks - 1 - rank, microbatches)", "ahead = min(rank, microbatches)", "deadlocks"),
+        ("warmup = min(ranks - 1 - rank, microbatches)", "warmup = microbatches", "8 microbatches in flight, the target is 4"),
+        ("warmup = min(ranks - 1 - rank, microbatches)", "warmup = min(rank, microbatches)", "deadlocks"),
     ],
     10: [
         ("        del value, output  # frees the activations of the layers too\n", "", "rank 0 of 4 holds 5 microbatches"),
-        ("ahead = min(ranks - 1 - rank, microbatches)", "ahead = microbatches", "holds 8 microbatches at once, 1F1B holds"),
+        ("warmup = min(ranks - 1 - rank, microbatches)", "warmup = microbatches", "holds 8 microbatches at once, 1F1B holds"),
     ],
     11: [
         ("for chunk in (1, 0) for m in group]", "for chunk in (0, 1) for m in group]", "deadlocks"),

@@ -53,6 +53,7 @@ def train(config: TrainConfig) -> None:
 
 
 def _run(config: TrainConfig, folder: Path) -> None:
+    """Train on this rank of torchrun, or start the ranks here; then print the result."""
     if "RANK" in os.environ:
         for option, value in {"--compare": config.compare, "--restarts": config.restarts}.items():
             if value:
@@ -69,8 +70,8 @@ def _run(config: TrainConfig, folder: Path) -> None:
         _leave_if_preempted(result)
         return
     with _serve_page(config, folder), memory_of_launch(config.restarts > 0) as memory:
-        launched = launch(train_rank, config.processes, config, folder, memory, restarts=config.restarts, least=config.least)
-        result = launched[0]
+        results = launch(train_rank, config.processes, config, folder, memory, restarts=config.restarts, least=config.least)
+        result = results[0]
     single_run = None
     if config.compare and not result.preempted:
         single_run = launch(train_rank, 1, replace(config, ranks=1, dp=1, tp=1, resume=None, plan=None), None)[0]
@@ -95,6 +96,7 @@ def _leave_if_preempted(result: TrainResult) -> None:
 
 
 def _folder(config: TrainConfig) -> Path:
+    """Return the run's folder: the resumed run's, one that all attempts of a job share, or a new one."""
     if config.resume is not None:
         return config.resume
     if "RANK" in os.environ and may_restart(config):

@@ -107,13 +107,16 @@ def _fastest(config: TrainConfig, plans: Sequence[Plan]) -> Plan:
         print(f"tried: {_table(candidate)}: planned {planned:.4g} ms, a whole step {step:.4g} ms", flush=True)
     fastest = plans[min(range(len(plans)), key=lambda number: median(times[number]))]
     choice = fastest.schedule.name, fastest.ranks, fastest.microbatches
-    typed = choice == (config.schedule, config.ranks, config.microbatches)
+    is_typed = choice == (config.schedule, config.ranks, config.microbatches)
     shared = (
         f"; its {fastest.ranks} ranks share {count_cores()} cores"
         if fastest.ranks * config.dp > _parallel_ranks(config)
         else ""
     )
-    print(f"chosen: {'what was typed, ' if typed else ''}{_table(fastest)}: the fastest of those tried{shared}", flush=True)
+    print(
+        f"chosen: {'what was typed, ' if is_typed else ''}{_table(fastest)}: the fastest of those tried{shared}",
+        flush=True,
+    )
     return fastest
 
 

@@ -47,8 +47,8 @@ def pipeline_attention(
             f"the attention of a {type(module).__name__} has a {unsupported[0]}, with which tokens cannot be cut"
         )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    mixed = attention(query, key, value, causal=causal, mask=attention_mask, scale=scaling, dropout=dropout)
-    return mixed.transpose(1, 2).contiguous(), None
+    output = attention(query, key, value, causal=causal, mask=attention_mask, scale=scaling, dropout=dropout)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def pipeline_mask(

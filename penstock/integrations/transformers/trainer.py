@@ -350,7 +350,7 @@ class Trainer(PipelineTrainerMixin, transformers.Trainer):
 
 @contextmanager
 def propagate_errors(call_name: str) -> Iterator[None]:
-    """Around a call that all ranks make: raise an error of one rank, as in a data set or a callback, on all ranks."""
+    """Raise an error of one rank in this block, as in a data set or a callback, on all ranks. All ranks must enter it."""
     control = shared_control_group(ps.comms.current_topology())
     with control.collective_call(call_name):
         pass  # connects the ranks: only then do the others learn of an error on this one

@@ -40,11 +40,11 @@ def solution(function: F) -> F:
 
 def load_file(path: Path) -> Any:
     """Run the learner's file and return its module. Raises CheckFailed, with the line, if it cannot be run."""
-    module, place = ModuleType(path.stem), str(path.absolute())
-    module.__file__ = place
+    module, absolute_path = ModuleType(path.stem), str(path.absolute())
+    module.__file__ = absolute_path
     try:
         # Not imported: the bytecode cache would hide an edit of equal length within the same second.
-        exec(compile(path.read_bytes(), place, "exec"), module.__dict__)
+        exec(compile(path.read_bytes(), absolute_path, "exec"), module.__dict__)
     except USER_CODE_ERRORS as error:
         raise CheckFailed(one_line_error(error, path)) from error
     return module

@@ -81,6 +81,7 @@ def model_and_batch(ranks: int) -> Any:
 
 
 def _run_step(answers: Any, ranks: int, microbatches: int) -> Any:
+    """Run the learner's step on this rank. Return the loss (None but on the last rank) and the gradients."""
     import os
 
     rank = int(os.environ["RANK"])

@@ -17,12 +17,12 @@ from penstock.learn.puzzles.check_helpers import CheckPassed, build_table, check
 @solution
 def row(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
     """Yield the rank's actions, in order."""
-    ahead = min(ranks - 1 - rank, microbatches)
-    for microbatch in range(ahead):
+    warmup = min(ranks - 1 - rank, microbatches)
+    for microbatch in range(warmup):
         yield f"{rank}F{microbatch}"
     for microbatch in range(microbatches):
-        if ahead + microbatch < microbatches:
-            yield f"{rank}F{ahead + microbatch}"
+        if warmup + microbatch < microbatches:
+            yield f"{rank}F{warmup + microbatch}"
         yield f"{rank}B{microbatch}"
 
 

@@ -42,12 +42,12 @@ def step(rank: int, ranks: int, microbatches: int, stage: Any, inputs: Tensor, t
         activations.append((value, output))
         return output.detach() * shares[m] if rank == ranks - 1 else torch.zeros(())
 
-    ahead = min(ranks - 1 - rank, microbatches)
-    for m in range(ahead):
+    warmup = min(ranks - 1 - rank, microbatches)
+    for m in range(warmup):
         total = total + forward(m)
     for m in range(microbatches):
-        if ahead + m < microbatches:
-            total = total + forward(ahead + m)
+        if warmup + m < microbatches:
+            total = total + forward(warmup + m)
         value, output = activations.popleft()
         gradient = receive(output.shape, source=rank + 1) if rank < ranks - 1 else torch.full_like(output, shares[m])
         output.backward(gradient)

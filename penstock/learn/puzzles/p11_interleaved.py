@@ -23,10 +23,10 @@ def row(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
     groups = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
     forwards = [f"{chunk * ranks + rank}F{m}" for group in groups for chunk in (0, 1) for m in group]
     backwards = [f"{chunk * ranks + rank}B{m}" for group in groups for chunk in (1, 0) for m in group]
-    ahead = min(ranks + 2 * (ranks - 1 - rank), len(forwards))
-    yield from forwards[:ahead]
+    warmup = min(ranks + 2 * (ranks - 1 - rank), len(forwards))
+    yield from forwards[:warmup]
     for number, backward in enumerate(backwards):
-        yield from forwards[ahead + number : ahead + number + 1]
+        yield from forwards[warmup + number : warmup + number + 1]
         yield backward
 
 

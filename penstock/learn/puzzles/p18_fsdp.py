@@ -24,7 +24,7 @@ from penstock.learn.puzzles.tools import calls, gather, gathered_weights, reduce
 
 @solution
 def step(shard: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """From (N / P, K), (rows, K), (rows, N) return y, (rows, N), and the gradient of the shard, (N / P, K)."""
+    """Return y, (rows, N), and the gradient of the shard, (N / P, K), from (N / P, K), (rows, K), (rows, N)."""
     weight = gather(shard)
     y = x @ weight.t()
     del weight
@@ -72,6 +72,7 @@ def make_tensors(ranks: int) -> list[Tensor]:
 
 
 def _run_step(answers: Any) -> Any:
+    """Run the learner's step on this rank. Return y, the gradient, the calls, and whether the weight is still held."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     weight, x, dy = make_tensors(ranks)
     calls.clear()

@@ -86,6 +86,7 @@ def _check_training(answers: Any) -> None:
 
 
 def _train(answers: Any) -> tuple[float, float]:
+    """Train for 20 steps with the learner's table. Return the first and the last loss."""
     import torch
     from torch.nn.functional import mse_loss
 

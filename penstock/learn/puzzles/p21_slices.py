@@ -20,10 +20,10 @@ def row(rank: int, ranks: int, microbatches: int, slices: int) -> Iterator[str]:
     """Yield the rank's actions, in order."""
     forwards = [f"{rank}F{m}.{k}" for m in range(microbatches) for k in range(slices)]
     backwards = [f"{rank}B{m}.{k}" for m in range(microbatches) for k in reversed(range(slices))]
-    ahead = min(ranks - 1 - rank + slices - 1, len(forwards))
-    yield from forwards[:ahead]
+    warmup = min(ranks - 1 - rank + slices - 1, len(forwards))
+    yield from forwards[:warmup]
     for number, backward in enumerate(backwards):
-        yield from forwards[ahead + number : ahead + number + 1]
+        yield from forwards[warmup + number : warmup + number + 1]
         yield backward
 
 

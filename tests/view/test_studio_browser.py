@@ -142,7 +142,7 @@ def test_dragging_an_action_makes_a_deadlock_that_is_told_and_marked_and_undone(
     assert "deadlocks: rank 0 waits for the gradient of 1B0 from rank 1, before 0B0; rank 1 waits for" in proof(studio)
     wrong = {element.text for element in studio.find_elements("css selector", ".cell.wrong")}
     assert wrong == {"1B0", "0B0", "0F2", "1F2"}
-    assert len(studio.find_elements("css selector", ".circle path")) == 4  # two arrows, line and tip
+    assert len(studio.find_elements("css selector", ".wait-arrows path")) == 4  # two arrows, line and tip
     studio.find_element("id", "undo").click()
     settle(studio)
     assert proof(studio).startswith("proved: 1f1b")
@@ -153,7 +153,7 @@ def test_dragging_an_action_makes_a_deadlock_that_is_told_and_marked_and_undone(
 def in_picture(browser, name, side=0.5):
     """Where an action stands in the picture, from the middle of the chart; `side` is 0 at its left end, 1 at its right."""
     return browser.execute_script(
-        "const [name, side] = arguments, box = studio.picture.box(name), host = page.charts[0].host;"
+        "const [name, side] = arguments, box = studio.chartEditor.box(name), host = page.charts[0].host;"
         "host.scrollIntoView({block: 'center'}); const {offsetWidth, offsetHeight} = host;"
         "return [box.left + side * box.width - offsetWidth / 2, box.top + box.height / 2 - offsetHeight / 2].map(Math.round)",
         name,
@@ -175,7 +175,7 @@ def test_dragging_in_the_picture_makes_the_same_deadlock_and_its_circle_is_drawn
     assert row(studio, 0).startswith("0F0 0F1 0F3 0B0 0F2 0F4")
     assert "deadlocks: rank 0 waits for the gradient of 1B0 from rank 1, before 0B0" in proof(studio)
     assert studio.execute_script(
-        "return studio.picture.answer.proof.waits.flat().every((name) => studio.picture.stuck.has(name))"
+        "return studio.chartEditor.answer.proof.waits.flat().every((name) => studio.chartEditor.stuck.has(name))"
     )
     red = """
         const {canvas} = page.charts[0], {width, height} = canvas;
@@ -357,7 +357,7 @@ def test_sixty_four_ranks_are_typed_and_only_the_cells_in_sight_are_there(studio
     until(lambda: studio.find_element("id", "subtitle").text.endswith("80 microbatches · 10240 actions"))
     settle(studio)
     assert len(studio.find_elements("css selector", ".cell")) < 1500
-    studio.execute_script("studio.table.go(63, 0)")
+    studio.execute_script("studio.table.goTo(63, 0)")
     ActionChains(studio).send_keys(Keys.END).perform()
     assert studio.execute_script("return document.activeElement.textContent") == "63B79"
     field = typed(studio, "microbatches", Keys.BACKSPACE)

@@ -23,8 +23,8 @@ FIRST_QUESTION = {"schedule": "1f1b", "ranks": 4, "microbatches": 8}
 # Scripts of the page in order: later ones use earlier ones. The first draw, as in `penstock show --html`.
 DRAWING_SCRIPTS = SCRIPTS
 STUDIO_SCRIPTS = (
-    *("asking.js", "address.js", "working.js", "circle.js", "table.js", "picture.js"),
-    *("controls.js", "editor.js", "showing.js", "studio.js"),
+    *("client.js", "address.js", "progress.js", "wait_arrows.js", "table.js", "chart_editor.js"),
+    *("controls.js", "editor.js", "answer_view.js", "studio.js"),
 )
 STYLES = ("page.css", "studio.css")
 POLICY = (

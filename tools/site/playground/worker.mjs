@@ -1,33 +1,33 @@
-// Python in a worker: Pyodide with Penstock's own files. It answers one question after the other.
+// Runs Penstock's Python in Pyodide, and answers one question after the other.
 
 import {loadPyodide} from "./pyodide/pyodide.mjs";
 
-const fetched = self.fetch;
+const fetchUncounted = self.fetch;
 let bytes = 0;
 
-/** What is fetched is counted, so that the page can say how much has come. */
-self.fetch = async (...asked) => {
-  const response = await fetched(...asked);
-  const count = new TransformStream({transform(piece, out) {
-    postMessage({bytes: bytes += piece.length});
-    out.enqueue(piece);
+/** Fetch, and report the number of bytes loaded so far. */
+self.fetch = async (...options) => {
+  const response = await fetchUncounted(...options);
+  const counter = new TransformStream({transform(chunk, out) {
+    postMessage({bytes: bytes += chunk.length});
+    out.enqueue(chunk);
   }});
-  return new Response(response.body.pipeThrough(count), response);
+  return new Response(response.body.pipeThrough(counter), response);
 };
 
 async function start() {
   const [python, files] = await Promise.all([loadPyodide(), fetch("penstock.zip").then((response) => response.arrayBuffer())]);
   python.unpackArchive(files, "zip");
-  const {answer_json} = python.pyimport("answering");
-  const tell = (told) => postMessage({told});
+  const {answer_json: answerJson} = python.pyimport("answering");
+  const report = (progress) => postMessage({progress});
   self.onmessage = ({data}) => {
     try {
-      postMessage({answer: answer_json(data, tell)});
+      postMessage({answer: answerJson(data, report)});
     } catch (error) {
-      postMessage({failed: error.message.trim().split("\n").at(-1)});
+      postMessage({failure: error.message.trim().split("\n").at(-1)});
     }
   };
   postMessage({ready: true});
 }
 
-start().catch((error) => postMessage({failed: error.message}));
+start().catch((error) => postMessage({failure: error.message}));

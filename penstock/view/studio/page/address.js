@@ -1,44 +1,44 @@
-// The state of the studio as the address says it: a link opens what was chosen, priced, edited and compared.
+// The state of the studio in the address: a link restores schedule, costs, edits and comparison.
 
-const COSTLESS = {forward: 1, backward_input: 1, backward_weight: 1, send: 0, stages: {}, ranks: {}, microbatches: {}};
-const LONGEST = 60000; // characters of an address
+const DEFAULT_COSTS = {forward: 1, backward_input: 1, backward_weight: 1, send: 0, stages: {}, ranks: {}, microbatches: {}};
+const MAX_ADDRESS_CHARACTERS = 60000;
 
-/** What the address says of `state`; a measured run is none of it, but what its actions cost is. */
-function addressOf({schedule, ranks, microbatches, stages_per_rank, max_in_flight, unit, costs, table, against}) {
-  const said = new URLSearchParams(), say = (name, value) => { if (value !== null && value !== "") said.set(name, value); };
-  if (table) for (const [name, value] of Object.entries({name: table.name, rows: packed(table.rows), placement: table.placement.join(".")})) say(name, value);
-  else for (const [name, value] of Object.entries({schedule, ranks, microbatches, stages_per_rank})) say(name, value);
-  say("max_in_flight", max_in_flight);
-  say("unit", unit);
-  if (JSON.stringify(costs) !== JSON.stringify(COSTLESS)) say("costs", JSON.stringify(costs));
-  if (against) say("against", JSON.stringify(against));
-  return `?${said}`;
+/** Return the query of the address for `state`: without a measured run, but with its costs. */
+function addressFromState({schedule, ranks, microbatches, stages_per_rank, max_in_flight, unit, costs, table, against}) {
+  const query = new URLSearchParams(), set = (name, value) => { if (value !== null && value !== "") query.set(name, value); };
+  if (table) for (const [name, value] of Object.entries({name: table.name, rows: packRows(table.rows), placement: table.placement.join(".")})) set(name, value);
+  else for (const [name, value] of Object.entries({schedule, ranks, microbatches, stages_per_rank})) set(name, value);
+  set("max_in_flight", max_in_flight);
+  set("unit", unit);
+  if (JSON.stringify(costs) !== JSON.stringify(DEFAULT_COSTS)) set("costs", JSON.stringify(costs));
+  if (against) set("against", JSON.stringify(against));
+  return `?${query}`;
 }
 
-/** What an address says: names and values to put into the state, none where it says nothing that can be read. */
-function stateOf(address) {
-  const said = new URLSearchParams(address), found = {}, number = (text) => (text.trim() === "" || Number.isNaN(Number(text)) ? text : Number(text));
+/** Return the values of the state that an address has; {} if it cannot be read. */
+function stateFromAddress(address) {
+  const query = new URLSearchParams(address), state = {}, number = (text) => (text.trim() === "" || Number.isNaN(Number(text)) ? text : Number(text));
   try {
-    if (said.has("schedule")) found.schedule = said.get("schedule");
-    if (said.has("unit")) found.unit = said.get("unit");
-    for (const name of ["ranks", "microbatches", "stages_per_rank", "max_in_flight"]) if (said.has(name)) found[name] = number(said.get(name));
-    if (said.has("costs")) found.costs = {...structuredClone(COSTLESS), ...JSON.parse(said.get("costs"))};
-    if (said.has("against")) found.against = JSON.parse(said.get("against"));
-    if (said.has("rows")) {
-      found.table = {name: said.get("name") || "table", rows: unpacked(said.get("rows")), placement: said.get("placement").split(".").map(Number)};
-      Object.assign(found, {base: found.table, loaded: found.table.name});
+    if (query.has("schedule")) state.schedule = query.get("schedule");
+    if (query.has("unit")) state.unit = query.get("unit");
+    for (const name of ["ranks", "microbatches", "stages_per_rank", "max_in_flight"]) if (query.has(name)) state[name] = number(query.get(name));
+    if (query.has("costs")) state.costs = {...structuredClone(DEFAULT_COSTS), ...JSON.parse(query.get("costs"))};
+    if (query.has("against")) state.against = JSON.parse(query.get("against"));
+    if (query.has("rows")) {
+      state.table = {name: query.get("name") || "table", rows: unpackRows(query.get("rows")), placement: query.get("placement").split(".").map(Number)};
+      Object.assign(state, {base: state.table, loaded: state.table.name});
     }
-    return found;
+    return state;
   } catch {
     return {};
   }
 }
 
-// A row for each rank, a dot between two cells; a pair that may overlap is joined.
+// Rows are joined by `_`, cells by `.`, the two actions of an overlapped pair by `~`.
 
-function packed(rows) { return rows.map((row) => row.map((cell) => (cell.match(/\d+[FBIW]\d+(?:\.\d+)?/g) || []).join("~")).join(".")).join("_"); }
+function packRows(rows) { return rows.map((row) => row.map((cell) => (cell.match(/\d+[FBIW]\d+(?:\.\d+)?/g) || []).join("~")).join(".")).join("_"); }
 
-function unpacked(text) {
+function unpackRows(text) {
   const cell = (name) => (name.includes("~") ? `(${name.replace("~", ";")})OVERLAP_F_B` : name);
   return text.split("_").map((row) => row.split(".").filter(Boolean).map(cell));
 }

@@ -1,22 +1,25 @@
-// The studio: what was chosen goes to the server as a question, its answer becomes the picture, the proof and the table.
+// The studio: sends the chosen table and costs as a question, and shows the answer as chart, proof and table.
 
-const CHOICES = JSON.parse(document.getElementById("choices").textContent), PAUSE = 30, IN_A_ROW = 800, LOOK = 1000; // milliseconds: before a question; between what is one change; between two looks at a file
+const CHOICES = JSON.parse(document.getElementById("choices").textContent);
+const DEBOUNCE_MS = 30; // without a change, before a question is sent
+const SAME_CHANGE_MS = 800; // changes by one control that follow sooner are undone together
+const POLL_MS = 1000; // between looks at the opened file
 
 class Studio {
   constructor() {
     this.state = {
       ...CHOICES.start, stages_per_rank: null, max_in_flight: null, unit: "", loaded: null, base: null, table: null, measured: null, against: null,
-      costs: structuredClone(COSTLESS), ...stateOf(location.search),
+      costs: structuredClone(DEFAULT_COSTS), ...stateFromAddress(location.search),
     };
-    Object.assign(this, {past: [], future: [], present: this.snapshot(), latest: {}}); // states, to undo to and to redo
+    Object.assign(this, {past: [], future: [], present: this.snapshot(), latest: {}}); // states for undo and redo
     this.problem = document.getElementById("problem");
-    this.working = new Working(document.getElementById("working"));
-    this.controls = new Controls(document.getElementById("controls"), this.state, CHOICES, (what, by) => this.changed(what, by));
+    this.progress = new Progress(document.getElementById("working"));
+    this.controls = new Controls(document.getElementById("controls"), this.state, CHOICES, (change, control) => this.changed(change, control));
     this.editor = new Editor(document.getElementById("editor"), this);
     this.table = this.editor.table;
     document.getElementById("waits").append(page.slots[0].table);
-    this.showing = new Showing((rank, from, to) => this.table.move(rank, from, to));
-    this.picture = this.showing.picture;
+    this.answerView = new AnswerView((rank, from, to) => this.table.move(rank, from, to));
+    this.chartEditor = this.answerView.chartEditor;
     addEventListener("keydown", (event) => {
       if (!(event.ctrlKey || event.metaKey) || event.target.closest("input:not([type=range])")) return;
       const key = event.key.toLowerCase(), redo = key === "y" || (key === "z" && event.shiftKey);
@@ -24,26 +27,26 @@ class Studio {
     });
     this.show(CHOICES.first, null);
     if (location.search) this.ask();
-    if (CHOICES.opened) this.follow();
+    if (CHOICES.opened) this.followFile();
   }
 
   // ---- changes
 
-  /** The state was changed. What was before can be come back to; what one control does in a row is one change. */
-  changed(what, by = null) {
-    if (what === "table") Object.assign(this.state, {table: null, base: null, loaded: null});
-    const at = performance.now();
-    if (by === null || by !== this.latest.by || at - this.latest.at > IN_A_ROW) this.past.push(this.present);
-    Object.assign(this, {latest: {by, at}, future: [], present: this.snapshot()});
+  /** Record a change of the state for undo, and ask anew. `change`: "table" or "costs"; `control`: what made it, or null. */
+  changed(change, control = null) {
+    if (change === "table") Object.assign(this.state, {table: null, base: null, loaded: null});
+    const time = performance.now();
+    if (control === null || control !== this.latest.control || time - this.latest.time > SAME_CHANGE_MS) this.past.push(this.present);
+    Object.assign(this, {latest: {control, time}, future: [], present: this.snapshot()});
     this.ask();
   }
 
   snapshot() { return {...this.state, costs: structuredClone(this.state.costs)}; }
 
-  undo() { this.step(this.past, this.future); }
-  redo() { this.step(this.future, this.past); }
+  undo() { this.restore(this.past, this.future); }
+  redo() { this.restore(this.future, this.past); }
 
-  step(from, to) {
+  restore(from, to) {
     if (!from.length) return;
     to.push(this.present);
     this.present = from.pop();
@@ -59,28 +62,28 @@ class Studio {
     document.getElementById("announcement").textContent = `${cell} is at place ${to + 1} of rank ${rank}`;
     this.answer = {...this.answer, rows};
     this.table.show(rows);
-    this.put({rows, placement, name: name.replace(/( \(edited\))?$/, " (edited)")});
+    this.setTable({rows, placement, name: name.replace(/( \(edited\))?$/, " (edited)")});
   }
 
-  put(table) {
+  setTable(table) {
     this.state.table = table;
     this.changed("costs");
   }
 
-  /** Hold this table, to see how what follows differs from it; or no longer. */
-  keep() {
-    this.state.against = this.state.against ? null : this.held();
+  /** Compare later tables with the shown one, or stop comparing. */
+  toggleComparison() {
+    this.state.against = this.state.against ? null : this.shownTable();
     this.changed("costs");
   }
 
-  /** The table that is shown, to be held against others. */
-  held() {
+  /** Return the shown table, to compare others with. */
+  shownTable() {
     const {schedule, ranks, microbatches, stages_per_rank, table} = this.state;
     return {...(table || {schedule, ranks, microbatches, stages_per_rank}), stages: this.answer.stages};
   }
 
   removeRun() {
-    Object.assign(this.state, {measured: null, unit: "", costs: this.state.chosen || structuredClone(COSTLESS)});
+    Object.assign(this.state, {measured: null, unit: "", costs: this.state.costsBeforeRun || structuredClone(DEFAULT_COSTS)});
     this.changed("costs");
   }
 
@@ -91,102 +94,101 @@ class Studio {
     return {...(table || {schedule, ranks, microbatches, stages_per_rank}), costs, max_in_flight, unit};
   }
 
-  /** The same for the table that is held: at costs of the same model, whose stages are larger where it has fewer. */
-  questionAgainst(stages) {
+  /** Return the question for the table to compare with, at costs of the same model: fewer stages are larger. */
+  comparisonQuestion(stages) {
     const {against, costs, unit} = this.state;
     return {...against, costs: {...costs, share: stages / against.stages}, unit};
   }
 
-  /** Ask what the state is, once nothing has changed for a moment; whatever is computed for an older one is stopped. */
+  /** Send the question once nothing has changed for a moment; stop earlier computations. */
   ask() {
-    const signal = this.begin("Computing", () => (this.past.length ? this.undo() : this.idle()));
+    const signal = this.startComputation("Computing", () => (this.past.length ? this.undo() : this.endComputation()));
     clearTimeout(this.timer);
     this.timer = setTimeout(async () => {
       const answer = await this.fetch(this.question(), signal);
       if (!answer) return;
-      const other = this.state.against && (await this.fetch(this.questionAgainst(answer.stages), signal));
+      const comparison = this.state.against && (await this.fetch(this.comparisonQuestion(answer.stages), signal));
       if (signal.aborted) return;
-      this.show(answer, other);
-      this.idle();
-    }, PAUSE);
+      this.show(answer, comparison);
+      this.endComputation();
+    }, DEBOUNCE_MS);
   }
 
-  /** Stop what is computed; what is asked from now on is for another purpose. */
-  begin(what, stop) {
+  /** Stop the running computation, and start another. Returns its AbortSignal. `stop` is called by the button. */
+  startComputation(name, stop) {
     clearTimeout(this.timer);
-    this.asking?.abort();
-    this.asking = new AbortController();
+    this.abortController?.abort();
+    this.abortController = new AbortController();
     document.body.dataset.busy = "";
-    this.working.begin(what, stop);
-    return this.asking.signal;
+    this.progress.start(name, stop);
+    return this.abortController.signal;
   }
 
-  idle() {
-    this.asking.abort();
-    this.working.end();
+  endComputation() {
+    this.abortController.abort();
+    this.progress.end();
     delete document.body.dataset.busy;
   }
 
-  /** The answer to `question`, or null if it was refused or nobody waits for it any more. */
+  /** Return the answer to `question`, or null if it is refused or aborted. */
   async fetch(question, signal) {
-    const told = (said) => this.working.hear(said, timesIn(this.answer.unit)(said.makespan));
-    const answer = await ask("answer", question, {signal, told});
+    const onProgress = (data) => this.progress.update(data, timeFormatter(this.answer.unit)(data.makespan));
+    const answer = await ask("answer", question, {signal, onProgress});
     if (signal.aborted) return null;
     this.problem.hidden = !answer.error;
     this.problem.textContent = answer.error || "";
     document.querySelector(".shown").classList.toggle("stale", Boolean(answer.error));
     if (!answer.error) return answer;
-    this.idle();
+    this.endComputation();
     return null;
   }
 
   async load(source) {
     const {costs, max_in_flight, unit} = this.state;
-    const answer = await this.fetch({costs, max_in_flight, unit, ...source}, this.begin(`Reading ${source.file || "the file"}`, () => this.idle()));
+    const answer = await this.fetch({costs, max_in_flight, unit, ...source}, this.startComputation(`Reading ${source.file || "the file"}`, () => this.endComputation()));
     if (!answer) return;
     const {rows, placement, name, ranks, microbatches} = answer, table = {rows, placement, name};
-    Object.assign(this.state, {loaded: source.run ? `${name} (${answer.source})` : name, base: table, table, ranks, microbatches}); // the next schedule is as large
+    Object.assign(this.state, {loaded: source.run ? `${name} (${answer.source})` : name, base: table, table, ranks, microbatches}); // the controls keep this size
     if (answer.measured) {
       const run = {record: answer.measured, source: answer.source, ranks, microbatches, name, planned: answer.timeline.makespan};
-      Object.assign(this.state, {unit: "ms", costs: answer.costs, measured: run, ...(unit !== "ms" && {chosen: costs})}); // to come back to
+      Object.assign(this.state, {unit: "ms", costs: answer.costs, measured: run, ...(unit !== "ms" && {costsBeforeRun: costs})}); // restored when the run is removed
     }
     this.changed("costs");
   }
 
-  /** Search for a better table within the memory limit, else in the memory that this one takes, and hold it against this one. */
+  /** Search for a better table in the memory limit, or else in this table's memory, and compare it with this one. */
   async improve() {
     const {answer, state} = this, before = answer.proof.holds ? answer.timeline.makespan : null;
-    const better = await this.fetch({...this.question(), better: true}, this.begin("Searching", () => this.idle()));
+    const better = await this.fetch({...this.question(), better: true}, this.startComputation("Searching", () => this.endComputation()));
     if (!better) return;
     const {rows, placement, name} = better, found = {...better.found, makespan: better.timeline.makespan, before};
     if (before !== null && found.makespan >= before * (1 - 1e-9)) {
-      this.showing.showFound({...answer, found}, state.max_in_flight);
-      this.idle();
+      this.answerView.showFound({...answer, found}, state.max_in_flight);
+      this.endComputation();
       return;
     }
-    Object.assign(state, {against: this.held(), loaded: name, base: {rows, placement, name, found}});
-    this.put(state.base);
+    Object.assign(state, {against: this.shownTable(), loaded: name, base: {rows, placement, name, found}});
+    this.setTable(state.base);
   }
 
-  /** Show the file that the studio was opened with, now and whenever it has changed. */
-  async follow() {
-    for (let known = null; ; await new Promise((done) => setTimeout(done, LOOK))) {
-      const told = await ask("opened");
-      if (told.changed === known) continue;
-      const {changed, error, ...source} = told;
-      known = changed;
+  /** Show the file that the studio was opened with, now and after each of its changes. */
+  async followFile() {
+    for (let version = null; ; await new Promise((done) => setTimeout(done, POLL_MS))) {
+      const {changed, error, ...source} = await ask("opened");
+      if (changed === version) continue;
+      version = changed;
       if (!error) await this.load(source);
       else Object.assign(this.problem, {hidden: false, textContent: error});
     }
   }
 
-  show(answer, other) {
-    const {state} = this, address = addressOf(state);
+  show(answer, comparison) {
+    const {state} = this, address = addressFromState(state);
     this.answer = answer;
     this.controls.show(answer);
     this.editor.show(answer, this);
-    this.showing.show({...answer, found: state.table?.found}, other, state);
-    history.replaceState(null, "", (address.length < LONGEST ? address : location.pathname) + location.hash);
+    this.answerView.show({...answer, found: state.table?.found}, comparison, state);
+    history.replaceState(null, "", (address.length < MAX_ADDRESS_CHARACTERS ? address : location.pathname) + location.hash);
   }
 }
 

@@ -1,62 +1,62 @@
-// What the studio adds to the picture: actions are dragged there too, and a circle of waits is drawn over it.
+// The studio's additions to the chart: actions are dragged in it, and the waits of a deadlock are drawn over it.
 
-const MOVED = 4; // pixels, before a press is a drag
-const BAD = "#d13a30"; // seen on light and dark
-const PALE = 0.3; // of what never runs
+const DRAG_PIXELS = 4; // a shorter movement is a click
+const ERROR_COLOR = "#d13a30"; // visible on light and dark
+const STUCK_ALPHA = 0.3; // of actions that never run
 
-class Picture {
-  /** `moved(rank, from, to)` is told of an action that was put elsewhere in its rank's row. */
-  constructor(chart, page, moved) {
-    Object.assign(this, {chart, page, moved, drag: null, answer: null, denseLanes: new DenseLanes()});
+class ChartEditor {
+  /** `onMove(rank, from, to)` is called when an action is moved within its rank's row. */
+  constructor(chart, page, onMove) {
+    Object.assign(this, {chart, page, onMove, drag: null, answer: null, denseLanes: new DenseLanes()});
     chart.overlay = () => this.draw();
-    const {host} = chart, listen = (name, does) => host.addEventListener(name, (event) => {
-      if (does(event)) event.stopImmediatePropagation(); // else the chart is panned, as everywhere
+    const {host} = chart, listen = (name, handle) => host.addEventListener(name, (event) => {
+      if (handle(event)) event.stopImmediatePropagation(); // otherwise the chart pans
     }, {capture: true});
-    listen("pointerdown", (event) => this.press(event));
-    listen("pointermove", (event) => this.pull(event));
+    listen("pointerdown", (event) => this.startDrag(event));
+    listen("pointermove", (event) => this.moveDrag(event));
     listen("pointerup", () => this.drop());
-    listen("pointercancel", () => this.let());
-    listen("keydown", (event) => event.key === "Escape" && this.let());
-    listen("click", () => this.swallow());
+    listen("pointercancel", () => this.cancelDrag());
+    listen("keydown", (event) => event.key === "Escape" && this.cancelDrag());
+    listen("click", () => this.suppressClick());
   }
 
-  /** Show what the server said of a table; `answer.timeline` is what the picture has, `answer.stuck` what never runs. */
+  /** Show the server's answer for a table: `answer.timeline` is in the chart, `answer.stuck` never runs. */
   show(answer) {
-    this.let();
+    this.cancelDrag();
     this.answer = answer;
-    this.stuck = new Map(answer.stuck.map((each) => {
-      const [, stage, kind, part, microbatch] = /^(\d+)([FBIW])((\d+)(?:\.\d+)?)$/.exec(each.action);
-      return [each.action, {...each, text: each.action, stage: Number(stage), kind, part, microbatch: Number(microbatch)}];
+    this.stuck = new Map(answer.stuck.map((stuck) => {
+      const [, stage, kind, part, microbatch] = /^(\d+)([FBIW])((\d+)(?:\.\d+)?)$/.exec(stuck.action);
+      return [stuck.action, {...stuck, text: stuck.action, stage: Number(stage), kind, part, microbatch: Number(microbatch)}];
     }));
     this.end = Math.max(0, ...answer.stuck.map(({end}) => end));
   }
 
-  /** The timeline that is edited: the planned one, where a measured run lies over it. */
+  /** The timeline that is edited: the planned one, if a measured run is above it. */
   get timeline() { return this.chart.record.planned || this.chart.record.timeline; }
   lane(rank) {
     const row = this.chart.rows[rank];
     return this.chart.record.planned ? {top: row.planned, height: row.plannedHeight} : {top: row.main, height: row.height};
   }
 
-  /** Where an action stands: its times, and its place on the canvas; nothing for one that is not in the picture. */
+  /** Return the block of an action and its box on the canvas; null if it is not in the chart. */
   box(name) {
-    const whole = name.replace(/[IW]/, "B"); // as which I and W run beside a run, where nothing is lost
-    const block = [name, whole].map((each) => this.timeline.blocks.get(each) || this.stuck.get(each)).find(Boolean);
+    const fullBackward = name.replace(/[IW]/, "B"); // at a run's costs, I and W run as one B
+    const block = [name, fullBackward].map((action) => this.timeline.blocks.get(action) || this.stuck.get(action)).find(Boolean);
     if (!block) return null;
     const {top, height} = this.lane(block.rank), left = this.chart.x(block.start), half = block.half ?? null;
     const box = {block, left, width: Math.max(2, this.chart.x(block.end) - left), top, height};
     return half === null ? box : {...box, top: top + half * height / 2, height: height / 2 - 1};
   }
 
-  /** The cells of a rank's row in the table, each with the boxes of its actions. */
+  /** Return for each cell of a rank's row the boxes of its actions. */
   cells(rank) {
     return this.answer.rows[rank].map((text) => (text.match(/\d+[FBIW]\d+(?:\.\d+)?/g) || []).map((name) => this.box(name)).filter(Boolean));
   }
 
   // ---- pointer
 
-  /** The cell under a point of the window: its rank and its place in the row. */
-  at({clientX, clientY}) {
+  /** Return the cell under a point of the window as {rank, from}, its index in the row; null if there is none. */
+  cellAt({clientX, clientY}) {
     if (!this.answer || (this.chart.record.planned && !this.page.options.planned)) return null;
     const {left, top} = this.chart.host.getBoundingClientRect(), x = clientX - left, y = clientY - top;
     if (x < this.chart.gutter || y - this.chart.scrollOffset < AXIS_HEIGHT) return null;
@@ -69,22 +69,22 @@ class Picture {
     return null;
   }
 
-  press(event) {
-    this.swallows = false;
-    const found = event.button === 0 && event.pointerType !== "touch" ? this.at(event) : null; // fingers pan
+  startDrag(event) {
+    this.suppressesClick = false;
+    const found = event.button === 0 && event.pointerType !== "touch" ? this.cellAt(event) : null; // touch pans
     if (!found) return false;
     this.drag = {...found, begin: event.clientX, x: event.clientX, to: null};
     this.chart.host.setPointerCapture(event.pointerId);
     return true;
   }
 
-  pull(event) {
+  moveDrag(event) {
     const {drag, chart} = this;
     if (!drag) {
-      chart.host.classList.toggle("movable", Boolean(this.at(event)));
+      chart.host.classList.toggle("movable", Boolean(this.cellAt(event)));
       return false;
     }
-    if (drag.to === null && Math.abs(event.clientX - drag.begin) < MOVED) return true;
+    if (drag.to === null && Math.abs(event.clientX - drag.begin) < DRAG_PIXELS) return true;
     const box = chart.host.getBoundingClientRect();
     drag.x = event.clientX;
     if (event.clientX > box.right - RIGHT_MARGIN) this.page.pan(14 * chart.timePerPixel);
@@ -100,33 +100,33 @@ class Picture {
   drop() {
     const {drag} = this;
     if (!drag) return false;
-    this.let();
-    this.swallows = drag.to !== null;
-    if (drag.to !== null && drag.to !== drag.from) this.moved(drag.rank, drag.from, drag.to);
+    this.cancelDrag();
+    this.suppressesClick = drag.to !== null;
+    if (drag.to !== null && drag.to !== drag.from) this.onMove(drag.rank, drag.from, drag.to);
     return true;
   }
 
-  let() {
-    const held = this.drag;
+  cancelDrag() {
+    const {drag} = this;
     this.drag = null;
-    if (held) this.page.redraw();
-    return Boolean(held);
+    if (drag) this.page.redraw();
+    return Boolean(drag);
   }
 
-  /** The click that ends a drag selects nothing. */
-  swallow() {
-    const swallows = this.swallows;
-    this.swallows = false;
-    return swallows;
+  /** Stop the click that ends a drag, so that it selects nothing. */
+  suppressClick() {
+    const suppressesClick = this.suppressesClick;
+    this.suppressesClick = false;
+    return suppressesClick;
   }
 
-  // ---- drawing, over the blocks
+  // ---- drawing over the blocks
 
   draw() {
     if (!this.answer || (this.chart.record.planned && !this.page.options.planned)) return;
     if (this.stuck.size) this.drawStuck();
     const {actions, waits} = this.answer.proof;
-    for (const box of actions.map((name) => this.box(name)).filter(Boolean)) this.outline(box, BAD, 2.5);
+    for (const box of actions.map((name) => this.box(name)).filter(Boolean)) this.outline(box, ERROR_COLOR, 2.5);
     for (const [awaited, waiting] of waits) {
       const ends = [this.box(waiting), this.box(awaited)];
       if (ends.every(Boolean)) this.arrow(...ends);
@@ -145,18 +145,18 @@ class Picture {
     c.setLineDash([]);
   }
 
-  /** What never runs stands where its rank would come to it, pale; where that is denser than pixels, as proportions. */
+  /** Draw the actions that never run, pale, where their rank would reach them; narrow ones in the dense lanes. */
   drawStuck() {
     const {chart, denseLanes, page: {view, paintColors}} = this, {context: c, pixelRatio, drawnOffset} = chart;
-    let lane = null; // of a rank: they come rank by rank
+    let laneRank = null; // they are in order of ranks
     denseLanes.clear(chart.canvas.width, chart.canvas.height, paintColors);
     for (const block of this.stuck.values()) {
       if (block.end < view.from || block.start > view.to || !chart.rows[block.rank]) continue;
       const left = chart.x(block.start), right = chart.x(block.end);
       if (right - left > NARROW_PIXELS) { this.drawPale(this.box(block.text)); continue; }
-      if (lane !== block.rank) {
-        const {top, height} = this.lane(lane = block.rank);
-        denseLanes.lane((top - drawnOffset) * pixelRatio, (top + height - drawnOffset) * pixelRatio, PALE);
+      if (laneRank !== block.rank) {
+        const {top, height} = this.lane(laneRank = block.rank);
+        denseLanes.lane((top - drawnOffset) * pixelRatio, (top + height - drawnOffset) * pixelRatio, STUCK_ALPHA);
       }
       denseLanes.add(left * pixelRatio, right * pixelRatio, block.kind, block.half === undefined ? 1 : 0.5);
     }
@@ -167,7 +167,7 @@ class Picture {
 
   drawPale(box) {
     const {context: c} = this.chart, {colors} = this.page, {block, left, width, top, height} = box;
-    c.globalAlpha = PALE;
+    c.globalAlpha = STUCK_ALPHA;
     c.fillStyle = colors[block.kind];
     c.fillRect(left + 0.5, top, Math.max(1, width - 1), height);
     c.globalAlpha = 1;
@@ -178,12 +178,12 @@ class Picture {
     if (height >= 10) drawName(this.chart, block, this.timeline.hasSeveralStages, left, width, top + height / 2, undefined, colors.ink);
   }
 
-  /** From an action that waits to what it waits for. */
+  /** Draw an arrow from a waiting action to the awaited one. */
   arrow(from, to) {
     const {context: c} = this.chart, x = from.left + from.width / 2, toX = to.left + to.width / 2, down = Math.sign(to.top - from.top);
     const edge = (box, side) => box.top + (side > 0 ? box.height : 0);
     const y = edge(from, down), toY = edge(to, -down || 0), bendX = (x + toX) / 2, bendY = down ? (y + toY) / 2 : from.top - 14;
-    c.strokeStyle = BAD;
+    c.strokeStyle = ERROR_COLOR;
     c.lineWidth = 2;
     c.beginPath();
     c.moveTo(x, y);
@@ -196,7 +196,7 @@ class Picture {
     c.stroke();
   }
 
-  /** The action under the pointer, and a line where it would go. */
+  /** Draw the dragged action under the pointer, and a line where it would go. */
   drawDrag() {
     const {drag, chart, page} = this, {context: c} = chart, cells = this.cells(drag.rank), by = drag.x - drag.begin;
     c.globalAlpha = 0.6;

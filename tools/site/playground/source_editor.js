@@ -1,6 +1,6 @@
-// A schedule of the reader's own, written or pasted: a Python function, or a table as CSV.
+// An editor for the reader's own schedule: a Python function, or a table as CSV.
 
-const EXAMPLE = `# What each rank does, in order: stage, kind, microbatch. This is GPipe. What if a B came earlier?
+const EXAMPLE = `# Yield the actions of a rank in order: stage, kind, microbatch. This is GPipe. What if a B came earlier?
 def schedule(rank, ranks, microbatches):
     for m in range(microbatches):
         yield f"{rank}F{m}"
@@ -8,15 +8,15 @@ def schedule(rank, ranks, microbatches):
         yield f"{rank}B{m}"
 `;
 
-class Written {
+class SourceEditor {
   constructor() {
     const size = (id, value) => element("input", {id, inputmode: "numeric", value}), {ranks, microbatches} = studio.state;
     Object.assign(this, {ranks: size("written-ranks", ranks), microbatches: size("written-microbatches", microbatches)});
-    this.text = element("textarea", {id: "source", rows: 9, spellcheck: "false", "aria-label": "A Python function, or a table as CSV", keydown: (event) => this.key(event)});
+    this.text = element("textarea", {id: "source", rows: 9, spellcheck: "false", "aria-label": "A Python function, or a table as CSV", keydown: (event) => this.onKey(event)});
     this.text.value = EXAMPLE;
     this.host = element("details", {id: "written"},
       element("summary", {}, "A schedule of your own"),
-      element("p", {class: "muted small"}, "A Python function that yields what a rank does, or a table as CSV with a line for each rank. It runs here, in your browser."),
+      element("p", {class: "muted small"}, "A Python function that yields a rank's actions, or a table as CSV with a line for each rank. It runs here, in your browser."),
       this.text,
       element("div", {class: "tools"}, element("label", {for: "written-ranks"}, "P ranks"), this.ranks,
         element("label", {for: "written-microbatches"}, "M microbatches"), this.microbatches,
@@ -25,16 +25,16 @@ class Written {
     document.getElementById("run").before(this.host);
   }
 
-  /** Keys belong to the text, but for the one that shows it. */
-  key(event) {
+  /** Keep keys from the page's shortcuts; Ctrl+Enter shows the schedule. */
+  onKey(event) {
     event.stopPropagation();
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.show();
   }
 
   show() {
-    const {value} = this.text, table = /^[\s,"(]*\d+[A-Z]/m.test(value);
-    studio.load(table ? {csv: value, file: "your table"} : {python: value, ranks: typed(this.ranks.value), microbatches: typed(this.microbatches.value)});
+    const {value} = this.text, isTable = /^[\s,"(]*\d+[A-Z]/m.test(value);
+    studio.load(isTable ? {csv: value, file: "your table"} : {python: value, ranks: parseField(this.ranks.value), microbatches: parseField(this.microbatches.value)});
   }
 }
 
-new Written();
+new SourceEditor();

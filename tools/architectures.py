@@ -26,24 +26,24 @@ ROWS, TIME, WORDS, MICROBATCHES = 4, 6, 19, 2
 VERSIONS = f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}"
 HEAD = f"""# Architectures of transformers
 
-Written by `tools/architectures.py` with {VERSIONS}. Each model is a tiny one of two or three layers, cut as it is by
+Written by `tools/architectures.py` with {VERSIONS}. Each model is tiny, with two or three layers, and is cut unchanged by
 an example: `ps.Pipeline(model, loss, .., example_kwargs=batch)`. *In memory*: built on the CPU, two ranks, ZB-V. *On meta*:
-built on the meta device, its weights loaded, three ranks, 1F1B. **bits**: loss and every gradient are those of the uncut model
-with the same microbatches, to the last bit; a number is the largest difference, of a gradient relative to its largest value.
-*By names*: whether `cuts=` is enough, without an example, because `torch.fx` can follow the forward.
+built on the meta device, its weights loaded, three ranks, 1F1B. **bits**: loss and every gradient have the bits of the uncut model
+with the same microbatches. A number is the largest difference of a gradient, relative to its largest value.
+*By names*: whether `cuts=` is enough, without an example, because `torch.fx` can trace the forward.
 
 | architecture | in memory | on meta | by names |
 |---|---|---|---|
 """
 NOTES = """
-By an example a model is cut before any of its layers, `cuts=` choosing which or the times measured on it. Where hooks look into
-a layer, as for the routers' losses, it can be cut inside it too.
+With an example a model can be cut before any of its layers, chosen by `cuts=` or by measured times. If hooks read values inside
+a layer, as for the routers' losses, the model can also be cut inside that layer.
 
-The batches have an `attention_mask` that hides something. Without one, or with one of ones only, transformers makes none,
-except in an export, and attention may then take another kernel, with other last bits. Rotary angles and other buffers that no
-checkpoint has are computed by the model's own `_init_weights`, as `from_pretrained` does it.
+The batches have an `attention_mask` that hides some tokens. Without a mask, or with one of only ones, transformers makes no mask,
+except in an export; then attention may take another kernel, with other last bits. Rotary angles and other buffers that no
+checkpoint has are computed by the model's own `_init_weights`, as in `from_pretrained`.
 
-Caches are off, in the uncut model too: a cache copies keys and values, and products with the copies have other last bits.
+Caches are off, also in the uncut model: a cache copies keys and values, and products with the copies have other last bits.
 """
 
 

@@ -165,7 +165,7 @@ def table(results: dict[str, Result]) -> str:
 HEAD = [
     "# The tests on each release of torch and Python",
     "",
-    "Written by `make matrix` (tools/matrix.py), which installs the wheel in an environment of its own for each row.",
+    "Written by `make matrix` (tools/matrix.py), which installs the wheel in a new environment for each row.",
     "",
     "| torch | Python | passed | failed | skipped | tests |",
     "|---|---|---|---|---|---|",

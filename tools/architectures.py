@@ -28,8 +28,8 @@ HEAD = f"""# Architectures of transformers
 
 Written by `tools/architectures.py` with {VERSIONS}. Each model is tiny, with two or three layers, and is cut unchanged by
 an example: `ps.Pipeline(model, loss, .., example_kwargs=batch)`. *In memory*: built on the CPU, two ranks, ZB-V. *On meta*:
-built on the meta device, its weights loaded, three ranks, 1F1B. **bits**: loss and every gradient have the bits of the uncut model
-with the same microbatches. A number is the largest difference of a gradient, relative to its largest value.
+built on the meta device, its weights loaded, three ranks, 1F1B. **bits**: loss and every gradient have the bits of the uncut
+model with the same microbatches. A number is the largest difference of a gradient, relative to its largest value.
 *By names*: whether `cuts=` is enough, without an example, because `torch.fx` can trace the forward.
 
 | architecture | in memory | on meta | by names |
@@ -39,7 +39,7 @@ NOTES = """
 With an example a model can be cut before any of its layers, chosen by `cuts=` or by measured times. If hooks read values inside
 a layer, as for the routers' losses, the model can also be cut inside that layer.
 
-The batches have an `attention_mask` that hides some tokens. Without a mask, or with one of only ones, transformers makes no mask,
+The batches have an `attention_mask` that hides some tokens. Without a mask, or with one of only ones, transformers makes none,
 except in an export; then attention may take another kernel, with other last bits. Rotary angles and other buffers that no
 checkpoint has are computed by the model's own `_init_weights`, as in `from_pretrained`.
 

@@ -158,22 +158,20 @@ def partition_model(
         starts = [] if leaves_choice_to_rank0 else cuttable.choose_cuts(table.stages, position.pipeline.device)
 
     # 2. Agree on it.
-    own_structure = None if own_stages is None else _stage_structure(own_stages)
-    announcements = control.all_gather_value(
-        ModelAnnouncement(_model_kind(model), starts, own_structure), "to agree on the cut"
-    )
-    _check_same_model_kind(announcements)
+    own_structure = None if own_stages is None else _stage_structure(_without_ddp(own_stages))
+    announcements = control.all_gather_value((_model_kind(model), starts, own_structure), "to agree on the cut")
+    model_kinds, starts_by_rank, structures = zip(*announcements, strict=True)
+    _check_same_model_kind(model_kinds)
 
     # 3. Cut. What a rank does not know of stages that it was not given, the others have sent.
     if own_stages is not None:
-        structures = [model_of_rank.own_structure for model_of_rank in announcements if model_of_rank.own_structure is not None]
         _check_own_stages(structures, position, table)
         stages, structure = own_stages, _merge_structures(structures)
     else:
-        stages = dict(enumerate(stage_list if cuttable is None else cuttable.cut(announcements[0].starts)))
-        structure = _stage_structure(stages)
+        stages = dict(enumerate(stage_list if cuttable is None else cuttable.cut(starts_by_rank[0])))
+        structure = _stage_structure(_without_ddp(stages))
 
-    bare = {stage: _without_ddp(module) for stage, module in stages.items()}
+    bare = _without_ddp(stages)
     rank_stages = table.stages_of(position.pipeline.rank)
     result = ModelPartition(
         modules={stage: bare[stage] for stage in rank_stages},
@@ -185,7 +183,7 @@ def partition_model(
     )
     if cuttable is None:
         return result
-    return result._replace(uncut_model=cuttable.model, balance=cuttable.balance, starts=announcements[0].starts)
+    return result._replace(uncut_model=cuttable.model, balance=cuttable.balance, starts=starts_by_rank[0])
 
 
 class StageStructure(NamedTuple):
@@ -195,14 +193,6 @@ class StageStructure(NamedTuple):
     tied: Sequence[Sequence[StageParameter]]
     skips: Sequence[Skip]
     split_owners: Sequence[tuple[int, str, list[int]]] = ()  # stage, parameter, and all its stages, as `split` noted them
-
-
-class ModelAnnouncement(NamedTuple):
-    """A rank's message to the others about the model that it was given."""
-
-    model_kind: str
-    starts: Sequence[str]  # of the stages of a model that is cut
-    own_structure: StageStructure | None  # of the rank's own stages
 
 
 def _model_kind(model: Any) -> str:
@@ -256,13 +246,14 @@ def _check_stage_list(model: Any, table: Schedule) -> Sequence[nn.Module]:
     return stages
 
 
-def _stage_structure(stages: Mapping[Any, nn.Module]) -> StageStructure:
-    bare = {stage: _without_ddp(module) for stage, module in stages.items()}
-    num_layers = {stage: len(module) if isinstance(module, nn.Sequential) else 1 for stage, module in bare.items()}
+def _stage_structure(stages: Mapping[int, nn.Module]) -> StageStructure:
+    num_layers = {stage: len(module) if isinstance(module, nn.Sequential) else 1 for stage, module in stages.items()}
     split_owners = [
-        (stage, name, owners) for stage in bare for name, owners in partition.stages_by_shared_parameter(bare[stage]).items()
+        (stage, name, owners)
+        for stage, module in stages.items()
+        for name, owners in partition.stages_by_shared_parameter(module).items()
     ]
-    return StageStructure(num_layers, tied_parameters.find_tied_groups(bare), sorted(skip_routes(bare)), split_owners)
+    return StageStructure(num_layers, tied_parameters.find_tied_groups(stages), sorted(skip_routes(stages)), split_owners)
 
 
 def _merge_structures(structures: Sequence[StageStructure]) -> StageStructure:
@@ -274,11 +265,10 @@ def _merge_structures(structures: Sequence[StageStructure]) -> StageStructure:
     )
 
 
-def _check_same_model_kind(announcements: Sequence[ModelAnnouncement]) -> None:
-    expected = announcements[0].model_kind
-    for rank, announcement in enumerate(announcements):
-        if announcement.model_kind != expected:
-            raise MismatchError(f"the ranks do not give the same: rank 0 {expected}, rank {rank} {announcement.model_kind}")
+def _check_same_model_kind(model_kinds: Sequence[str]) -> None:
+    for rank, model_kind in enumerate(model_kinds):
+        if model_kind != model_kinds[0]:
+            raise MismatchError(f"the ranks do not give the same: rank 0 {model_kinds[0]}, rank {rank} {model_kind}")
 
 
 def _check_own_stages(structures: Sequence[StageStructure], position: MeshPosition, table: Schedule) -> None:
@@ -320,9 +310,9 @@ def _check_plan_layers(plan_layers: Sequence[str], model_layers: Sequence[str]) 
                 )
 
 
-def _without_ddp(module: nn.Module) -> nn.Module:
-    """Return the stage inside of DistributedDataParallel."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
+def _without_ddp(stages: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+    """Return the stages, those inside of DistributedDataParallel without it."""
+    return {stage: module.module if isinstance(module, DistributedDataParallel) else module for stage, module in stages.items()}
 
 
 def _layer_ranges(stages: Mapping[int, nn.Module], num_layers: Mapping[int, int]) -> dict[int, range]:

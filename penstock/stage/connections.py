@@ -1,7 +1,6 @@
 """The stages that a stage receives values from and sends values to, and the parameters it shares with each of them."""
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -35,20 +34,17 @@ def stage_connections(
         StageConnections(
             sources=tuple(exchanges[Kind.B][stage]),
             destinations=tuple(exchanges[Kind.F][stage]),
-            borrowed=_parameter_names_by_stage(
-                (lender, name) for (lender, _), (borrower, name) in borrowings if borrower == stage
-            ),
-            lent=_parameter_names_by_stage((borrower, name) for (lender, name), (borrower, _) in borrowings if lender == stage),
+            borrowed={
+                source: [name for (lender, _), (borrower, name) in borrowings if (lender, borrower) == (source, stage)]
+                for source in exchanges[Kind.B][stage]
+            },
+            lent={
+                taker: [name for (lender, name), (borrower, _) in borrowings if (lender, borrower) == (stage, taker)]
+                for taker in exchanges[Kind.F][stage]
+            },
         )
         for stage in range(num_stages)
     ]
-
-
-def _parameter_names_by_stage(shared_parameters: Iterable[StageParameter]) -> Mapping[int, list[str]]:
-    names = defaultdict[int, list[str]](list)
-    for stage, name in shared_parameters:
-        names[stage].append(name)
-    return dict(names)
 
 
 def tied_parameter_skips(tied: Sequence[Sequence[StageParameter]]) -> frozenset[Skip]:

@@ -127,14 +127,14 @@ class SlicedAttention(AttentionContext):
 
         # 2. All tokens so far. A mask for the keys of the whole sequence has columns of later ones too.
         keys, values = [part.key.leaf for part in earlier], [part.value.leaf for part in earlier]
-        num_keys = sum(tensor.shape[TIME] for tensor in (*keys, key))
+        lengths = [tensor.shape[TIME] for tensor in (*keys, key)]
+        num_keys = sum(lengths)
         if mask is not None and not is_padding and mask.shape[-1] == part.tokens:
             mask = mask[..., :num_keys]
         if not earlier:
             return attend(query, key, value, causal, mask, scale, dropout, part)
         joined_key, joined_value = torch.cat([*keys, key], TIME), torch.cat([*values, value], TIME)
         if is_padding or (mask is None and any(part.padding is not None for part in earlier)):
-            lengths = [tensor.shape[TIME] for tensor in (*keys, key)]
             paddings = [*(part.padding for part in earlier), mask]
             mask = torch.cat(
                 [

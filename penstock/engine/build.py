@@ -42,7 +42,7 @@ from penstock.schedule import Program, Schedule, build, from_rows, verify
 from penstock.schedule.catalog import did_you_mean, family_options
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.schedule import read_csv_cells
-from penstock.schedule.table import Cell
+from penstock.schedule.table import Cell, Table
 from penstock.schedule.transform import with_full_backwards
 from penstock.stage.connections import stage_connections
 from penstock.stage.rank_parameters import RankParameters
@@ -322,11 +322,11 @@ def build_engine(
     aliases, remote_parameters = model_partition.first_name_by_alias(names), model_partition.remote_parameters(names)
 
     # 1. The program. I and W right after each other are one B; skip connections add messages.
-    def proved_program(schedule: Schedule, proved: Program | None) -> tuple[Schedule, Program]:
+    def prove(schedule: Schedule, proved: Program | None = None) -> Program:
         table = with_full_backwards(schedule)
         if proved is None or model_partition.skips or table.actions != schedule.actions:
-            proved = verify(table, skips=model_partition.skips).program
-        return table, proved
+            return verify(table, skips=model_partition.skips).program
+        return proved
 
     def build_larger(microbatches: int) -> Program:
         """Return the proved program of a list of more microbatches. Raise MismatchError if the schedule has no such table."""
@@ -336,9 +336,10 @@ def build_engine(
                 f"a list of {microbatches} microbatches does not fit {larger.name}, a table of {larger.microbatches}: give at "
                 "most that many, or Pipeline(.., schedule=) the name of a family, which has a table for any number"
             )
-        return proved_program(larger, None)[1]
+        return prove(larger)
 
-    table, program = proved_program(config.schedule, config.program)
+    program = prove(config.schedule, config.program)
+    table = program.schedule
 
     # 2. Replication, then stages. A rank that fails before this exchange is heard by the others here.
     parallelism = arguments.tensor_parallel, arguments.data_parallel
@@ -383,7 +384,7 @@ def _build_stages(
     comparison: RankComparisonResult,
     modules: Modules,
     replications: Mapping[int, Replication],
-    table: Schedule,
+    table: Table,
     position: MeshPosition,
 ) -> dict[int, Stage]:
     """Return this rank's stages, ready to run `table`."""

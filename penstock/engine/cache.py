@@ -27,11 +27,9 @@ from torch import Tensor, nn
 from penstock.attention_hook import current_context
 from penstock.torch_private import has_hooks_or_patched_forward, is_compiled
 
-TOKENWISE_LAYERS = (
-    *(nn.Embedding, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity),
-    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
-)  # fmt: skip
-_TOKENWISE_FORWARDS = {layer.forward for layer in TOKENWISE_LAYERS}
+_TOKENWISE_LAYERS = nn.Embedding, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity
+_TOKENWISE_ACTIVATIONS = nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid
+_TOKENWISE_FORWARDS = {layer.forward for layer in _TOKENWISE_LAYERS + _TOKENWISE_ACTIVATIONS}
 
 
 class TokenCache:

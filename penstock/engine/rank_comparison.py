@@ -51,11 +51,8 @@ def compare_ranks(
     if position.world.rank == 0:
         _warn_of_unequal_values([rank_description.value_digests for rank_description in descriptions])
 
-    names_by_stage: dict[int, Mapping[str, str]] = {}
-    keywords_by_stage: dict[int, Sequence[str]] = {}
-    for rank_description in descriptions:
-        names_by_stage.update(rank_description.names)
-        keywords_by_stage.update(rank_description.keywords)
+    names_by_stage = {stage: names for rank in descriptions for stage, names in rank.names.items()}
+    keywords_by_stage = {stage: keywords for rank in descriptions for stage, keywords in rank.keywords.items()}
     stages = sorted(names_by_stage)
     return RankComparisonResult(
         partition.model_names_of_stages([names_by_stage[stage] for stage in stages], model_partition.uncut_model is not None),

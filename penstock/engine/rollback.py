@@ -24,9 +24,8 @@ class StepRollback:
         slots = [slot for stage in stages for slot in buffer_slots(stage.module)] if include_state else []
         self._buffers = [(slot, slot.tensor.clone()) for slot in slots]
 
-        generators = (default_generator(device), torch.default_generator) if include_state else ()
-        unique = {id(generator): generator for generator in generators}
-        self._random_states = [(generator, generator.get_state()) for generator in unique.values()]
+        generators = {default_generator(device), torch.default_generator} if include_state else ()
+        self._random_states = [(generator, generator.get_state()) for generator in generators]
 
     def __enter__(self) -> "StepRollback":
         return self

@@ -134,7 +134,7 @@ def _set_stages(traces: Sequence[RankTrace], placement: Sequence[int] | None, st
     rank_of = list(range(count)) * stages_per_rank if placement is None else list(placement)
     if sorted(rank_of[:count]) != list(range(count)) or rank_of != rank_of[:count] * (len(rank_of) // count):
         raise PenstockError(
-            f"placement {rank_of} is none of {count} ranks that take turns: give every rank once, or V times in turn"
+            f"placement {rank_of} does not cycle over {count} ranks: give every rank once, or V times in the same order"
         )
     if len(rank_of) > count and not all(trace.is_counted for trace in traces):
         raise PenstockError(f"{traces[0].path} has one stage, as its ranges say: leave out placement and stages_per_rank")
@@ -302,7 +302,7 @@ def _check_timeline(timeline: MeasuredTimeline, key: StepKey) -> MeasuredTimelin
     try:
         check_timeline(timeline)
     except ValueError as error:
-        raise PenstockError(f"{_step_name(key)} cannot have run so, {error}: give the traces of one job") from error
+        raise PenstockError(f"{_step_name(key)} contradicts itself, {error}: give the traces of one job") from error
     return timeline
 
 
@@ -312,16 +312,16 @@ def _check_timeline(timeline: MeasuredTimeline, key: StepKey) -> MeasuredTimelin
 def _notes(record: Record, traces: Sequence[RankTrace], num_dropped: int, error: float) -> list[str]:
     """Return sentences on how the timeline was found."""
     lengths = [1e3 * step.makespan for step in record.steps]
-    steps = f"{len(lengths)} steps of {min(lengths):.1f} to {max(lengths):.1f} ms, the middle one is shown"
+    steps = f"{len(lengths)} steps of {min(lengths):.1f} to {max(lengths):.1f} ms, the median one is shown"
     notes = [steps if len(lengths) > 1 else "1 step"]
     if num_dropped:
-        notes.append(f"left out: {num_dropped} that ran other actions or are not whole")
+        notes.append(f"left out: {num_dropped} with other actions, or incomplete")
     if len({trace.host for trace in traces}) > 1:
-        notes.append(f"clocks lined up by the messages, to {1e6 * error:.0f} us")
+        notes.append(f"clocks aligned by messages, to within {1e6 * error:.0f} us")
     elif error:
-        notes.append(f"clocks of one machine that its messages contradict, by {1e6 * error:.0f} us")
+        notes.append(f"clocks of one machine contradicted by its messages, by {1e6 * error:.0f} us")
     if any(trace.is_inferred for trace in traces):
-        notes.append("actions inferred from autograd's operations and messages, as nothing names them")
+        notes.append("actions inferred from autograd's operations and messages, because no range names them")
     if any(trace.is_counted for trace in traces):
         notes.append("microbatches counted in the order of their ranges, which do not name them")
     return notes

@@ -86,7 +86,7 @@ def test_a_rank_that_is_missing_is_noticed_where_stages_have_no_names(runs: Path
 def test_the_commands_take_traces_as_they_take_runs(runs: Path, tmp_path: Path) -> None:
     traces, page, kept, costs = runs / "gpipe", tmp_path / "page.html", tmp_path / "timeline.json", tmp_path / "costs.json"
     shown = penstock("show", traces, "--html", page, "--json", kept).stdout.splitlines()
-    assert re.fullmatch(r"3 steps of .* ms, the middle one is shown", shown[0])
+    assert re.fullmatch(r"3 steps of .* ms, the median one is shown", shown[0])
     assert shown[1].startswith("between actions ")
     start = next(number for number, line in enumerate(shown) if line.startswith("gpipe, measured, step "))
     assert shown[start + 1].startswith("rank 0 |")  # on a busy machine waits take most of the row
@@ -290,7 +290,7 @@ def test_ranges_that_name_no_microbatch_are_counted(tmp_path: Path, name: str, s
     record, notes = read_record(tmp_path, stages_per_rank=stages_per_rank)
     assert [step.name for step in record.steps] == [f"{name}, measured"] * 3
     assert "microbatches counted in the order of their ranges, which do not name them" in notes
-    with pytest.raises(PenstockError, match="is none of 2 ranks that take turns"):
+    with pytest.raises(PenstockError, match="does not cycle over 2 ranks"):
         read(tmp_path, placement=[0, 1, 1, 0])
 
 
@@ -299,7 +299,7 @@ def test_clocks_of_other_machines_are_lined_up_by_the_messages(tmp_path: Path) -
     made_traces.write(tmp_path, made, ahead=[0, 0.5, -2], hosts=["a", "b", "c"])
     record, notes = read_record(tmp_path)
     assert record.usual.makespan == pytest.approx(made.makespan, abs=1e-6)  # messages take as long there and back
-    assert "clocks lined up by the messages, to 1000 us" in notes
+    assert "clocks aligned by messages, to within 1000 us" in notes
 
 
 def test_a_clock_of_the_same_machine_is_moved_only_where_a_message_would_be_there_before_it_was_sent(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_a_step_that_is_not_whole_is_left_out_and_that_is_told(tmp_path: Path) -
     files[0].write_text(json.dumps(data))
     record, notes = read_record(tmp_path)
     assert record.labels == ("step 4", "step 5")
-    assert "left out: 1 that ran other actions or are not whole" in notes
+    assert "left out: 1 with other actions, or incomplete" in notes
 
 
 def test_pipeline_steps_of_one_profiler_step_are_told_apart_by_their_actions(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from penstock.learn.puzzles.puzzle_files import FAST_TRACK, PUZZLE_NUMBERS, Lear
 RANKS = {5, 6, 10, 16, 17, 18, 20}
 EVERY = [pytest.param(number, marks=[pytest.mark.ranks] if number in RANKS else []) for number in PUZZLE_NUMBERS]
 
-# number -> (what of the solution, becomes what, the sentence)
+# number -> (text of the solution, what replaces it, the message)
 WRONG = {
     1: [
         ("rank * layers // ranks", "rank * (layers // ranks)", "layers 8, 9 are on no rank"),
@@ -108,7 +108,7 @@ WRONG = {
 }  # fmt: skip
 
 
-def written(tmp_path, number, text):
+def folder_with_file(tmp_path, number, text):
     folder = LearnerFolder(tmp_path)
     folder.path.mkdir(exist_ok=True)
     folder.file(load_puzzle(number)).write_text(text, encoding="utf-8")
@@ -122,7 +122,7 @@ def test_the_solution_passes_and_what_is_handed_out_does_not(number, tmp_path):
     assert folder.write_stub(exercise)
     with pytest.raises(CheckFailed, match="returned nothing yet"):
         folder.check(exercise)
-    written(tmp_path, number, exercise.solution)
+    folder_with_file(tmp_path, number, exercise.solution)
     assert folder.check(exercise).text
     assert folder.passed() == {number}
 
@@ -131,12 +131,12 @@ def test_the_solution_passes_and_what_is_handed_out_does_not(number, tmp_path):
 def test_wrong_ones_are_told_what_is_wrong(number, tmp_path):
     exercise = load_puzzle(number)
     assert len(WRONG[number]) == 2
-    for what, becomes, sentence in WRONG[number]:
-        assert what in exercise.solution
-        folder = written(tmp_path, number, exercise.solution.replace(what, becomes))
-        with pytest.raises(CheckFailed, match=sentence) as missed:
+    for old, new, message in WRONG[number]:
+        assert old in exercise.solution
+        folder = folder_with_file(tmp_path, number, exercise.solution.replace(old, new))
+        with pytest.raises(CheckFailed, match=message) as failure:
             folder.check(exercise)
-        assert "Traceback" not in str(missed.value)
+        assert "Traceback" not in str(failure.value)
         assert not folder.passed()
 
 
@@ -145,11 +145,11 @@ def test_a_learners_file_is_never_overwritten(tmp_path):
     assert folder.write_stub(exercise)
     folder.file(exercise).write_text("mine")
     assert not folder.write_stub(exercise)
-    aside = folder.reset(exercise)
-    assert aside.read_text() == "mine"
+    backup = folder.reset(exercise)
+    assert backup.read_text() == "mine"
     assert folder.file(exercise).read_text() == exercise.stub
-    assert folder.reset(exercise) != aside
-    assert aside.read_text() == "mine"
+    assert folder.reset(exercise) != backup
+    assert backup.read_text() == "mine"
 
 
 def test_hints_come_one_by_one_and_the_solution_after_the_puzzle(tmp_path):
@@ -159,7 +159,7 @@ def test_hints_come_one_by_one_and_the_solution_after_the_puzzle(tmp_path):
     assert folder.hint(exercise).startswith("hint 2 of 2: ")
     with pytest.raises(PenstockError, match="is shown once yours has passed"):
         folder.solution(exercise)
-    written(tmp_path, 9, exercise.solution)
+    folder_with_file(tmp_path, 9, exercise.solution)
     folder.check(exercise)
     assert exercise.explanation in folder.solution(exercise)
     assert folder.next() == 1
@@ -168,11 +168,11 @@ def test_hints_come_one_by_one_and_the_solution_after_the_puzzle(tmp_path):
     assert folder.next(fast=True) == FAST_TRACK[0]
 
 
-@pytest.mark.parametrize("named", ["as it is", "from here"])
-def test_what_cannot_run_is_told_with_its_line(tmp_path, monkeypatch, named):
+@pytest.mark.parametrize("path_form", ["as it is", "from here"])
+def test_what_cannot_run_is_told_with_its_line(tmp_path, monkeypatch, path_form):
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path if named == "as it is" else Path("puzzles")  # which is what the command is given
-    for text, sentence in (
+    folder = tmp_path if path_form == "as it is" else Path("puzzles")  # which is what the command is given
+    for text, message in (
         ("def row(:", "p09_1f1b.py, line 1: "),
         ("def row(rank, ranks, microbatches):\n    return 1 / 0", "line 2: Zero"),
         (
@@ -180,8 +180,8 @@ def test_what_cannot_run_is_told_with_its_line(tmp_path, monkeypatch, named):
             "yields more than 10000 actions: does it ever end",
         ),
     ):
-        with pytest.raises(CheckFailed, match=sentence):
-            written(folder, 9, text).check(load_puzzle(9))
+        with pytest.raises(CheckFailed, match=message):
+            folder_with_file(folder, 9, text).check(load_puzzle(9))
 
 
 @pytest.mark.slow
@@ -194,9 +194,9 @@ def test_the_command_hands_out_judges_and_needs_no_torch_for_tables(tmp_path):
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
     assert "p09_1f1b.py is yours to complete" in penstock("9").stdout
-    missed = penstock("9")
-    assert missed.returncode == 1
-    assert "not yet. row(0, 4, 8) returned nothing yet" in missed.stdout
+    failure = penstock("9")
+    assert failure.returncode == 1
+    assert "not yet. row(0, 4, 8) returned nothing yet" in failure.stdout
     (tmp_path / "puzzles" / "p09_1f1b.py").write_text(load_puzzle(9).solution)
     passed = penstock("9")
     assert passed.returncode == 0, passed.stderr

@@ -69,6 +69,6 @@ def pipeline_mask(
     is_plain = getattr(mask_function, "__name__", "") in ("causal_mask_function", "bidirectional_mask_function", "and_mask")
     if local_size is not None or use_vmap or not is_plain:
         raise MismatchError(
-            "the model's attention has a mask of its own (a sliding window, chunks, blocks), with which tokens cannot be cut"
+            "the model's attention has its own mask (a sliding window, chunks, blocks), with which tokens cannot be cut"
         )
     return attention_mask

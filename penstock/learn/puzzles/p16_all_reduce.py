@@ -37,7 +37,7 @@ HINTS = (
     "After P-1 steps rank r has the whole sum of piece r + 1. Send the sums around in P-1 more steps, without adding.",
 )
 EXPLANATION = """The first half is a reduce-scatter, the second an all-gather: together they are an all-reduce, and FSDP uses
-them separately. Each rank sends 2 (P-1)/P n elements, less than 2n for any P, which is the minimum. The price is 2 (P-1)
+them separately. Each rank sends 2 (P-1)/P n elements: the minimum, and less than 2 n for any P. The price is 2 (P-1)
 messages one after the other."""
 
 

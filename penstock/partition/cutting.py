@@ -214,10 +214,8 @@ class CuttableModel:
         return Balance.best(self.unit_order, [self._unit_seconds[module] for module in modules.values()], stages)
 
     def _measure_units(self, modules: dict[str, nn.Module], device: torch.device | None) -> dict[nn.Module, float]:
-        first_name = {module: name for name, module in reversed(modules.items())}  # a layer may have several names
         try:
-            units_to_record = {name: module for module, name in first_name.items()}
-            units = record_unit_inputs(self.model, units_to_record, *unwrap_tree(self.example))
+            units = record_unit_inputs(self.model, modules, *unwrap_tree(self.example))
         except PenstockError:
             raise
         except Exception as error:

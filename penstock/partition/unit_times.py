@@ -42,27 +42,29 @@ def record_unit_inputs(
 ) -> list[RecordedUnit]:
     """Return `units`, submodules of `model` by name, with the inputs and in the order of their first call in a forward.
 
+    A module with several names is returned once, under the first.
     The forward `model(*args, **kwargs)` keeps no activations but these inputs. They have no graph, and require a gradient if
     they do in training. A model on the meta device is run there: its units' inputs are meta tensors, except the model's own.
     Raises MismatchError for units that were not called, and for a forward that cannot run on the meta device.
     """
+    first_names = {module: name for name, module in reversed(list(units.items()))}
     is_meta = has_meta_tensors(model)
     arguments = (tuple(args), dict(kwargs or {}))
     inputs = map_tensors(lambda tensor: tensor.to(META), arguments) if is_meta else arguments
     pairs = zip(tree_leaves(inputs), tree_leaves(arguments), strict=True)
     originals: dict[int, Tensor] = {id(detached): original for detached, original in pairs}
-    recorded: dict[str, RecordedUnit] = {}
+    recorded: dict[nn.Module, RecordedUnit] = {}
 
     def recorded_input(tensor: Tensor) -> Tensor:
         return _without_graph(originals.get(id(tensor), tensor))
 
-    def record(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args, kwargs = map_tensors(recorded_input, (args, kwargs))
-        recorded.setdefault(name, RecordedUnit(name, module, args, kwargs))
+        recorded.setdefault(module, RecordedUnit(first_names[module], module, args, kwargs))
 
     with ExitStack() as stack:
-        for name, module in units.items():
-            handle = module.register_forward_pre_hook(partial(record, name), prepend=True, with_kwargs=True)
+        for module in first_names:
+            handle = module.register_forward_pre_hook(record, prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(replace_tensors_temporarily(model, lambda tensor: tensor.to(META) if is_meta else tensor))
         stack.enter_context(META if is_meta else nullcontext())
@@ -72,7 +74,7 @@ def record_unit_inputs(
         stack.enter_context(preserve_generator_state(module_device(model)))
         _forward_or_explain_meta_failure(model, inputs, is_meta)
 
-    uncalled = [name for name in units if name not in recorded]
+    uncalled = [name for name, module in units.items() if module not in recorded]
     if uncalled:
         raise MismatchError(f"cannot measure {', '.join(uncalled)}: the forward of {type(model).__name__} does not call it")
     return list(recorded.values())

@@ -53,14 +53,11 @@ def estimate(
     example = unwrap_tree((*cuttable.example, target))
     with restore_attributes_afterwards(model):
         units = record_layer_inputs(cuttable, example, loss_fn, rows=1)
-        return ModelProfile.from_layers(
-            costs_in_layer_order(cuttable, units, [_estimate_unit(unit, speed) for unit in units], example)
-        )
-
-
-def _estimate_unit(unit: RecordedUnit, speed: float) -> LayerCost:
-    with replace_tensors_temporarily(unit.module, _to_meta):
-        return _estimate_layer_cost(unit, speed)
+        costs = []
+        for unit in units:
+            with replace_tensors_temporarily(unit.module, _to_meta):
+                costs.append(_estimate_layer_cost(unit, speed))
+        return ModelProfile.from_layers(costs_in_layer_order(cuttable, units, costs, example))
 
 
 def _estimate_layer_cost(unit: RecordedUnit, speed: float) -> LayerCost:
@@ -80,7 +77,7 @@ def _estimate_layer_cost(unit: RecordedUnit, speed: float) -> LayerCost:
     backward_operations = _count_backward_operations(
         output, [tensor for tensor in [*arguments, *parameters] if tensor.requires_grad]
     )
-    times = [get_total_flop / speed for get_total_flop in (forward.get_total_flops(), inputs, backward_operations - inputs)]
+    times = [operations / speed for operations in (forward.get_total_flops(), inputs, backward_operations - inputs)]
     size = sum(saved_bytes.values())
     ends = sum(parameter.nbytes for parameter in parameters), sum(tensor.nbytes for tensor in output)
     return LayerCost._make((unit.name, *times, size, size, *ends, 0.0, 0.0))

@@ -115,11 +115,9 @@ def record_layer_inputs(
         )
     model = _ModelWithLoss(cuttable.model, loss_fn)
     model.training = cuttable.model.training
-    name_of_module = {
-        cuttable.model.get_submodule(name): name for name in reversed(cuttable.unit_order)
-    }  # a layer may stand in several places
+    layers = {name: cuttable.model.get_submodule(name) for name in cuttable.unit_order}
     try:
-        return record_unit_inputs(model, {**{name: module for module, name in name_of_module.items()}, "": model.loss}, example)
+        return record_unit_inputs(model, {**layers, "": model.loss}, example)
     except PenstockError:
         raise
     except Exception as error:
@@ -218,10 +216,9 @@ def _call_with_unit_as_stage(
         preserve_generator_state(where),
         torch.enable_grad(),
     ):
-        for parameter, hook in [
-            (parameter, hook) for parameter, some in zip(unit.module.parameters(), hooks, strict=True) for hook in some
-        ]:
-            parameter.register_hook(hook)
+        for parameter, parameter_hooks in zip(unit.module.parameters(), hooks, strict=True):
+            for hook in parameter_hooks:
+                parameter.register_hook(hook)
         module = UnitWithTensorArguments(unit)
         inputs = trees.map_tensors(make, module.argument_tensors())
         stage = Stage(MIDDLE_STAGE, module, where, connections=StageConnections((MIDDLE_STAGE - 1,), ()))

@@ -17,8 +17,8 @@ class LowerBound(NamedTuple):
 
 def lower_bound(problem: SearchProblem) -> LowerBound:
     """The highest lower bound that is known for any table of `problem`'s actions, its backwards whole or in halves."""
-    heads, tails = heads_and_tails(problem)
-    problem = _relaxed_problem(problem)
+    problem = relaxed_problem(problem)
+    heads, tails = earliest_starts(problem), problem.tails
     chain = max(head + problem.cost[action] + tails[action] for action, head in enumerate(heads))
     bounds = [LowerBound(chain, "the longest chain of actions that wait for each other")]
     for rank in range(problem.ranks):
@@ -27,13 +27,7 @@ def lower_bound(problem: SearchProblem) -> LowerBound:
     return max(bounds)
 
 
-def heads_and_tails(problem: SearchProblem) -> tuple[list[float], list[float]]:
-    """How long it takes at least from the begin to every action, and from its end to the end of the step."""
-    cheapest = _relaxed_problem(problem)
-    return _earliest_starts(cheapest), cheapest.tails
-
-
-def _relaxed_problem(problem: SearchProblem) -> SearchProblem:
+def relaxed_problem(problem: SearchProblem) -> SearchProblem:
     """A problem on which no table takes longer: what halves and pairs may save is saved everywhere."""
     costs, stages = problem.costs, problem.num_stages
     times, sizes = costs.action_costs_by_microbatch(stages, problem.microbatches), costs.activation_sizes(stages)
@@ -50,7 +44,7 @@ def _relaxed_problem(problem: SearchProblem) -> SearchProblem:
     return SearchProblem(cheaper, problem.placement, problem.microbatches, problem.limits, slices=problem.slices)
 
 
-def _earliest_starts(problem: SearchProblem) -> list[float]:
+def earliest_starts(problem: SearchProblem) -> list[float]:
     """When every action can start at best, if only its chain and the microbatches before it are counted."""
     heads = [0.0] * len(problem.cost)
     count, arrival_times = problem.passes, list(problem.initial_slot_times)

@@ -141,7 +141,8 @@ class _CpSatModel:
         """On a rank one action after the other; none begins sooner or ends later than the chain through it allows."""
         problem = self.problem
         intervals_of_rank: list[list[Any]] = [[] for _ in range(problem.ranks)]
-        heads, tails = bounds.heads_and_tails(problem)
+        relaxed_problem = bounds.relaxed_problem(problem)
+        heads, tails = bounds.earliest_starts(relaxed_problem), relaxed_problem.tails
         for action, run in enumerate(self.runs):
             stage = action // problem.microbatches % problem.num_stages
             intervals_of_rank[problem.placement[stage]].append(self.model.new_interval_var(run.start, run.length, run.end, ""))

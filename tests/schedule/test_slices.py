@@ -175,3 +175,4 @@ def test_planned_lengths_have_a_token_each_and_are_equal_where_slices_take_equal
         plan_slices(timeline, [7, 7])
     with pytest.raises(ScheduleError, match="slice_factors has 2 costs for 3 slices"):
         simulate(build("1f1b", 2, 2, slices=3), Costs(slice_factors=[1, 2]))
+    assert simulate(build("1f1b", 2, 2), Costs(slice_factors=[2])).makespan == 2 * simulate(build("1f1b", 2, 2)).makespan

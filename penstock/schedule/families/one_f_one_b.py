@@ -163,7 +163,7 @@ def _microbatch_order(
     return _MicrobatchOrder(
         size,
         _order_in_groups(order, down, size),
-        _order_in_groups([(m, slices - 1 - k) for m, k in order] if slices > 1 else order, up, size),
+        _order_in_groups([(m, slices - 1 - k) for m, k in order], up, size),
     )
 
 

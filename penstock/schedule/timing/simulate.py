@@ -338,7 +338,9 @@ def _work_by_kind_and_stage(schedule: Table, costs: Costs) -> dict[Kind, list[_A
     channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
     slice_shares = [factor / schedule.slices for factor in costs.factors_by_slice(schedule.slices)]
     works = {
-        kind: [_ActionWork(_costs_by_slice(microbatch_costs, slice_shares)) for microbatch_costs in stage_costs]
+        kind: [
+            _ActionWork([cost * share for share in slice_shares for cost in costs_of_stage]) for costs_of_stage in stage_costs
+        ]
         for kind, stage_costs in costs.action_costs_by_microbatch(stages, schedule.microbatches).items()
     }
     for kind, stage in product((Kind.F, Kind.B, Kind.W), range(stages)):  # so that a step sends in the order of the stages
@@ -354,13 +356,6 @@ def _work_by_kind_and_stage(schedule: Table, costs: Costs) -> dict[Kind, list[_A
                     border = message_costs[min(source, stage), max(source, stage)]
                     works[maker][source].sends += (_MessageRoute(times, ends[1], channels[ends], border),)
     return works
-
-
-def _costs_by_slice(microbatch_costs: list[float], slice_shares: Sequence[float]) -> list[float]:
-    """Return the costs by microbatch + M x slice."""
-    if len(slice_shares) == 1:
-        return microbatch_costs
-    return [cost * share for share in slice_shares for cost in microbatch_costs]
 
 
 def averaging_end_time(timeline: Timeline, seconds: Cost, *, overlapped: bool = True, shared: bool = False) -> float:

@@ -1,4 +1,4 @@
-"""The errors that Penstock raises, all of one family; and the check for a whole number, with which many calls begin."""
+"""The errors that Penstock raises, all subclasses of one; and the check for a whole number, with which many calls begin."""
 
 from collections.abc import Iterable
 from numbers import Integral

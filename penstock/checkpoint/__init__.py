@@ -1,4 +1,4 @@
-"""Checkpoints that fit any cut: everything under the uncut model's names, whole or refused, written beside the training.
+"""Checkpoints that fit any cut: all state under the uncut model's names, complete or refused, written while training continues.
 
 A checkpoint is a folder `step-00000120`: tensors in safetensors files, the rest as JSON in a manifest with every file's
 checksum. Loading unpickles nothing. The ranks agree over a control group for checkpoints only, so a thread may go on with a

@@ -1,4 +1,4 @@
-"""Pipelines side by side: ranks with a stage of this rank's share its rows (`dp`), its tokens (`cp`), its products (`tp`).
+"""Several ranks for one stage, which divide the batch's rows (`dp`), its tokens (`cp`) or the stage's products (`tp`).
 
 position         where this rank stands in the mesh
 sampler          which rows of a dataset each replica is given

@@ -1,4 +1,4 @@
-"""A schedule is a table: of actions, built, proved, lowered, timed and explained. Plain Python, no torch.
+"""A schedule is a table of actions: built, proved, lowered, timed and explained. Plain Python, no torch.
 
 A table goes this way: family -> table -> verify -> program -> simulate, or the engine.
 

@@ -1,4 +1,4 @@
-"""One stage of a model: its forward and its backward, a microbatch at a time, and all that they need of the stage's module.
+"""One stage of a model: its forward and backward, a microbatch at a time, and what these need from the stage's module.
 
 `stage`            the forward, the backward whole or in two, and what a microbatch in flight keeps alive
 `arguments`        what the module's forward is called with

@@ -1,17 +1,17 @@
 """Checkpoints that fit any cut: all state under the uncut model's names, complete or refused, written while training continues.
 
 A checkpoint is a folder `step-00000120`: tensors in safetensors files, the rest as JSON in a manifest with every file's
-checksum. Loading unpickles nothing. The ranks agree over a control group for checkpoints only, so a thread may go on with a
-save while the next steps run. All ranks must see the folder.
+checksum. Loading unpickles nothing. All ranks must see the folder. Checkpoints have a control group of their own, so that a
+thread can write one while the next steps run.
 
-    files/            the disk: a folder and its manifest, safetensors files, state as JSON
-    training_digests  digests of weights, gradients and optimizer state: compare replicas, and runs
+    files/            files on the disk: a folder and its manifest, safetensors files, state as JSON
+    training_digests  digests of weights, gradients and optimizer state, to compare replicas and runs
     training_state    the optimizer by parameter names, random states
-    collective        what all ranks do together: write, fail, find the newest complete checkpoint
+    collective        steps that all ranks take together: raise the same error, write, find the newest complete checkpoint
     restore           `resume` and `exists`
     saving            `save`
-    folder_lock       one writer to a folder
-    importing         `import_weights`: from one file, or several and their index
+    folder_lock       a lock on a folder, so that one process writes to it
+    importing         `import_weights`: from one safetensors file, or several and their index
     weights           `export`, `export_checkpoint`: the weights alone, as one file or as a folder for `from_pretrained`
 """
 

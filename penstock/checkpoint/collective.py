@@ -1,4 +1,4 @@
-"""What all ranks do together for a checkpoint: fail together, write at the same time, find the newest complete one."""
+"""Steps that all ranks take together for a checkpoint: raise the same error, write, find the newest complete one."""
 
 import itertools
 import shutil
@@ -111,7 +111,7 @@ def rank_state_to_write(pipe: Pipeline) -> dict[str, Any]:
 
 
 def with_tied_names(state: Mapping[str, T], aliases: Mapping[str, str]) -> dict[str, T]:
-    """Return `state` with each tied tensor under all its names, if it is there under at least one.
+    """Return `state` with each tied tensor under all its names, if `state` has at least one of them.
 
     `aliases`: further name -> first name.
     """
@@ -123,7 +123,7 @@ def with_tied_names(state: Mapping[str, T], aliases: Mapping[str, str]) -> dict[
 
 
 def gather_state_mismatches(control: ControlGroup, pipe: Pipeline, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the names that do not fit the model, by kind (`RankParameters.state_mismatches`), of all ranks together.
+    """Return kind of mismatch with the model -> names, as `RankParameters.state_mismatches`, for all ranks together.
 
     `shapes`: name -> shape of a state; None for a value that is no tensor.
     """
@@ -144,7 +144,7 @@ def copy_into_model(pipe: Pipeline, named_values: Iterable[tuple[str, Any]]) -> 
         current = model_state[name]
         new_state[name] = current.copy_(shard_like(value, current)) if isinstance(current, Tensor) else value
 
-    # From itself: for modules that keep a state of another form, or have hooks.
+    # The values are in place already; this calls the load hooks of modules, and sets state that is no tensor.
     pipe.load_state_dict(new_state, strict=False)
 
 
@@ -164,7 +164,7 @@ def temporary_shards(
 
     `max_shard_size`: bytes of one file, if no single tensor is larger.
 
-    Gives a pair for each rank: the entries of its files, as `tensor_files.write_shards` returns them, and its `rank_info`.
+    Yields a pair for each rank: the entries of its files, as `tensor_files.write_shards` returns them, and its `rank_info`.
     """
     is_first_rank = control.topology.rank == 0
     try:
@@ -189,8 +189,8 @@ def temporary_shards(
 def open_newest_complete_checkpoint(control: ControlGroup, *folders: Path) -> tuple[Path, dict[str, Any], TensorFiles]:
     """Return path, manifest and tensors of the newest complete checkpoint in `folders`, the same on all ranks.
 
-    A single folder may itself be a checkpoint. The ranks share the work of comparing checksums; for each checkpoint that is
-    damaged, a warning says why. Raises MismatchError if none is complete.
+    A single folder may itself be a checkpoint. The ranks share the work of comparing checksums. A damaged checkpoint is skipped
+    with a warning that says why. Raises MismatchError if none is complete.
     """
     rank, num_ranks = control.topology.rank, control.topology.world_size
     searched, is_checkpoint = ", ".join(map(str, folders)), _is_checkpoint(folders[0])
@@ -218,9 +218,9 @@ def open_newest_complete_checkpoint(control: ControlGroup, *folders: Path) -> tu
 def _open_and_verify(
     path: Path, rank: int, num_ranks: int
 ) -> tuple[dict[str, Any], TensorFiles | None, tuple[bool, str] | None]:
-    """Return a checkpoint's manifest, its tensors, and what is damaged: (whether its bytes are right, a sentence).
+    """Return a checkpoint's manifest, its tensors, and its damage: (whether this rank's checksums match, a sentence), or None.
 
-    Damaged bytes sort first: another rank's finding about them explains more than what follows from them.
+    Among the damages of all ranks, sorted, those of checksums come first: other damages may follow from them.
     """
     content: dict[str, Any] = {}
     bytes_are_right = False
@@ -243,7 +243,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _checkpoints_newest_first(folders: Sequence[Path]) -> list[Path]:
-    """Return the checkpoints in `folders`, the newest first; of the same step, that of the earlier folder first."""
+    """Return the checkpoints in `folders`, the newest first; at the same step, the one in the earlier folder first."""
     if len(folders) == 1:
         return [folders[0].resolve()] if _is_checkpoint(folders[0]) else manifest.all_checkpoints_newest_first(folders[0])
     for folder in folders:

@@ -1,4 +1,4 @@
-"""One writer to a folder: rank 0's process holds a `flock` on `.writer` there while a pipeline lives that has saved into it."""
+"""A lock on a folder, so that one process writes to it: rank 0 holds a `flock` on `.writer` while the pipeline exists."""
 
 import errno
 import fcntl
@@ -14,16 +14,16 @@ from typing import Any
 from penstock.errors import PenstockError
 
 LOCK_FILE = ".writer"
-ACQUIRE_TIMEOUT_SECONDS = 2.0  # seconds that a process which is just ending has for it
-_LOCKS_UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)  # of a file system
-_lock_of_folder: "weakref.WeakValueDictionary[Path, FolderLock]" = weakref.WeakValueDictionary()  # this process's, by folder
+ACQUIRE_TIMEOUT_SECONDS = 2.0  # in which a process that is ending releases the lock
+_LOCKS_UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)  # by the file system
+_lock_of_folder: "weakref.WeakValueDictionary[Path, FolderLock]" = weakref.WeakValueDictionary()  # that this process holds
 _locks_of_owner: "weakref.WeakKeyDictionary[Any, dict[Path, FolderLock]]" = weakref.WeakKeyDictionary()  # the same by pipeline
 
 
 def acquire(folder: Path, owner: Any) -> "FolderLock":
-    """The lock of `folder`, this process's as long as `owner` lives.
+    """Return the lock on `folder`, which this process holds as long as `owner` (a pipeline) exists.
 
-    Raises PenstockError, naming the owner, if another process has the folder; OSError where nothing can be written.
+    Raises PenstockError, which names the holder, if another process holds it; OSError if the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = folder.resolve()
@@ -35,13 +35,11 @@ def acquire(folder: Path, owner: Any) -> "FolderLock":
 
 
 class FolderLock:
-    """The right to write to a folder. Raises as `acquire`."""
+    """A lock on a folder against other processes. Raises as `acquire`."""
 
     def __init__(self, folder: Path) -> None:
-        self.path, self.write_mutex = (
-            folder / LOCK_FILE,
-            threading.Lock(),
-        )  # busy: while one of the process's savings writes there
+        self.path = folder / LOCK_FILE
+        self.write_mutex = threading.Lock()  # held while a save of this process writes to the folder
         deadline = time.monotonic() + ACQUIRE_TIMEOUT_SECONDS
         while not self._try_acquire():
             if time.monotonic() > deadline:
@@ -53,11 +51,11 @@ class FolderLock:
         os.pwrite(self.file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
     def _try_acquire(self) -> bool:
-        """Whether the file could be locked; it is open then, else `_holder` is what it says."""
+        """Open the file and lock it; return whether that succeeded. If not, close it, and set `_holder_name` to its text."""
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_open_file_at(self.path, self.file):  # whoever had it may have deleted it
+            if _is_open_file_at(self.path, self.file):  # else its last holder has deleted it
                 return True
         except OSError as error:
             if error.errno in _LOCKS_UNSUPPORTED_ERRNOS:
@@ -71,7 +69,7 @@ class FolderLock:
 
 
 def _is_open_file_at(path: Path, file: int) -> bool:
-    """Whether the open `file` is the one at `path`."""
+    """Return whether the file descriptor `file` is of the file at `path`."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(file))
     except FileNotFoundError:
@@ -79,7 +77,7 @@ def _is_open_file_at(path: Path, file: int) -> bool:
 
 
 def _release_all_after_fork() -> None:
-    """In a process that was forked of one with locks, which shares them: they end with the one that took them."""
+    """Close all locks in a forked process, which shares them: they belong to the parent, and end with it."""
     for lock in list(_lock_of_folder.values()):
         lock.close()
     _lock_of_folder.clear()

@@ -1,4 +1,4 @@
-"""Weights that were trained elsewhere: every rank reads only those of its stages, straight into its parameters."""
+"""Import weights from safetensors files: every rank reads only those of its stages, straight into its parameters."""
 
 import json
 import warnings
@@ -27,56 +27,56 @@ from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 from penstock.stage.rank_parameters import MISSING, UNEXPECTED, WRONG_SHAPE, describe_mismatches
 
-WEIGHTS_FILE, WEIGHTS_INDEX_FILE = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-)  # either is in a folder that `save_pretrained` wrote
+WEIGHTS_FILE = "model.safetensors"  # `save_pretrained` writes this, or several files and their index
+WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 
 
 class TensorRecipe(NamedTuple):
-    """What a tensor is made of: the names of tensors in the files, and how it is made of those."""
+    """How to build a tensor of the model: the names of tensors in the files, and a function of these tensors."""
 
     stored_names: list[str]
     convert: Callable[[list[Tensor]], Tensor]
 
     def build(self, load: Callable[[str], Tensor]) -> Tensor:
-        """The tensor, where those in the files are `load`."""
-        return self.convert([load(place) for place in self.stored_names])
+        """Return the tensor. `load(stored_name)` returns a tensor in the files."""
+        return self.convert([load(stored_name) for stored_name in self.stored_names])
 
 
 def import_weights(pipe: Pipeline, path: str | Path, strict: bool = True, rename: Callable[[str], str] | None = None) -> None:
-    """Load the uncut model's weights from safetensors files; every rank reads its own part of them and no more.
+    """Load the uncut model's weights from safetensors files. Every rank reads only the tensors of its stages.
 
-    All ranks call it. The values go straight into place, one tensor after the other, so no rank needs more memory than its
-    stages have. Of a tied parameter the files need one of its names. What transformers keeps in files in another form than
-    in memory (a mixture's experts), or with or without its base model's prefix, is taken as `from_pretrained` does.
+    All ranks call it. Tensors are copied straight into the parameters, one at a time, so no rank needs memory for a second copy
+    of its stages. A tied parameter may be in the files under any one of its names. Weights that transformers stores in another
+    form than in memory (a mixture's experts), or with or without the base model's prefix, are converted as `from_pretrained`
+    does.
 
-    `pipe`: whose model; values are converted to its types.
-    `path`: of one file, of a `model.safetensors.index.json`, or the folder of either, as `save_pretrained` writes it.
-    `strict`: False leaves what is missing as it is, and what is left over aside, with a warning that names both.
-    `rename`: gives a name in this model for each of the files'.
+    `pipe`: its model gets the weights, converted to the model's dtypes.
+    `path`: a safetensors file, a `model.safetensors.index.json`, or a folder with either, as `save_pretrained` writes it.
+    `strict`: False keeps the values of missing parameters and ignores unexpected names, with a warning that lists both.
+    `rename`: returns the name in this model for a name in the files.
 
-    Raises MismatchError, on every rank and before anything is loaded, for files that cannot be read, and one that lists all
-    names that are missing or left over and shapes that differ.
+    Raises MismatchError, on every rank and before anything is loaded, if a file cannot be read, if names are missing or
+    unexpected, or if shapes differ. It lists all these names.
 
         checkpoint.import_weights(pipe, "Llama-3.2-1B")  # a folder with model.safetensors
     """
     control = control_group_for_call(pipe, "checkpoint.import_weights()")
     with same_error_on_all_ranks(control, f"import {path}"):
-        homes = _files_by_tensor_name(Path(path))
-        sources = _tensor_recipes(pipe, _stored_names_by_model_name(homes, rename))
-        local_names = [name for name in pipe.state_dict(strict=False) if name in sources]
-        files = _open_tensor_files(homes, [place for name in local_names for place in sources[name].stored_names])
-        on_meta = lambda place: torch.empty(files.shapes[place], device="meta")  # noqa: E731
-        shapes = {name: sources[name].build(on_meta).shape for name in local_names}
+        file_of_tensor = _files_by_tensor_name(Path(path))
+        recipes = _tensor_recipes(pipe, _stored_names_by_model_name(file_of_tensor, rename))
+        local_names = [name for name in pipe.state_dict(strict=False) if name in recipes]
+        stored_names = [stored_name for name in local_names for stored_name in recipes[name].stored_names]
+        files = _open_tensor_files(file_of_tensor, stored_names)
+        on_meta = lambda stored_name: torch.empty(files.shapes[stored_name], device="meta")  # noqa: E731
+        shapes = {name: recipes[name].build(on_meta).shape for name in local_names}
         _check_mismatches(
-            gather_state_mismatches(control, pipe, dict.fromkeys(sources) | shapes), path, strict, control.topology.rank == 0
+            gather_state_mismatches(control, pipe, dict.fromkeys(recipes) | shapes), path, strict, control.topology.rank == 0
         )
-        copy_into_model(pipe, ((name, sources[name].build(files.mapped_tensor)) for name in local_names))
+        copy_into_model(pipe, ((name, recipes[name].build(files.mapped_tensor)) for name in local_names))
 
 
 def _stored_names_by_model_name(stored_names: Iterable[str], rename: Callable[[str], str] | None) -> dict[str, str]:
-    """Return the stored name by model name. Raises MismatchError for two that would be one."""
+    """Return model name -> stored name. Raises MismatchError if `rename` gives two stored names the same model name."""
     stored_name_of: dict[str, str] = {}
     for name in stored_names:
         model_name = rename(name) if rename else name
@@ -88,7 +88,7 @@ def _stored_names_by_model_name(stored_names: Iterable[str], rename: Callable[[s
 
 
 def _files_by_tensor_name(path: Path) -> dict[str, Path]:
-    """Return for each tensor's name the file that it is in."""
+    """Return stored name -> file, for all tensors at `path`."""
     if path.is_dir():
         inside = [path / name for name in (WEIGHTS_FILE, WEIGHTS_INDEX_FILE) if (path / name).exists()]
         if not inside:
@@ -110,7 +110,7 @@ def _files_by_tensor_name(path: Path) -> dict[str, Path]:
 
 
 def _tensor_recipes(pipe: Pipeline, stored_name_of: Mapping[str, str]) -> dict[str, TensorRecipe]:
-    """Return a recipe for each of the model's tensors. `stored_name_of`: a name in this model -> the name in the files."""
+    """Return model name -> recipe. `stored_name_of`: name after `rename` -> stored name."""
     recipes = None
     if (
         pipe._engine.parameters.origin is not None
@@ -119,23 +119,24 @@ def _tensor_recipes(pipe: Pipeline, stored_name_of: Mapping[str, str]) -> dict[s
         recipes = _transformers_recipes(pipe._engine.parameters.origin, stored_name_of)
     if recipes is None:
         recipes = {name: TensorRecipe([name], _single_tensor) for name in stored_name_of}
-    sources = {
-        name: TensorRecipe([stored_name_of[place] for place in places], build) for name, (places, build) in recipes.items()
+    recipes = {
+        name: TensorRecipe([stored_name_of[renamed] for renamed in recipe.stored_names], recipe.convert)
+        for name, recipe in recipes.items()
     }
-    return with_tied_names(sources, pipe._engine.parameters.aliases)
+    return with_tied_names(recipes, pipe._engine.parameters.aliases)
 
 
 def _open_tensor_files(file_of_tensor: Mapping[str, Path], stored_names: Sequence[str]) -> TensorFiles:
-    """Open the files of these tensors. Raise DamagedFileError if one is not where the index says."""
-    files = TensorFiles(*dict.fromkeys(file_of_tensor[place] for place in stored_names))
-    for place in stored_names:
-        if place not in files:
-            raise DamagedFileError(f"{file_of_tensor[place]} does not have {place}, which is in it by its index")
+    """Open the files that have these tensors. Raises DamagedFileError if a file lacks one that the index says is there."""
+    files = TensorFiles(*dict.fromkeys(file_of_tensor[name] for name in stored_names))
+    for name in stored_names:
+        if name not in files:
+            raise DamagedFileError(f"{file_of_tensor[name]} does not have {name}, which is in it by its index")
     return files
 
 
 def _check_mismatches(mismatches: Mapping[str, Sequence[str]], path: str | Path, strict: bool, warn: bool) -> None:
-    """Raises MismatchError for what does not fit, or has rank 0 `warn` of it."""
+    """Raise MismatchError for shapes that differ and, if `strict`, for any mismatch; else print a warning if `warn`."""
     if mismatches[WRONG_SHAPE] or (strict and any(mismatches.values())):
         raise MismatchError(
             f"{path} does not fit this model: {describe_mismatches(mismatches)}"
@@ -163,11 +164,11 @@ def _prefix_hint(missing_keys: Sequence[str], unexpected_keys: Sequence[str]) ->
     return f": the model's names begin with {prefix!r}, give rename=lambda name: {prefix!r} + name"
 
 
-# -- what transformers keeps in files in another form than in memory, made as `from_pretrained` makes it -----------------
+# -- transformers' weights that are stored in another form than in memory, converted as in `from_pretrained` -------------
 
 
 def _transformers_recipes(origin: UncutModelClassAndConfig, stored_names: Iterable[str]) -> dict[str, TensorRecipe] | None:
-    """What each tensor of the model is made of, if transformers says so; `stored_names`: of the files' tensors."""
+    """Return model name -> recipe by transformers' conversion rules; None if the model or the installed release has none."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -182,7 +183,7 @@ def _transformers_recipes(origin: UncutModelClassAndConfig, stored_names: Iterab
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings: list[Any] = [rule for rule in rules if not isinstance(rule, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    pieces: dict[str, dict[str, str | None]] = {}  # a tensor, the first of those made together -> names, and what they match
+    pieces: dict[str, dict[str, str | None]] = {}  # first tensor of a conversion -> stored name -> pattern
     for name in sorted(stored_names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:
@@ -203,16 +204,16 @@ def _transformers_recipes(origin: UncutModelClassAndConfig, stored_names: Iterab
 
 
 def _single_tensor(tensors: list[Tensor]) -> Tensor:
-    """The one tensor that there is."""
+    """Return the only tensor in the list."""
     return tensors[0]
 
 
 def _convert_with_transformers(
     converter: Any, model: Any, first_name: str, patterns: Mapping[str, str | None], name: str, tensors: list[Tensor]
 ) -> Tensor:
-    """The tensor `name`, one of those that `converter` makes."""
-    converter = deepcopy(converter)  # it keeps what it is given until it converts that
-    for (place, pattern), tensor in zip(patterns.items(), tensors, strict=True):
-        converter.add_tensor(first_name, place, pattern, tensor)
+    """Return the tensor `name`, one of those that `converter` makes of the stored `tensors`."""
+    converter = deepcopy(converter)  # `add_tensor` changes it
+    for (stored_name, pattern), tensor in zip(patterns.items(), tensors, strict=True):
+        converter.add_tensor(first_name, stored_name, pattern, tensor)
     converted = converter.convert(first_name, model=model, config=model.config)[name]
     return converted[0] if isinstance(converted, list) else converted

@@ -1,4 +1,4 @@
-"""Putting back what a checkpoint holds, into whatever cut there is now: everything is checked before anything changes."""
+"""Resume from a checkpoint, in any cut: everything is checked before anything changes."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,21 +38,22 @@ Folder = str | Path
 
 
 def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = None, scheduler: Any = None) -> dict[str, Any]:
-    """Go on where the newest whole checkpoint in `folder` was saved, whatever cut, ranks and schedule it was saved with.
+    """Restore the newest complete checkpoint in `folder`, whatever cut, ranks and schedule it was saved with.
 
-    All ranks call it, and what follows is to the bit what would have followed without the stop. Every file is compared with
-    its checksum first, the ranks sharing the work; of a newer checkpoint that is damaged, a warning names the file.
+    All ranks call it. Training then continues bit for bit as if it had not been interrupted. First every file is compared with
+    its checksum; the ranks share that work. A damaged checkpoint is skipped, with a warning that names the file.
 
-    `folder`: of checkpoints, or one of them. To go on from an older one than the newest, give that, and save elsewhere. Of
-        several folders, a list, the newest checkpoint of all is taken, of the same step that of the first folder: one in memory
-        (`/dev/shm/run`) for each step, and one on a disk for what the machine does not survive. A folder may not be there yet.
-    `pipe`: gets the parameters and buffers, the `step_count` and the state of its `scaler`. Python's, numpy's and
-        torch's random generators go on as on this rank then, or on rank 0 if there were fewer.
-    `optimizer`: of this rank's `pipe.parameters()`, of the saved one's class and groups; gets its state and options.
+    `folder`: a folder of checkpoints, or one checkpoint. To resume from a checkpoint that is not the newest, give its path, and
+        save to another folder. Of a list of folders the newest checkpoint is taken; at the same step, the one in the earlier
+        folder. Use a list if you save every step in memory (`/dev/shm/run`), and some on a disk, which survive the machine.
+        A folder need not exist yet.
+    `pipe`: gets the parameters and buffers, the `step_count` and the state of its `scaler`. The random generators of Python,
+        numpy and torch continue from this rank's saved states, or from rank 0's if there were fewer ranks.
+    `optimizer`: of this rank's `pipe.parameters()`, with the saved one's class and groups; gets its state and options.
     `scheduler`: of the learning rate; gets its state.
 
-    Returns what was given as `extra` to `save`. Raises MismatchError, on every rank and before anything is restored, if no
-    checkpoint is whole (the file is named), and if names, shapes, types or optimizers do not fit.
+    Returns the `extra` that was given to `save`. Raises MismatchError, on every rank and before anything is restored, if no
+    checkpoint is complete (the file is named), or if names, shapes, dtypes or optimizers do not fit.
 
         if checkpoint.exists("runs/a"):
             epoch = checkpoint.resume("runs/a", pipe, optimizer)["epoch"]
@@ -95,9 +96,9 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
 
 
 def exists(folder: Folder | Sequence[Folder]) -> bool:
-    """Whether there is a checkpoint in `folder`, or in one of several: a program that may be started again asks this first.
+    """Return whether there is a checkpoint in `folder`, or in one of several: call it to decide whether to `resume`.
 
-    Each rank answers for what it sees: on several machines, whose memories differ, ask of the disk alone.
+    Each rank returns what it sees. Machines do not see each other's memory: on several, give only the folder on the disk.
     """
     return any(
         folder_path.is_dir() and bool(manifest.all_checkpoints_newest_first(folder_path))
@@ -106,7 +107,7 @@ def exists(folder: Folder | Sequence[Folder]) -> bool:
 
 
 def _paths_of_folders(folder: Folder | Sequence[Folder]) -> list[Path]:
-    """One folder, or several, as paths. Raises PenstockError for none."""
+    """Return one folder, or several, as a list of paths. Raises PenstockError for an empty list."""
     folders = [Path(folder)] if isinstance(folder, str | os.PathLike) else [Path(value) for value in folder]
     if not folders:
         raise PenstockError("there is no folder in an empty list: give one, or several, that `save` wrote to")
@@ -114,7 +115,7 @@ def _paths_of_folders(folder: Folder | Sequence[Folder]) -> list[Path]:
 
 
 def _stored_names(content: Mapping[str, Any], files: TensorFiles, aliases: Mapping[str, str]) -> dict[str, str]:
-    """For each name in the checkpoint, and all of a parameter that is tied now, the one that its value is kept under."""
+    """Return name -> the name that its value is stored under, also for names of parameters that are tied only now."""
     tensors = [name.removeprefix(MODEL_PREFIX) for name in files if name.startswith(MODEL_PREFIX)]
     stored = {name: name for name in [*tensors, *content["model"]]} | content["aliases"]
     return with_tied_names(stored, aliases)
@@ -144,9 +145,9 @@ def _type_name(value: Any) -> str:
 
 @contextmanager
 def _roll_back_on_failure(checkpoint: Path, pipe: Pipeline, optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """What may refuse its state: if anything fails inside, on any rank, all of it has the state of before.
+    """Restore the previous state of the optimizer, the scheduler and the model's non-tensors if the block raises.
 
-    Raises MismatchError for an error of an optimizer's, a schedule's or a module's own.
+    An error that a `load_state_dict` raises becomes a MismatchError.
     """
     non_tensors = {name: value for name, value in pipe.state_dict(strict=False).items() if not isinstance(value, Tensor)}
     optimizer_state = None if optimizer is None else (optimizer.state, optimizer.param_groups)

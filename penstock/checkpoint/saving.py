@@ -1,4 +1,4 @@
-"""Saving: all ranks write their parts beside, and the folder gets its name when it is whole."""
+"""Save a checkpoint: all ranks write their parts into a temporary folder, which is renamed once it is complete."""
 
 import json
 import warnings
@@ -43,29 +43,30 @@ def save(
     keep: int = 3,
     wait: bool = True,
 ) -> SaveHandle:
-    """Write `folder/step-00000120`, 120 being the steps done: all that training needs to go on, on any ranks and cut.
+    """Write the checkpoint `folder/step-00000120`, after step 120: all that training needs to resume, on any ranks and cut.
 
-    All ranks call it, after the same step. It is there whole or not at all: it gets its name when all of it is on the disk.
+    All ranks call it, after the same step. The folder gets this name once all of it is on the disk, so it is always complete.
 
-    `folder`: of all checkpoints of a run, made if it is not there; all ranks must see it. One in memory (`/dev/shm/run`) is
-        quick enough for every step, and outlives ranks but not the machine: `resume([memory, disk], ..)`.
-    `pipe`: its model's parameters and buffers, its count of steps, its `scaler`, and the random states of Python, numpy and
-        torch. Not its gradients: a save between `step` and `optimizer.step()` is a warning.
-    `optimizer`: of this rank's `pipe.parameters()`; its state is kept under their names. Its options are the same on all ranks.
-    `scheduler`: of the learning rate, the same on all ranks: anything with a `state_dict`.
-    `extra`: what else the program needs to go on, rank 0's: numbers, texts, tensors, and lists, tuples and dicts of them. A
-        GradScaler's `state_dict()` goes here, unless the pipeline has it.
-    `keep`: how many whole checkpoints up to this step stay; older ones are deleted.
-    `wait`: False copies everything to host memory and leaves the writing to a thread, while training goes on. The next save
-        or resume waits for that, and so does `wait()` of what this returns, which a program calls once before it ends.
+    `folder`: for all checkpoints of a run, created if it does not exist; all ranks must see it. A folder in memory
+        (`/dev/shm/run`) is fast enough to save every step. It survives ranks, not the machine: `resume([memory, disk], ..)`.
+    `pipe`: saves its parameters and buffers, its `step_count`, its `scaler`, and the random states of Python, numpy and torch.
+        Gradients are not saved: a save between `step` and `optimizer.step()` warns.
+    `optimizer`: of this rank's `pipe.parameters()`; its state is saved under their names. Its options must be the same on all
+        ranks.
+    `scheduler`: of the learning rate, the same on all ranks: any object with a `state_dict`.
+    `extra`: other state of the program: numbers, texts, tensors, and lists, tuples and dicts of them. Rank 0's is saved. A
+        GradScaler's `state_dict()` goes here, unless the pipeline has it as `scaler`.
+    `keep`: the number of complete checkpoints up to this step that are kept; older ones are deleted.
+    `wait`: False copies everything to host memory, and writes it in a thread while training continues. The next save or resume
+        waits for the thread. So does the returned handle's `wait()`: call it once before the program ends.
 
-    A folder is that of rank 0's process, as long as a pipeline lives there that has saved into it (`folder_lock.py`). The error
-    of a save that was left to a thread is raised by the next `step`, before it begins, if nothing has waited before.
+    Rank 0's process locks the folder as long as the pipeline exists (`folder_lock.py`). The next `step` raises the error of a
+    background save, before it begins, unless a `wait()` has raised it.
 
-    Raises, on every rank: PenstockError if a rank cannot write, and if another process has the folder, which it names;
-    MismatchError for state that a checkpoint cannot keep, for ranks whose steps or optimizers differ, and for replicas that
-    differ in a bit of a parameter or of its optimizer's state; LostRankError if a rank dies meanwhile. The checkpoints before
-    stay whole.
+    Raises, on every rank: PenstockError if a rank cannot write, or if another process, which it names, has locked the folder;
+    MismatchError for state that a checkpoint cannot have, for ranks whose steps or optimizers differ, and for replicas that
+    differ in a bit of a parameter or of its optimizer's state; LostRankError if a rank dies meanwhile. Earlier checkpoints stay
+    complete.
 
         saving = checkpoint.save("runs/a", pipe, optimizer, extra={"epoch": 3}, wait=False)
     """
@@ -105,7 +106,7 @@ def save(
 
 
 def lock_run_folder(folder: Path, pipe: Pipeline) -> None:
-    """Make `folder` this run's, before it writes there what is no checkpoint. All ranks call it; raises as `save` does."""
+    """Lock `folder` for this run before it writes other files than checkpoints there. All ranks call it. Raises as `save`."""
     control = control_group_for_call(pipe, "checkpoint.lock_run_folder()")
     with same_error_on_all_ranks(control, f"write to {folder}"):
         if control.topology.rank == 0:
@@ -113,7 +114,7 @@ def lock_run_folder(folder: Path, pipe: Pipeline) -> None:
 
 
 def check_same_step_count(step_counts: Sequence[int]) -> None:
-    """Raises MismatchError unless all ranks have done as many."""
+    """Raise MismatchError unless all ranks have done the same number of steps."""
     if len(set(step_counts)) > 1:
         raise MismatchError(
             f"the ranks have done {'/'.join(map(str, step_counts))} steps: save after the same step on all of them"
@@ -121,7 +122,7 @@ def check_same_step_count(step_counts: Sequence[int]) -> None:
 
 
 def check_same_arguments(arguments_of_ranks: Sequence[Sequence[str]]) -> None:
-    """Raises MismatchError unless all ranks have given the same: folder, keep=, whether an optimizer and a scheduler."""
+    """Raise MismatchError unless all ranks give the same folder and `keep`, and all or none an optimizer and a scheduler."""
     for number, name in enumerate(("folder", "keep", "optimizer", "scheduler")):
         for rank, arguments_of_rank in enumerate(arguments_of_ranks):
             if arguments_of_rank[number] != arguments_of_ranks[0][number]:
@@ -130,7 +131,7 @@ def check_same_arguments(arguments_of_ranks: Sequence[Sequence[str]]) -> None:
 
 
 def _warn_if_gradients_pending(pipe: Pipeline, optimizer: Any) -> None:
-    """Not with a scaler that is enabled: it skips steps, whose gradients nobody needs."""
+    """Warn on rank 0 if gradients wait for `optimizer.step()`, unless a GradScaler is enabled: it skips steps on purpose."""
     skips = pipe.scaler is not None and pipe.scaler.is_enabled()
     if (
         optimizer is not None
@@ -146,7 +147,7 @@ def _warn_if_gradients_pending(pipe: Pipeline, optimizer: Any) -> None:
 
 
 def collect_rank_state(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """This rank's part of the manifest, and the tensors that go with it; of schedulers, which are alike, the first is kept."""
+    """Return this rank's part of the manifest, and the tensors that it refers to, by name."""
     check_elementwise_optimizer(optimizer, pipe.topology.world_size)
     rank, aliases, state = pipe.position.world.rank, pipe._engine.parameters.aliases, rank_state_to_write(pipe)
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
@@ -174,7 +175,7 @@ def _write_checkpoint(
     keep: int,
     lock: folder_lock.FolderLock | None,
 ) -> None:
-    """Write and put in place what all ranks have collected; then delete what is older than the last `keep`.
+    """Write the state that all ranks have collected, rename the folder to `final`, and delete all but `keep` checkpoints.
 
     `lock`: the folder's lock, on rank 0.
     """
@@ -192,7 +193,7 @@ def _write_checkpoint(
 
 
 def merge_manifests(rank_manifests: list[dict[str, Any]]) -> dict[str, Any]:
-    """The manifest of all ranks' parts."""
+    """Return the manifest made of all ranks' parts. Schedulers are equal, so the first one is kept."""
     return {
         "step": rank_manifests[0]["step"],
         "settings": rank_manifests[0]["settings"],

@@ -1,7 +1,8 @@
-"""Digests of what training has come to: replicas are compared by them, and runs, of which each keeps a file of them.
+"""Digests of weights, gradients and optimizer state, to compare replicas and runs.
 
-A tensor's digest is that of `engine/checks/digest.py`, under the tensor's name in the uncut model. A line of `digests.jsonl` is
-of a step: digests of the gradients, and of weights and optimizer state after it; or of a start, with what bits depend on.
+A tensor's digest is computed by `engine/checks/digest.py`, and named as in the uncut model. A line of `digests.jsonl` is either
+the header of a run, with the conditions that bits depend on; or a step, with digests of its gradients, and of weights and
+optimizer state after it.
 """
 
 import json
@@ -26,23 +27,23 @@ from penstock.stage.dtensor import local_shard, shard_coordinates
 from penstock.torch_private import tree_map_only
 
 Settings = Mapping[str, Any]
-Digest = str | dict[str, str]  # eight hexadecimal digits; by rank where ranks that should have the same have not
+Digest = str | dict[str, str]  # eight hexadecimal digits; rank -> digits if ranks differ that share a parameter
 Digests = dict[str, dict[str, Digest]]  # "weights", "gradients" or "optimizer" -> name in the uncut model -> digest
-DIGEST_KINDS = ("gradients", "optimizer", "weights")  # in the order in which a step makes them
+DIGEST_KINDS = ("gradients", "optimizer", "weights")  # in the order in which a step computes them
 DIGESTS_FILE = "digests.jsonl"
-STEPS_BETWEEN_DIGESTS = 10  # steps
+STEPS_BETWEEN_DIGESTS = 10
 
 
 def digests(pipe: Pipeline, optimizer: Any = None) -> Digests:
-    """Digests of `"weights"` (with buffers), `"gradients"` and `"optimizer"` state, by name; the same on every rank.
+    """Return digests of `"weights"` (with buffers), `"gradients"` and `"optimizer"` state, by name; the same on every rank.
 
-    All ranks call it after the optimizer's step and before gradients are let go. What is the same to the bit has the same
-    digests in any cut, on any ranks and schedule, and in one process. A tied parameter is there once, under its first name;
-    one that ranks have shards of as a whole, which takes a message. A parameter without a gradient or state has no digest.
+    All ranks call it, after the optimizer's step and before gradients are cleared. Tensors that are equal to the bit have equal
+    digests in any cut, on any ranks and schedule, and in one process. A tied parameter is listed once, under its first name. A
+    sharded parameter is gathered. A parameter without a gradient or state has no digest.
 
     `optimizer`: of this rank's `pipe.parameters()`.
 
-    Each digest is eight hexadecimal digits, or, where ranks that share a parameter differ in it, one of each of them.
+    Each digest is eight hexadecimal digits; or rank -> digits if ranks differ that share a parameter.
 
         loss = pipe.step(inputs, target=targets)
         optimizer.step()
@@ -53,7 +54,7 @@ def digests(pipe: Pipeline, optimizer: Any = None) -> Digests:
 
 
 def value_digest(value: Any) -> str:
-    """Of a tensor, or of numbers, texts and tensors in lists, tuples and dicts; of shards: all ranks that have one call it."""
+    """Return the digest of tensors, numbers and texts, also nested. All ranks that have a shard of a DTensor call it."""
     tensors: dict[str, Tensor] = {}
     crc = zlib.crc32(json.dumps(pack(value, "", tensors)).encode())
     for tensor in tensors.values():
@@ -62,15 +63,15 @@ def value_digest(value: Any) -> str:
 
 
 def tensor_description(kind: str, name: str) -> str:
-    """What a digest is of, in words."""
+    """Return in words which tensor a digest is of: `the gradient of 0.weight`."""
     return {"gradients": "the gradient of ", "optimizer": "the optimizer's state of "}.get(kind, "") + name
 
 
 def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizer: Any = None) -> None:
-    """Raises MismatchError, on every rank, where ranks that have the same parameter, or shard of one, differ in its bits."""
-    # All that a chain of ranks has twice.
+    """Raise MismatchError, on every rank, if ranks that have the same parameter, or the same shard, differ in a bit of it."""
+    # Without replicas only tied parameters are on several ranks.
     only_names = None if pipe.position.num_ranks_per_stage > 1 else pipe._engine.tied.owners
-    if only_names is not None and not only_names:  # on no rank
+    if only_names is not None and not only_names:  # nothing to compare, on any rank
         return
     own_digests: dict[str, dict[str, str]] = {}
     for kind, name, parameter, value in _tensors_to_digest(pipe, optimizer, only_names):
@@ -86,7 +87,7 @@ def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizer: Any =
 
 
 def _gather_digests(control: ControlGroup, pipe: Pipeline, optimizer: Any, purpose: str) -> Digests:
-    """All ranks' digests as one, in the order of names."""
+    """Return the digests of all ranks, merged, in the order of the model's names."""
     own_digests: dict[str, dict[str, str]] = {}
     for kind, name, _, value in _tensors_to_digest(pipe, optimizer):
         own_digests.setdefault(kind, {})[name] = value_digest(value)
@@ -110,7 +111,7 @@ def _merge_digests(digests_of_ranks: Sequence[Mapping[str, Mapping[str, str]]], 
 def _tensors_to_digest(
     pipe: Pipeline, optimizer: Any, only_names: Collection[str] | None = None
 ) -> Iterator[tuple[str, str, Any, Any]]:
-    """Kind, name, tensor of the model, and the value that this rank has, of each or of those `only_names` the names."""
+    """Yield (kind, name, the model's tensor, this rank's value) for all tensors, or for those named in `only_names`."""
     aliases, yielded = pipe._engine.parameters.aliases, set[tuple[str, str]]()
     candidates = [("weights", name, value, value) for name, value in pipe.state_dict().items()]
     for name, parameter in pipe.named_parameters():
@@ -127,13 +128,13 @@ def _tensors_to_digest(
 
 
 class DigestLog:
-    """Writes digests of a run's steps to `folder/digests.jsonl`. All ranks make one, and call `record_step`.
+    """Writes digests of a run's steps to `folder/digests.jsonl`. All ranks create one, and call `record_step`.
 
-    `folder`: of the run; rank 0 makes it, and writes. What is there of the steps that `pipe` has done stays, the rest goes.
-    `pipe`, `optimizer`: whose. Of an optimizer of this rank's `pipe.parameters()`.
-    `every`: one step in `every` is a line, 1 or more; the others cost nothing.
-    `settings`: what decides the numbers besides - data, learning rate, .. - as JSON by name, the same on every rank. Runs
-        of other settings are not compared.
+    `folder`: of the run; rank 0 creates it, and writes. Lines there of steps after `pipe.step_count` are deleted.
+    `pipe`, `optimizer`: write digests of these. `optimizer` has this rank's `pipe.parameters()`.
+    `every`: write a line after each step whose number divides by this, 1 or more; other steps cost nothing.
+    `settings`: other settings that the numbers depend on (data, learning rate, ..), name -> JSON, the same on every rank. Runs
+        with different settings are not compared.
 
         trail = checkpoint.DigestLog("runs/a", pipe, optimizer, settings={"data": "v2", "learning_rate": 1e-3})
         for inputs, targets in batches:
@@ -174,7 +175,7 @@ class DigestLog:
         json_lines.write(self.path, [*records, {"step": step_count, "run": run}])
 
     def record_step(self) -> None:
-        """Write the step's line, if it gets one. Call it after the optimizer's step, before gradients are let go."""
+        """Write a line if one is due. Call it after the optimizer's step, before gradients are cleared."""
         if self.pipe.step_count % self.every == 0:
             with self.pipe.collective("DigestLog.record_step()") as control:
                 line = {
@@ -184,7 +185,7 @@ class DigestLog:
                 self._write_on_first_rank(control, lambda: json_lines.append(self.path, line))
 
     def _write_on_first_rank(self, control: ControlGroup, write: Callable[[], None]) -> None:
-        """Have rank 0 write to the file. If that fails, all ranks raise."""
+        """Call `write` on rank 0. If that fails, all ranks raise."""
         if control.topology.rank == 0:
             try:
                 write()
@@ -195,7 +196,7 @@ class DigestLog:
 
 
 def reproducibility_conditions(pipe: Pipeline) -> dict[str, Any]:
-    """What bits depend on besides the numbers that go in: two runs that are alike in these have the same."""
+    """Return the conditions that bits depend on besides inputs and settings: with equal conditions, runs have equal bits."""
     device = pipe.topology.device
     return {
         "dp": pipe.position.replicas,
@@ -212,7 +213,7 @@ def reproducibility_conditions(pipe: Pipeline) -> dict[str, Any]:
 
 
 def _gradient_sum_order(pipe: Pipeline) -> str:
-    """In which the microbatches' gradients of a weight are summed up."""
+    """Return, as text, the order in which the microbatches' gradients of a weight are summed."""
     table = pipe.schedule
     for stage in range(table.num_stages):
         row = table.actions[table.placement[stage]]
@@ -226,12 +227,10 @@ def _gradient_sum_order(pipe: Pipeline) -> str:
 
 
 class RunsNotComparableError(PenstockError):
-    """Runs that cannot be compared, or that differ where no bits are promised."""
+    """Two runs cannot be compared, or differ although nothing promises them equal bits."""
 
 
-StepDigests = dict[
-    int, tuple[dict[str, Any], dict[str, dict[str, Any]]]
-]  # number -> what the run was begun with, the step's digests
+StepDigests = dict[int, tuple[dict[str, Any], dict[str, dict[str, Any]]]]  # step -> (header of its run, digests)
 
 
 def read_run_digests(folder: Path) -> StepDigests:
@@ -248,17 +247,17 @@ def read_run_digests(folder: Path) -> StepDigests:
                 run = {key: record["run"][key] for key in ("settings", "conditions", "names")}
             else:
                 steps[int(record["step"])] = run, {kind: dict(record[kind]) for kind in DIGEST_KINDS if kind in record}
-        run["conditions"]["deterministic"]  # a file without a line of a start is damaged, too
+        run["conditions"]["deterministic"]  # a file without a header is damaged, too
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunsNotComparableError(f"{path} is damaged, it is not what this Penstock writes there") from error
     return steps
 
 
 def compare_runs(a: Path, b: Path) -> tuple[bool, str]:
-    """Whether the runs in two folders are the same to the bit, in all steps that both have kept; and in words, where not.
+    """Return whether the runs in two folders have equal digests in all steps of both, and a text that says where they differ.
 
-    Raises RunsNotComparableError for runs of other settings or models, without a common step, and for runs that differ though
-    no bits were promised.
+    Raises RunsNotComparableError for runs with different settings or models, for runs without a common step, and for runs that
+    differ although nothing promises them equal bits.
     """
     runs = {folder: read_run_digests(folder) for folder in (a, b)}
     common, equal = sorted(runs[a].keys() & runs[b].keys()), 0
@@ -282,7 +281,7 @@ def compare_runs(a: Path, b: Path) -> tuple[bool, str]:
                 lines.append(f"  it began in one of the {between} steps up to that: --digests-every 1 (every=1) shows which")
             text = "\n".join(lines)
 
-            # Bits are promised under the same conditions only.
+            # Equal bits are promised under equal conditions only.
             pairs = [(key, value, other_run["conditions"].get(key)) for key, value in run["conditions"].items()]
             doubts = [f"{key} {value_a} and {value_b}" for key, value_a, value_b in pairs if value_a != value_b]
             if doubts or not run["conditions"]["deterministic"]:
@@ -295,7 +294,7 @@ def compare_runs(a: Path, b: Path) -> tuple[bool, str]:
 
 
 def _check_same_settings_and_model(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> None:
-    """Raises RunsNotComparableError for runs of other settings, or of another model."""
+    """Raise RunsNotComparableError if the runs have different settings or models."""
     settings, other_settings = run_a["settings"], run_b["settings"]
     pairs = [(name, settings.get(name), other_settings.get(name)) for name in {**settings, **other_settings}]
     if unlike := [f"{name} {value_a} and {value_b}" for name, value_a, value_b in pairs if value_a != value_b]:
@@ -307,7 +306,7 @@ def _check_same_settings_and_model(run_a: Mapping[str, Any], run_b: Mapping[str,
 def _digest_mismatches(
     step_a: Mapping[str, Any], step_b: Mapping[str, Any], name_order: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Kind and name of what differs in two steps, in the order in which a step makes it: gradients from the last layer on."""
+    """Yield (kind, name) of each difference of two steps, in the order of computation: gradients from the last layer on."""
     order = {name: place for place, name in enumerate(name_order)}
     for kind in DIGEST_KINDS:
         digests_a, digests_b = step_a.get(kind, {}), step_b.get(kind, {})

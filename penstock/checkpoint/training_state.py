@@ -1,4 +1,4 @@
-"""What is trained besides the model, so that any cut can take it up again: the optimizer by names, random numbers."""
+"""Training state besides the model, in a form that loads into any cut: the optimizer by parameter names, random states."""
 
 import random
 import sys
@@ -16,11 +16,14 @@ from penstock.errors import MismatchError
 from penstock.stage.dtensor import shard_like
 
 NUMPY_GENERATOR = "MT19937"  # of numpy's global state
-Names = Mapping[int, str]  # the id of each of this rank's parameters -> the name it is kept under
+Names = Mapping[int, str]  # id of each of this rank's parameters -> the name that it is saved under
 
 
 def pack_optimizer(optimizer: Any, names: Names, names_to_write: Container[str], tensors: dict[str, Tensor], rank: int) -> Any:
-    """A rank's optimizer: its groups' options and names, and the state of each parameter that is `names_to_write` to keep."""
+    """Return a rank's optimizer as JSON: its groups' options and names, and the state of parameters in `names_to_write`.
+
+    Puts the tensors into `tensors`, by name.
+    """
     packed = optimizer.state_dict()
     check_has_no_remote_parameters(optimizer, names, rank)
     groups = []
@@ -38,7 +41,7 @@ def pack_optimizer(optimizer: Any, names: Names, names_to_write: Container[str],
         if index in state:
             aside: dict[str, Tensor] = {}
             name = names[id(parameter)]
-            value = pack(state.pop(index), f"optimizer.{name}", aside)  # all ranks that have a shard of it pack it
+            value = pack(state.pop(index), f"optimizer.{name}", aside)  # a collective of all ranks that have a shard
             if name in names_to_write:
                 packed_state[name] = value
                 tensors.update(aside)
@@ -48,13 +51,13 @@ def pack_optimizer(optimizer: Any, names: Names, names_to_write: Container[str],
 
 
 def _parameters_with_indices(optimizer: Any, packed: Any) -> Iterator[tuple[Tensor, int]]:
-    """Each parameter of the optimizer, and its number in what `state_dict` has `packed`."""
+    """Yield each parameter of the optimizer, and its index in the state dict `packed`."""
     for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         yield from zip(group["params"], packed_group["params"], strict=True)
 
 
 def merge_optimizers(rank_optimizers: Sequence[Any]) -> Any:
-    """The optimizers of all ranks as one. Raises MismatchError where they differ in more than their parameters."""
+    """Return the optimizers of all ranks as one. Raises MismatchError if they differ in more than their parameters."""
     ranks = {rank: part for rank, part in enumerate(rank_optimizers) if part is not None}
     if not ranks:
         return None
@@ -81,7 +84,7 @@ def merge_optimizers(rank_optimizers: Sequence[Any]) -> Any:
 
 
 def check_optimizer_matches(optimizer: Any, saved: Any, names: Names) -> None:
-    """Raises MismatchError unless `restore_optimizer` can be done."""
+    """Raise MismatchError unless `restore_optimizer` can load `saved`."""
     if saved is None:
         raise MismatchError("the checkpoint holds no optimizer: it was saved without optimizer=")
     if saved["kind"] != type(optimizer).__name__:
@@ -100,7 +103,7 @@ def check_optimizer_matches(optimizer: Any, saved: Any, names: Names) -> None:
 
 
 def _check_numbers_stay_numbers(current: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
-    """Raises MismatchError for a number here that is something else in the checkpoint."""
+    """Raise MismatchError if a number in `current` is no number in `saved`, or if `saved` has keys of parameters."""
     for key in current.keys() & saved.keys():
         is_number = isinstance(current[key], int | float) and not isinstance(current[key], bool)
         if is_number and isinstance(saved[key], str | list | None):
@@ -111,7 +114,7 @@ def _check_numbers_stay_numbers(current: Mapping[str, Any], saved: Mapping[str, 
 
 
 def unpack_scheduler_state(scheduler: Any, saved: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The state that `scheduler` had. Raises MismatchError if it is none of one like this."""
+    """Return the saved state of `scheduler`. Raises MismatchError if it is the state of another kind of scheduler."""
     if saved is None:
         raise MismatchError("the checkpoint holds no learning-rate schedule: it was saved without scheduler=")
     state, current, kind = unpack(saved, tensors), scheduler.state_dict(), type(scheduler).__name__
@@ -122,7 +125,7 @@ def unpack_scheduler_state(scheduler: Any, saved: Any, tensors: Mapping[str, Ten
 
 
 def restore_optimizer(optimizer: Any, saved: Any, names: Names, tensors: Mapping[str, Tensor]) -> None:
-    """Give the optimizer the state and the options it had when `saved` was made, to the bit."""
+    """Set the optimizer's state and options to those in `saved`, bit for bit."""
     packed = optimizer.state_dict()
     for group, saved_group in zip(packed["param_groups"], saved["groups"], strict=True):
         group.update(unpack(saved_group["options"], tensors))
@@ -140,7 +143,7 @@ def restore_optimizer(optimizer: Any, saved: Any, names: Names, tensors: Mapping
 
 
 def _with_layout_of(value: Any, parameter: Tensor) -> Any:
-    """`value`, if it is a tensor of the parameter's shape, laid out in memory, or over ranks, as the parameter is."""
+    """Return `value`; if it is a tensor of the parameter's shape, with the parameter's memory layout or sharding."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     if hasattr(parameter, "placements"):
@@ -149,9 +152,9 @@ def _with_layout_of(value: Any, parameter: Tensor) -> Any:
 
 
 def unpack_scaler_state(packed_state: Any, tensors: Mapping[str, Tensor], scaler: Any, checkpoint: Path) -> dict[str, Any]:
-    """The state that a pipeline's `scaler` goes on with; empty if it has none, or is not enabled now or was not then.
+    """Return the saved state of a GradScaler; {} if there is none now, none was saved, or either is disabled.
 
-    Raises MismatchError for one that a scaler does not take.
+    Raises MismatchError for a state that `scaler` cannot load.
     """
     if scaler is None or packed_state is None or not scaler.is_enabled():
         return {}
@@ -163,12 +166,12 @@ def unpack_scaler_state(packed_state: Any, tensors: Mapping[str, Tensor], scaler
 
 
 def pack_random_states(rank: int, device: torch.device, tensors: dict[str, Tensor]) -> Any:
-    """The states of the generators that this rank's own code draws from."""
-    version, numbers, gauss = random.getstate()  # 625 numbers, which JSON is slow with
+    """Return the states of this rank's random generators as JSON; put their tensors into `tensors`."""
+    version, numbers, gauss = random.getstate()  # 625 numbers, for which JSON is slow
     states: dict[str, Any] = {"python": (version, torch.tensor(numbers, device="cpu"), gauss), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:  # else nobody has drawn from it
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        if kind == NUMPY_GENERATOR:  # unless the program has put another one in its place
+        if kind == NUMPY_GENERATOR:  # else the program has replaced numpy's generator
             states["numpy"] = (torch.tensor(keys.tolist(), device="cpu"), *rest)
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -176,7 +179,7 @@ def pack_random_states(rank: int, device: torch.device, tensors: dict[str, Tenso
 
 
 def check_random_states(path: Path, saved: Sequence[Any], rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """Raise DamagedFileError if `restore_random_states` could not be done."""
+    """Raise DamagedFileError unless `restore_random_states` can load `saved`."""
     with errors_as_damaged(path, "has random numbers' states that no generator takes"):
         states = _unpack_random_states(saved, rank, tensors)
         random.Random().setstate(states["python"])
@@ -189,7 +192,7 @@ def check_random_states(path: Path, saved: Sequence[Any], rank: int, tensors: Ma
 
 
 def restore_random_states(saved: Sequence[Any], rank: int, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
-    """Put the generators into the states that `pack_random_states` found on this rank, or on rank 0."""
+    """Set the random generators to the states saved on this rank, or on rank 0 if there were fewer ranks."""
     states = _unpack_random_states(saved, rank, tensors)
     random.setstate(states["python"])
     if "numpy" in states:
@@ -200,7 +203,7 @@ def restore_random_states(saved: Sequence[Any], rank: int, device: torch.device,
 
 
 def _import_numpy_random() -> Any:
-    """numpy's generators, imported where a checkpoint has their state: what needs no numpy does not wait for it."""
+    """Return numpy.random, imported only if a checkpoint has its state: the import is slow."""
     import numpy
 
     return numpy.random
@@ -209,7 +212,7 @@ def _import_numpy_random() -> Any:
 def _unpack_random_states(saved: Sequence[Any], rank: int, tensors: Mapping[str, Tensor]) -> Any:
     states = unpack(saved[rank if rank < len(saved) else 0], tensors)
     version, numbers, gauss = states["python"]
-    if isinstance(numbers, Tensor):  # else of an older checkpoint
+    if isinstance(numbers, Tensor):  # a list in older checkpoints
         numbers = tuple(numbers.tolist())
     if "numpy" in states:
         keys, *rest = states["numpy"]

@@ -1,4 +1,4 @@
-"""The model's weights for others: one safetensors file, or a folder as `save_pretrained` writes it, out of any cut."""
+"""Export the model's weights from any cut: one safetensors file, or a folder as `save_pretrained` writes it."""
 
 import json
 import os
@@ -29,20 +29,21 @@ from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 from penstock.schedule.memory import parse_bytes
 
-_WEIGHTS_FILE_PATTERN = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # what a folder of weights is made of
+_WEIGHTS_FILE_PATTERN = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # the files of such a folder
 
 
 def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") -> None:
     """Write the whole model's weights and buffers to one safetensors file, or to a folder that `from_pretrained` loads.
 
-    All ranks call it. Each writes its part beside `path`, where all ranks must see it, and no rank needs memory for more
-    than that; rank 0 puts all of it in place last, so it is there whole or not at all.
+    All ranks call it. Each writes its part into a temporary folder beside `path`, which all ranks must see, so no rank needs
+    memory for more than its part. Rank 0 joins the parts and renames them to `path` at the end.
 
-    `pipe`: whose model; what is no tensor is left out, with a warning.
-    `path`: of the file, if it ends in `.safetensors`: it loads into the uncut model, with a tied parameter under each of its
-        names. Any other path is a folder of `model.safetensors`, or of several files and `model.safetensors.index.json`; a
-        tied parameter has its first name, and a model of transformers its `config.json`. What else is there stays.
-    `max_shard_size`: bytes of a file in the folder, as a number or as `"5GB"`; a single tensor may be larger.
+    `pipe`: its model is exported; state that is no tensor is left out, with a warning.
+    `path`: if it ends in `.safetensors`, one file, which loads into the uncut model: it has a tied parameter under each of its
+        names. Any other path is a folder with `model.safetensors`, or with several files and `model.safetensors.index.json`.
+        There a tied parameter has its first name, and a model of transformers has its `config.json`. Other files in the folder
+        stay.
+    `max_shard_size`: the most bytes of a file in the folder, as a number or as `"5GB"`; a single tensor may be larger.
 
     Raises, on every rank: PenstockError if a rank cannot write; MismatchError for ranks that differ in a bit of a parameter or
     buffer that all of them have.
@@ -66,10 +67,10 @@ def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") 
 
 
 def export_checkpoint(folder: str | Path, path: str | Path, max_shard_size: int | str = "5GB") -> Path:
-    """Write the weights in the newest whole checkpoint of `folder` (or in the checkpoint `folder`), as `export` does.
+    """Write the weights of the newest complete checkpoint in `folder` (or of the checkpoint `folder`), as `export` does.
 
-    For a program without ranks. Returns the checkpoint taken; raises MismatchError if none is whole, PenstockError if
-    `path` cannot be written.
+    For a program without ranks. Returns the path of the checkpoint. Raises MismatchError if none is complete, PenstockError
+    if `path` cannot be written.
     """
     control = ControlGroup(Topology(), "alone")
     with same_error_on_all_ranks(control, f"export {folder} to {path}"):
@@ -80,7 +81,7 @@ def export_checkpoint(folder: str | Path, path: str | Path, max_shard_size: int 
 
 
 def transformers_configs(pipe: Pipeline) -> dict[str, Any]:
-    """The files that transformers keeps beside a model's weights -> what is in them, as JSON."""
+    """Return file name -> content (JSON) of the configuration files of a model of transformers; {} for other models."""
     origin = pipe._engine.parameters.origin
     if origin is None or not hasattr(origin.config, "to_json_string"):
         return {}
@@ -99,7 +100,7 @@ def _write_weights(
     config_files: dict[str, Any],
     max_shard_size: int | str,
 ) -> None:
-    """Write all ranks' parts of the state to `path`."""
+    """Write all ranks' parts of the `state` to `path`. `config_files`: from `transformers_configs`."""
     one_file, max_shard_bytes = path.suffix == ".safetensors", parse_bytes(str(max_shard_size))
     if max_shard_bytes is None:
         problem = f"max_shard_size={max_shard_size!r} is no size"
@@ -126,7 +127,7 @@ def _write_weights(
 
 
 def _join_shards_into_file(files: TensorFiles, path: Path) -> TensorFiles:
-    """The tensors of `files` in one, `path`."""
+    """Join `files` into one file at `path`, and return it."""
     shard_files = {stored.file for stored in files.locations.values()}
     if len(shard_files) == 1:
         os.rename(shard_files.pop(), path)
@@ -153,7 +154,7 @@ def _install_pretrained_folder(files: TensorFiles, shards_folder: Path, path: Pa
         with manifest.atomic_replacement(shards_folder / name) as temporary:
             temporary.write_text(json.dumps(content, indent=2) + "\n")
     path.mkdir(exist_ok=True)
-    for old in sorted(path.iterdir(), reverse=True):  # the index first: no file of one export stands beside that of another
+    for old in sorted(path.iterdir(), reverse=True):  # the index first, so that it never names files of two exports
         if _WEIGHTS_FILE_PATTERN.fullmatch(old.name):
             old.unlink()
     for name in sorted([*names.values(), *config_files]):

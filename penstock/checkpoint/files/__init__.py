@@ -1,9 +1,9 @@
-"""What is on the disk: folders of files, each as it was written or refused; nothing here knows of ranks.
+"""Files of a checkpoint: written, read and verified, independently of ranks.
 
-manifest      a checkpoint's folder: what must be in it, byte for byte, and which folders there are
-schema        what a manifest may say
-disk          only regular files are opened, errors are sentences, and what is written outlasts a failure
+manifest      a checkpoint's folder: its manifest of sizes and checksums, its name, its replacement and deletion
+schema        the rules for a manifest
+disk          open regular files only, compute checksums, sync to the disk
 tensor_files  tensors in safetensors files
-packing       state as JSON with the tensors aside, and back
-json_lines    a file of JSON, a line for each record of a step
+packing       convert state to JSON with the tensors aside, and back
+json_lines    a file with one JSON record of a step in each line
 """

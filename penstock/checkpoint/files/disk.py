@@ -1,7 +1,7 @@
-"""Files on a disk, or in memory as those in `/dev/shm` are.
+"""Open, checksum and sync files on a disk, or in memory (`/dev/shm`).
 
-What is written to a disk outlasts a failure, and has a checksum: SHA-256, in memory the quick CRC-32. What is read may be
-anything: only regular files are opened, and errors are sentences.
+Files on a disk are synced, so that they survive a crash of the machine, and get a SHA-256. Files in memory get a CRC-32, which
+is faster. A file that is read may have been damaged or replaced: only regular files are opened, and each error is a sentence.
 """
 
 import ctypes
@@ -24,17 +24,17 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def is_in_memory(path: Path) -> bool:
-    """Return whether `path` is on a file system in memory, which ends with the machine. Only Linux shows that: else False."""
+    """Return whether `path` is on a file system in memory (tmpfs, ramfs); False on any system but Linux."""
     if sys.platform != "linux":
         return False
-    statfs_buffer = (ctypes.c_ulong * 64)()  # its first word is the kind of file system
+    statfs_buffer = (ctypes.c_ulong * 64)()  # its first word is the type of the file system
     if _LIBC.statfs(os.fsencode(path), statfs_buffer):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
     return statfs_buffer[0] in MEMORY_FILE_SYSTEM_TYPES
 
 
 def fsync(path: Path) -> None:
-    """Have the disk know what is in a file, or which files are in a folder; in memory there is no disk to tell."""
+    """Flush a file's bytes, or a folder's entries, to the disk; do nothing in memory."""
     if is_in_memory(path):
         return
     handle = os.open(path, os.O_RDONLY)
@@ -48,17 +48,17 @@ def fsync(path: Path) -> None:
 
 
 class Crc32:
-    """A CRC-32 that is made as `hashlib` makes digests."""
+    """A CRC-32 with the methods of `hashlib`'s digests."""
 
     def __init__(self) -> None:
         self._crc = 0
 
     def update(self, data: Any) -> None:
-        """Add bytes."""
+        """Add `data` (bytes)."""
         self._crc = zlib.crc32(data, self._crc)
 
     def hexdigest(self) -> str:
-        """Eight digits."""
+        """Return the checksum as eight hexadecimal digits."""
         return f"{self._crc:08x}"
 
 
@@ -67,7 +67,7 @@ CHECKSUM_TITLES = {"sha256": "SHA-256", "crc32": "CRC-32"}
 
 
 def checksum_kind_for(folder: Path) -> str:
-    """Which of them files in `folder` get."""
+    """Return the kind of checksum for files in `folder`: `crc32` in memory, else `sha256`."""
     return "crc32" if is_in_memory(folder) else "sha256"
 
 
@@ -85,7 +85,7 @@ class DamagedFileError(MismatchError):
 
 @contextmanager
 def errors_as_damaged(path: Path, damage: str) -> Iterator[None]:
-    """While `path` is read: raise what goes wrong as DamagedFileError: it cannot be read, or is `damage`."""
+    """Raise errors of the block, which reads `path`, as DamagedFileError: it cannot be read, or `damage` (`is damaged: ..`)."""
     try:
         yield
     except OSError as error:
@@ -96,14 +96,14 @@ def errors_as_damaged(path: Path, damage: str) -> Iterator[None]:
 
 @contextmanager
 def open_regular_file(path: Path, follow: bool = False) -> Iterator[io.BufferedReader]:
-    """The regular file `path`, to be read.
+    """Open the regular file `path` for reading; close it after the block.
 
-    Raises OSError for anything else, which is not opened, or not waited for: a link too, unless `follow`.
+    Raises OSError for anything else (a folder, a pipe, a device) without waiting for it, and for a link unless `follow`.
     """
     _check_is_regular_file(os.stat(path, follow_symlinks=follow), path)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     with os.fdopen(os.open(path, flags), "rb") as file:
-        _check_is_regular_file(os.fstat(file.fileno()), path)  # it may have been exchanged
+        _check_is_regular_file(os.fstat(file.fileno()), path)  # it may have been replaced since `stat`
         yield file
 
 

@@ -1,4 +1,4 @@
-"""A file of JSON, a line for each record of a step: it is continued by a run that goes on, whatever a kill has left of it."""
+"""A file with one JSON record of a step in each line. A resumed run appends to it, even if a kill left a line unfinished."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from penstock.checkpoint.files.manifest import atomic_replacement
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of the file at `path`, of none if there is no file; a line that was not finished is left out.
+    """Return the records in the file at `path`, without an unfinished last line; an empty list if there is no file.
 
     Raises DamagedFileError for a line that is no record of a step.
     """
@@ -26,12 +26,12 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Make the file at `path`, in the place of what is there, one of these records."""
+    """Replace the file at `path` by one with these `records`."""
     with atomic_replacement(path) as temporary:
         temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
-    """Add a record to the file at `path`; it is there when this returns."""
+    """Append `record` to the file at `path`, and close the file."""
     with path.open("a") as file:
         print(json.dumps(record), file=file)

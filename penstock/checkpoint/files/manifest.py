@@ -1,8 +1,8 @@
-"""A checkpoint's folder: what must be in it, byte for byte, and which folders there are.
+"""A checkpoint's folder: its manifest of sizes and checksums, its name, its replacement and deletion.
 
-`step-00000120/manifest.json` names every file with its size and SHA-256 and carries its own SHA-256. Of a file in memory, where
-checkpoints are to be quick, it is the CRC-32. A folder is written as `.step-00000120.part` and renamed when all of it is on the
-disk, so a name without a dot is a whole checkpoint, unless it was damaged since.
+`step-00000120/manifest.json` lists every file with its size and SHA-256, and has its own SHA-256. Files in memory have a
+CRC-32, which is faster. A folder is written as `.step-00000120.part`, and renamed once all of it is on the disk. So a folder
+whose name begins without a dot is a complete checkpoint, unless it was damaged since.
 """
 
 import hashlib
@@ -30,23 +30,23 @@ from penstock.errors import MismatchError
 MANIFEST_FILE = "manifest.json"
 FORMAT = "penstock checkpoint 1"
 _FOLDER_PATTERN = re.compile(r"step-([0-9]+)|\.step-([0-9]+)\.old")
-MAX_MANIFEST_BYTES = 2**28  # bytes of a manifest
-_verified_folders: set[Path] = set()  # what this process has written, or has read to the last byte
+MAX_MANIFEST_BYTES = 2**28
+_verified_folders: set[Path] = set()  # checkpoints that this process has written, or whose checksums it has compared
 
 
 def folder_name(step: int) -> str:
-    """The name of a step's checkpoint."""
+    """Return the name of a step's checkpoint: `step-00000120`."""
     return f"step-{step:08d}"
 
 
 def step_of_folder(folder: Path) -> int | None:
-    """The step whose checkpoint a folder of this name is; None for other folders."""
+    """Return the step in the name of a checkpoint's folder; None for other folders."""
     match = _FOLDER_PATTERN.fullmatch(folder.name)
     return int(match[1] or match[2]) if match else None
 
 
 def all_checkpoints_newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, whole or not; one that was set aside to be replaced comes after its replacement."""
+    """Return the checkpoints in `folder`, damaged ones too, the newest first; a replaced one comes after its replacement."""
     checkpoints = [(step, path.name[0] != ".", path) for path in folder.iterdir() if (step := step_of_folder(path)) is not None]
     return [path for _, _, path in sorted(checkpoints, reverse=True)]
 
@@ -55,15 +55,15 @@ def all_checkpoints_newest_first(folder: Path) -> list[Path]:
 
 
 def file_entry(path: Path, checksum: str = "sha256") -> dict[str, Any]:
-    """What a manifest says of the file at `path`: its bytes and its checksum."""
+    """Return the manifest's entry for the file at `path`: its size in bytes and its checksum."""
     with errors_as_damaged(path, ""), open_regular_file(path) as file:
         return {checksum: hashlib.file_digest(file, CHECKSUM_CLASSES[checksum]).hexdigest(), "bytes": file.tell()}
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """Write the manifest of `folder`; it, and with it the folder, is on the disk afterwards if the folder is on one.
+    """Write the manifest of `folder`, and sync both to the disk.
 
-    Raises MismatchError if it would not be read again.
+    Raises MismatchError for `content` that `read` would refuse.
     """
     content = {"format": FORMAT, **content}
     try:
@@ -82,13 +82,13 @@ def write(folder: Path, content: dict[str, Any]) -> None:
 
 
 def _encode(content: dict[str, Any], indent: int | None = 1) -> bytes:
-    """The bytes of a manifest: indented to be read on a disk, in one line where that takes too long."""
+    """Return the bytes of a manifest. `indent`: spaces; None, for one line, is faster."""
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return json.dumps({"sha256": digest, **content}, indent=indent).encode()
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the manifest of `folder`. Raises DamagedFileError if it is not what was written, or is no manifest."""
+    """Return the manifest of `folder`. Raises DamagedFileError if it is damaged, or is no manifest."""
     path = folder / MANIFEST_FILE
     if folder.is_symlink():
         raise DamagedFileError(
@@ -116,7 +116,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def verify_files(folder: Path, files: dict[str, Any], rank: int = 0, num_ranks: int = 1) -> None:
-    """Compare this rank's share of the files of `folder` with the manifest's `files`. Raises DamagedFileError."""
+    """Raise DamagedFileError unless this rank's share of the files in `folder` matches the manifest's entries `files`."""
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in files:
             raise DamagedFileError(f"{path} does not belong to the checkpoint: its {MANIFEST_FILE} does not name it")
@@ -131,7 +131,7 @@ def verify_files(folder: Path, files: dict[str, Any], rank: int = 0, num_ranks: 
 
 
 def remember_as_verified(folder: Path) -> None:
-    """Remember that `folder` is whole."""
+    """Remember that `folder` is a complete checkpoint, so that this process does not compare its checksums again."""
     _verified_folders.add(folder.resolve())
 
 
@@ -145,11 +145,11 @@ def _is_intact(folder: Path) -> bool:
     return True
 
 
-# -- putting into place, and away ---------------------------------------------------------------------------------------
+# -- rename and delete --------------------------------------------------------------------------------------------------
 
 
 def delete_path(path: Path) -> None:
-    """Delete a folder and all in it, or whatever else is at `path`; a link is deleted, and not what it leads to."""
+    """Delete the folder, with its contents, or the file or link at `path`. The target of a link stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -157,14 +157,14 @@ def delete_path(path: Path) -> None:
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Delete what broken saves have left in `folder`."""
+    """Delete what interrupted saves have left in `folder`: unfinished checkpoints, and replaced ones."""
     set_aside = [old for old in folder.glob(".step-*.old") if (folder / old.name[1:-4]).exists()]
     for leftover in [*folder.glob(".step-*.part"), *set_aside]:
         delete_path(leftover)
 
 
 def rename_checkpoint(part: Path, final: Path) -> None:
-    """Call `part` `final`; a checkpoint of that name is set aside until that is done."""
+    """Rename `part` to `final`. A checkpoint that has that name already is renamed first, and deleted afterwards."""
     aside = final.with_name(f".{final.name}.old")
     if os.path.lexists(final):
         delete_path(aside)
@@ -176,7 +176,7 @@ def rename_checkpoint(part: Path, final: Path) -> None:
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
-    """Of the checkpoints up to `step`, delete those older than the last `keep` whole ones."""
+    """Delete the checkpoints up to `step` that are older than the last `keep` complete ones."""
     num_kept = 0
     for checkpoint in all_checkpoints_newest_first(folder):
         if int(step_of_folder(checkpoint) or 0) > step:
@@ -184,7 +184,7 @@ def prune(folder: Path, step: int, keep: int) -> None:
         if num_kept < keep:
             num_kept += _is_intact(checkpoint)
         else:
-            hidden_path = folder / f".{checkpoint.name.strip('.')}.part"  # no longer a checkpoint, from one moment to the next
+            hidden_path = folder / f".{checkpoint.name.strip('.')}.part"  # renamed first, as that is atomic
             delete_path(hidden_path)
             os.rename(checkpoint, hidden_path)
             delete_path(hidden_path)
@@ -193,9 +193,9 @@ def prune(folder: Path, step: int, keep: int) -> None:
 
 @contextmanager
 def atomic_replacement(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to; when that is done and on the disk, it takes the place of `path`."""
+    """Yield a temporary path beside `path` to write to; after the block, sync it to the disk and rename it to `path`."""
     temporary = path.with_name(f".{path.name}.part")
-    delete_path(temporary)  # it may lead elsewhere
+    delete_path(temporary)  # it may be a link
     try:
         yield temporary
         fsync(temporary)

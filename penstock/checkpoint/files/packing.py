@@ -1,8 +1,8 @@
-"""State - numbers, texts, lists, dicts, tensors, one in another - as JSON with the tensors aside, and back. No pickle.
+"""Convert state (nested numbers, texts, lists, dicts and tensors) to JSON with the tensors aside, and back. Nothing is pickled.
 
-A number, a text, True, False or None stands for itself, a list for a list of packed values. Everything else is an object
+A number, a text, True, False or None stays as it is; a list becomes a list of packed values. Everything else becomes an object
 with one key, its kind: `{"tensor": name}`, `{"tuple": [..]}`, `{"dict": {text: ..}}`, `{"items": [[key, value], ..]}` (a
-dict with other keys than texts), `{"counter": [[key, value], ..]}`.
+dict with keys that are no texts), `{"counter": [[key, value], ..]}`.
 """
 
 from collections import Counter
@@ -19,10 +19,10 @@ MAX_DEPTH = 100
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON; its tensors go into `tensors`, under names that begin with `name`.
+    """Return `value` as JSON; put its tensors into `tensors`, under names that begin with `name`.
 
-    Of a tensor that ranks have pieces of, the whole goes there: all of them pack it.
-    Raises MismatchError, naming the place, for what is neither of the kinds above.
+    A DTensor is gathered, so all ranks that have a shard of it must pack it.
+    Raises MismatchError, with the name, for a value of any kind that is not listed above.
     """
     if isinstance(value, Tensor):
         while name in tensors:
@@ -46,7 +46,7 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `pack` made `packed` of."""
+    """Return the value that `pack` converted to `packed`. `tensors`: by name."""
     if isinstance(packed, list):
         return [unpack(value, tensors) for value in packed]
     if not isinstance(packed, dict):
@@ -63,7 +63,7 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def tensor_names_in(packed: Any, location: str, depth: int = 0) -> Iterator[str]:
-    """The names of the tensors in `packed`, which is at a place `location`. Raises ValueError for what `pack` does not make."""
+    """Yield the names of the tensors in `packed`. Raises ValueError, with its `location`, for anything `pack` never returns."""
     if depth > MAX_DEPTH:
         raise ValueError(f"{location[:60]}.. is more than {MAX_DEPTH} lists or dicts deep")
     if isinstance(packed, list):
@@ -87,7 +87,7 @@ def tensor_names_in(packed: Any, location: str, depth: int = 0) -> Iterator[str]
 
 
 def _can_be_key(packed: Any) -> bool:
-    """Whether what is unpacked of it can be a dict's key."""
+    """Return whether the value that `packed` stands for can be a key of a dict."""
     if isinstance(packed, dict):
         return "tensor" in packed or ("tuple" in packed and all(map(_can_be_key, packed["tuple"])))
     return not isinstance(packed, list)

@@ -1,4 +1,4 @@
-"""What a manifest may say: all of it is checked before any of it is believed."""
+"""The rules for a manifest: all of it is checked before any of it is used."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -6,19 +6,19 @@ from typing import Any, NamedTuple
 
 from penstock.checkpoint.files import packing
 
-TRANSFORMERS_FILES = ("config.json", "generation_config.json")  # what transformers keeps beside a model's weights
+TRANSFORMERS_FILES = ("config.json", "generation_config.json")  # transformers saves these beside a model's weights
 MAX_COUNT = 2**53
 
 
 class ValueRule(NamedTuple):
-    """A value that `fits`, or the names of an object that do."""
+    """The rule for a value, or for the keys of an object: `accepts(value)` returns something true if it is valid."""
 
     description: str
     accepts: Callable[[Any], Any]
 
 
 class PackedStateRule(NamedTuple):
-    """What `packing` wrote, of one of these kinds, or of any."""
+    """The rule for a value from `packing.pack`. `kinds`: those allowed; empty for all."""
 
     kinds: tuple[str, ...] = ()
 
@@ -47,7 +47,7 @@ _SETTING = ValueRule(" or ".join(TRANSFORMERS_FILES), lambda value: value in TRA
 _STATE = PackedStateRule(("dict", "items"))
 _GROUP = {"options": PackedStateRule(("dict",)), "names": [_TEXT]}
 _OPTIONAL = ("optimizer", "scheduler", "scaler")
-_MISSING_IN_OLD_CHECKPOINTS = ("scaler",)  # which older checkpoints lack
+_MISSING_IN_OLD_CHECKPOINTS = ("scaler",)
 _MANIFEST = {
     "format": _TEXT,
     "step": _COUNT,

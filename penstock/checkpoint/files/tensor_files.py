@@ -1,8 +1,8 @@
-"""Tensors in safetensors files: written one after the other, and read from where the file is mapped into memory.
+"""Tensors in safetensors files: written one at a time, and read from a memory mapping of the file.
 
-A file is the length of its header, the header (JSON: of each tensor its dtype, shape and place), and the tensors' bytes. The
-format's own library needs numpy, puts all bytes together before it writes them, refuses tensors that share some, and maps a
-file so that all of it counts as this process's memory.
+A file is the length of its header, the header (JSON: dtype, shape and offsets of each tensor), and the tensors' bytes. The
+format's own library is not used: it needs numpy, builds the whole file in memory before it writes, refuses tensors that share
+memory, and maps a file so that all of it counts as this process's memory.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ from torch import Tensor
 from penstock.checkpoint.files.disk import CHECKSUM_CLASSES, checksum_kind_for, errors_as_damaged, fsync, open_regular_file
 from penstock.errors import MismatchError
 
-MAX_SHARD_BYTES = 2**30  # of tensors in one of the files that a rank writes, so that ranks can share the work of reading them
-MAX_HEADER_BYTES = 10**8  # bytes, the format's own limit
+MAX_SHARD_BYTES = 2**30  # of tensors in one file: a rank writes several, so that ranks can share the work of reading them
+MAX_HEADER_BYTES = 10**8  # the format's own limit
 DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL"},
@@ -42,11 +42,11 @@ def write_shards(
     max_shard_bytes: float = MAX_SHARD_BYTES,
     with_checksums: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Write a rank's tensors into this rank's own files in `folder`, of `max_shard_bytes` bytes where one tensor is not larger.
+    """Write this rank's tensors into files in `folder`, of up to `max_shard_bytes` bytes each, if no single tensor is larger.
 
-    Returns what a manifest says of each file: its bytes and, `with_checksums`, that.
+    Returns file name -> manifest entry: the size in bytes and, if `with_checksums`, the checksum.
     """
-    folder.mkdir(parents=True, exist_ok=True)  # where rank 0's cannot be seen from, as rank 0 will tell
+    folder.mkdir(parents=True, exist_ok=True)  # if this rank does not see the folder that rank 0 made: rank 0 reports that
     groups: list[dict[str, Tensor]] = []
     free_bytes = 0.0
     for name, tensor in tensors.items():
@@ -62,7 +62,7 @@ def write_shards(
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], checksum: str | None = None) -> dict[str, Any]:
-    """Write one safetensors file; it is on the disk afterwards. Returns its bytes and `checksum`.
+    """Write one safetensors file, and sync it to the disk; return its size in bytes and its `checksum`, of this kind.
 
     Raises MismatchError for a dtype that the format lacks.
     """
@@ -73,9 +73,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], checksum: str |
         for name in order:
             tensor = tensors[name].detach().cpu().contiguous().resolve_conj().resolve_neg()
             if tensor.nbytes:
-                _write_and_digest(
-                    file, digest, (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-                )  # as numpy would
+                memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())  # a view, without numpy
+                _write_and_digest(file, digest, memory)
         size = file.tell()
     fsync(path)
     return {"bytes": size} | ({checksum: digest.hexdigest()} if checksum and digest else {})
@@ -88,9 +87,9 @@ def _write_and_digest(file: Any, digest: Any, data: Any) -> None:
 
 
 def _header_and_order(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
-    """The header of a file of these tensors, and the order that they are in it.
+    """Return the header of a file with these tensors, and their names in the order of the file.
 
-    Wide numbers come first, so that every tensor begins at a multiple of its numbers' size. Raises as `write_file`.
+    Wide dtypes come first, so that every tensor begins at a multiple of its item size. Raises as `write_safetensors`.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -109,32 +108,32 @@ def _header_and_order(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
 
 
 class TensorLocation(NamedTuple):
-    """A tensor in a file."""
+    """Where the bytes of a tensor are, and how they are read."""
 
     file: Path
-    begin: int  # of the tensor's bytes in it
+    begin: int  # of the tensor's bytes, in bytes from the start of the file
     dtype: torch.dtype
     shape: torch.Size
 
     @property
     def nbytes(self) -> int:
-        """What it takes there."""
+        """The tensor's size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """The tensors in safetensors files, and in those of folders, by name; each is read when it is asked for.
+    """The tensors in safetensors files, or in all such files of folders, by name. A tensor is read when it is accessed.
 
-    Raises DamagedFileError for a file that is none, or cannot be read.
+    Raises DamagedFileError for a file that is no safetensors file, or cannot be read.
     """
 
     def __init__(self, *paths: Path) -> None:
-        self.paths = paths  # which may be links; what is found in a folder may not
+        self.paths = paths  # these may be links; a file that is found in a folder may not
         files = [file for path in paths for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])]
         self.locations = {name: stored for file in files for name, stored in _read_locations(file, file in paths)}
         self.shapes = {name: stored.shape for name, stored in self.locations.items()}
         self.nbytes = sum(stored.nbytes for stored in self.locations.values())
-        self._last_mapping: tuple[Path | None, Any] = None, None  # the file that was read last, and its memory
+        self._last_mapping: tuple[Path | None, Any] = None, None  # the file that was read last, and its mapping
 
     def __getitem__(self, name: str) -> Tensor:
         return self.mapped_tensor(name).clone()
@@ -149,7 +148,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self.locations)
 
     def mapped_tensor(self, name: str) -> Tensor:
-        """A tensor whose memory is the file's, so that only the values that are used are read. It cannot be written to."""
+        """Return a read-only tensor in the mapping of its file, so that only the values that are used are read."""
         path, begin, dtype, shape = self.locations[name]
         if not shape.numel():
             return torch.empty(shape, dtype=dtype, device="cpu")
@@ -157,7 +156,7 @@ class TensorFiles(Mapping[str, Tensor]):
             self._last_mapping = path, _memory_map(path, path in self.paths)
         data = self._last_mapping[1]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it cannot be written to
+            warnings.simplefilter("ignore")  # that it is read-only
             return torch.frombuffer(data, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
 
 
@@ -167,7 +166,7 @@ def _memory_map(path: Path, follow: bool) -> mmap.mmap:
 
 
 def _read_locations(path: Path, follow: bool) -> Iterator[tuple[str, TensorLocation]]:
-    """The tensors in one file, by name: one behind the other they fill it."""
+    """Yield name and location of each tensor in one file. Raises DamagedFileError unless they fill it without gaps."""
     with errors_as_damaged(path, "is no safetensors file that Penstock can read, or is damaged"):
         data = _memory_map(path, follow)
         begin = 8 + int.from_bytes(data[:8], "little")

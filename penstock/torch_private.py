@@ -1,7 +1,7 @@
-"""The one door to torch's private parts: each function says what it needs of torch and which public call would do, if any.
+"""All uses of torch's private names. A function names the public call that comes closest, if there is one.
 
-Nothing else in the package touches a private name of torch (a test looks). What differs between the releases that are
-supported, 2.11 to 2.15, is decided here and nowhere else.
+No other module uses a private name of torch (a test checks that). Differences between the supported releases, 2.11 to 2.15,
+are handled here only.
 """
 
 import gc
@@ -23,7 +23,7 @@ from torch._C import DisableTorchFunction as DisableTorchFunction  # see autogra
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass  # see autograd
 from torch._C import _FunctionBase
 from torch._guards import detect_fake_mode
-from torch._ops import OpOverload as OpOverload  # what a dispatched operation is
+from torch._ops import OpOverload as OpOverload  # the class of a dispatched operation
 from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram  # this imports for a second
 
 # ---- trees of values ------------------------------------------------------------------------------------------------
-# Lists, tuples and dicts (and what transformers' outputs are) taken apart and put together; torch has no public name for it.
-from torch.utils._pytree import SUPPORTED_NODES as TREE_NODES  # kind -> how it is taken apart and put together  # noqa: F401
+# Flatten and unflatten lists, tuples, dicts and registered classes (transformers' outputs); torch has no public name for it.
+from torch.utils._pytree import SUPPORTED_NODES as TREE_NODES  # class -> how to flatten and unflatten it  # noqa: F401
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -51,21 +51,21 @@ from penstock.errors import PenstockError
 
 # ---- releases -------------------------------------------------------------------------------------------------------
 
-OLDEST_RELEASE, NEWEST_RELEASE = (2, 11), (2, 15)  # what pyproject.toml asks for, and `make matrix` tests
+OLDEST_RELEASE, NEWEST_RELEASE = (2, 11), (2, 15)  # as in pyproject.toml; `make matrix` tests them
 
 
 def parse_release(version: str) -> tuple[int, int]:
-    """The first two numbers of a version: `(2, 13)` of `2.13.0+cpu`."""
+    """Return the first two numbers of a version: `(2, 13)` for `2.13.0+cpu`."""
     major, minor, *_ = version.split(".")
     return int(major), int(minor)
 
 
 class _TorchTooOldError(PenstockError, ImportError):
-    """What stands on torch cannot be imported; also an ImportError, which the forkserver ignores: printed once."""
+    """This torch is too old. Also an ImportError: the fork server ignores those, so the error is printed only once."""
 
 
 def require_min_torch_release(version: str) -> None:
-    """Raises PenstockError if torch lacks what this module stands on."""
+    """Raise PenstockError if `version` is older than OLDEST_RELEASE."""
     if parse_release(version) < OLDEST_RELEASE:
         newer = ".".join(map(str, OLDEST_RELEASE))
         raise _TorchTooOldError(f"Penstock needs torch {newer} or newer, this is {version}: pip install 'torch>={newer}'")
@@ -78,34 +78,34 @@ require_min_torch_release(torch.__version__)
 
 
 class TensorSlot(NamedTuple):
-    """A place where a module has a parameter or buffer; a tied one has several."""
+    """A place where a module has a parameter or buffer. A tied tensor has several slots."""
 
-    name: str  # of the tensor, seen from the module that was looked through
-    owner: nn.Module
-    key: str  # its name there
-    tensor: Tensor  # what was there when it was looked through
-    registry: dict[str, Tensor | None]  # all the parameters, or all the buffers, of the owner
+    name: str  # dotted, from the module that was searched
+    owner: nn.Module  # the submodule that has the tensor
+    key: str  # the tensor's name in `owner`
+    tensor: Tensor  # the one that was there at the search
+    registry: dict[str, Tensor | None]  # the owner's `_parameters` or `_buffers`
 
     def replace(self, tensor: Tensor) -> None:
-        """Have `tensor` there, whatever its kind; the slot's own brings back what was.
+        """Put `tensor`, of any class, into this slot. `slot.replace(slot.tensor)` restores it.
 
-        `setattr` would do for a parameter in the place of a parameter; it also tells recurrent layers, which keep a list.
+        The public `setattr` takes a Parameter only, and makes recurrent layers update their list of weights.
         """
         self.registry[self.key] = tensor
 
 
 def parameter_slots(module: nn.Module) -> list[TensorSlot]:
-    """Every place of a parameter in `module`; the public `named_parameters` does not say whose it is."""
+    """Return the slots of all parameters in `module`. The public `named_parameters` does not give the owners."""
     return _tensor_slots((prefix, owner, owner._parameters) for prefix, owner in module.named_modules())
 
 
 def buffer_slots(module: nn.Module) -> list[TensorSlot]:
-    """Every place of a buffer in `module`, whether it is saved in a state dict or not."""
+    """Return the slots of all buffers in `module`, persistent or not."""
     return _tensor_slots((prefix, owner, owner._buffers) for prefix, owner in module.named_modules())
 
 
 def tensor_slots(module: nn.Module) -> list[TensorSlot]:
-    """Every place of a parameter, then every place of a buffer."""
+    """Return the slots of all parameters, then of all buffers."""
     return parameter_slots(module) + buffer_slots(module)
 
 
@@ -119,19 +119,19 @@ def _tensor_slots(owners: Iterable[tuple[str, nn.Module, Any]]) -> list[TensorSl
 
 
 def children_by_name(module: nn.Module) -> dict[str, nn.Module]:
-    """The children by name; one that stands in several places has several, unlike in the public `named_children`."""
+    """Return name -> child, a child under all its names. The public `named_children` gives a child once."""
     return {name: child for name, child in module._modules.items() if child is not None}
 
 
 def is_persistent_buffer(module: nn.Module, name: str) -> bool:
-    """Whether `name` is a buffer of `module` itself, and part of its state_dict."""
+    """Return whether `name` is a buffer of `module` itself, and part of its state_dict."""
     return name in module._buffers and name not in module._non_persistent_buffers_set
 
 
 def make_weight_contiguous(module: nn.Module) -> None:
-    """Before `reset_parameters()`: have the numbers of a convolution's weight drawn in one order, whatever its memory format.
+    """Make a convolution's weight contiguous, so that `reset_parameters()` draws the same numbers for any memory format.
 
-    From torch 2.12 on it sees to that itself; before, another weight has to take the place of one that is not contiguous.
+    Not needed from torch 2.12 on.
     """
     if parse_release(torch.__version__) < (2, 12) and isinstance(module, _ConvNd) and not module.weight.is_contiguous():
         contiguous = torch.empty_like(module.weight, memory_format=torch.contiguous_format)
@@ -139,23 +139,26 @@ def make_weight_contiguous(module: nn.Module) -> None:
 
 
 def swap_tensors(tensor: Tensor, replacement: Tensor) -> None:
-    """Exchange what two tensor objects are, as the public `torch.utils.swap_tensors`, which refuses weak references to them."""
+    """Swap two tensor objects. The public `torch.utils.swap_tensors` refuses tensors that have weak references."""
     torch._C._swap_tensor_impl(tensor, replacement)
 
 
 def mps_generator() -> torch.Generator:
-    """The generator that operations on Apple's GPUs draw from, as `torch.cuda.default_generators` are for CUDA."""
+    """Return the default random generator of Apple's GPUs. The public `torch.cuda.default_generators` are CUDA's only."""
     return torch.mps._get_default_mps_generator()
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Equal for tensors of the same memory, also on the meta device, where `data_ptr()` is 0."""
+    """Return a number that is equal for tensors with the same storage. On the meta device the public `data_ptr()` is 0."""
     return tensor.untyped_storage()._cdata
 
 
 def preload_dynamo() -> None:
-    """What torch imports when a mode sees its first operation, imported before: a forward that waits for this import is kept,
-    with all its values, by a circle of frames (`torch.fx.wrap` holds its own) until garbage is collected next."""
+    """Import `torch._dynamo` now; else torch imports it when a TorchDispatchMode sees its first operation.
+
+    If that is during a forward, `torch.fx.wrap` puts the frames of that forward into a reference cycle. Its tensors stay alive
+    until the next garbage collection.
+    """
     if "torch._dynamo" not in sys.modules:
         import torch._dynamo  # noqa: F401
 
@@ -163,140 +166,140 @@ def preload_dynamo() -> None:
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
-    """The hooks of its forward, those before it first."""
+    """Return the forward pre-hooks and then the forward hooks of `module`."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something is called before or after the module's own forward or backward."""
+    """Return whether `module` has forward or backward hooks or pre-hooks."""
     forward_hooks = module._forward_pre_hooks or module._backward_pre_hooks
     return bool(forward_hooks or module._forward_hooks or module._backward_hooks)
 
 
 def has_hooks_or_patched_forward(module: nn.Module) -> bool:
-    """Whether this module, unlike others of its class, has hooks or a forward of its own."""
+    """Return whether `module` has forward hooks, or a forward that was set on the instance."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in module.__dict__
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `Module.compile()` or `torch.compile` was applied to `module`: its graph is bound to what it had then."""
+    """Return whether `Module.compile()` or `torch.compile` was applied to `module`: the graph is bound to its tensors."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 def is_cuda_graphed(module: nn.Module) -> bool:
-    """Whether the public `torch.cuda.make_graphed_callables` has put replays of CUDA graphs in the place of its forward."""
+    """Return whether `torch.cuda.make_graphed_callables` has replaced the module's forward by replays of CUDA graphs."""
     return getattr(vars(module).get("forward"), "__qualname__", "").startswith("make_graphed_callables.")
 
 
 def unwrap_compiled(module: nn.Module) -> nn.Module:
-    """The user's module inside what `torch.compile` made of it."""
+    """Return the module that `torch.compile` has wrapped; `module` itself if it is not wrapped."""
     while (inner := getattr(module, "_orig_mod", None)) is not None:
         module = inner
     return module
 
 
 def strip_compiled_prefix(name: str) -> str:
-    """A name of a module's state without what torch.compile adds to it."""
+    """Return the name of a parameter or buffer without the prefixes that torch.compile adds."""
     return name.replace("_orig_mod.", "")
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """The public `DTensor.full_tensor()`, without its warning that two all-gathers are slower than one, which is known."""
-    about = logging.getLogger("torch.distributed.tensor._redistribute")
-    was_disabled, about.disabled = about.disabled, True  # a level would take as long: it clears what all loggers remember
+    """Return `DTensor.full_tensor()`, without its warning that two all-gathers are slower than one."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    was_disabled, logger.disabled = logger.disabled, True  # `setLevel` would clear the caches of all loggers, which is slow
     try:
         return tensor.full_tensor()
     finally:
-        about.disabled = was_disabled
+        logger.disabled = was_disabled
 
 
 def foreach_norm(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
-    """The public `torch.linalg.vector_norm` of each; on a GPU in few launches, as `clip_grad_norm_` of torch takes them."""
+    """Return the `torch.linalg.vector_norm` of each tensor; on a GPU with few kernel launches, as in `clip_grad_norm_`."""
     return list(torch._foreach_norm(tensors, norm_type)) if tensors else []
 
 
 def foreach_add(sums: list[Tensor], terms: list[Tensor]) -> None:
-    """The public `sum.add_(term)` of each pair; on a GPU in few launches. The bits are the same."""
+    """Add each term to its sum in place, bit for bit as `add_`; on a GPU with few kernel launches."""
     with torch.no_grad():
         torch._foreach_add_(sums, terms)
 
 
 def safe_softmax(scores: Tensor, dim: int) -> Tensor:
-    """The public `torch.softmax`, but 0 where all scores are -inf: as in `scaled_dot_product_attention`."""
+    """Return `torch.softmax`, but 0 where all scores are -inf, as in `scaled_dot_product_attention`."""
     return torch._safe_softmax(scores, dim)
 
 
 # ---- autograd -------------------------------------------------------------------------------------------------------
-# DisableTorchFunctionSubclass: inside, `__torch_function__` is not asked; the documents name it, if in a private module.
+# DisableTorchFunctionSubclass: a context in which no tensor subclass's `__torch_function__` is called; torch documents this name.
 # DisableTorchFunction: nor that of a mode.
 
 
 def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> None:
-    """The public `torch.autograd.backward(edges, gradients)` without its checks of shapes, which whoever calls has made.
+    """Run `torch.autograd.backward(edges, gradients)` without its checks of shapes, which the caller has made.
 
-    They cost as much as the engine itself does for a small stage, and import half a second of symbolic algebra.
+    For a small stage these checks take as long as the backward. They also import sympy, which takes half a second.
     """
     _engine_run_backward(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """The public `function.apply`, without its care for `torch.func`, which takes half of the time: for use outside of that."""
+    """Return `function.apply` without its support for `torch.func`, which takes half of the time of a call."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def is_python_node(node: Node) -> bool:
-    """Whether a graph's node is that of a `torch.autograd.Function`."""
+    """Return whether a node of the autograd graph belongs to a `torch.autograd.Function`."""
     return issubclass(type(node), _FunctionBase)
 
 
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """(pack, unpack) of the `saved_tensors_hooks` that are on, a checkpoint's for instance: the public name only sets them."""
+    """Return (pack, unpack) of the innermost active `saved_tensors_hooks`, or None. The public name can only set them."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def profiler_is_active() -> bool:
-    """Return whether torch.profiler or `emit_nvtx` records here; the public `record_function` costs without one too."""
+    """Return whether torch.profiler or `emit_nvtx` records this thread. The public `record_function` is slow even if not."""
     return torch._C._autograd._profiler_enabled()
 
 
 def in_functional_transform() -> bool:
-    """Whether `torch.func.grad`, `vmap` and the like are at work around this operation."""
+    """Return whether this code runs inside `torch.func.grad`, `vmap` or another transform of torch.func."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """How often its memory was changed in place, as far as autograd knows; what it checks itself before a backward."""
+    """Return how often autograd saw the tensor's memory change in place: the version that it checks in a backward."""
     return tensor._version
 
 
 def shares_memory(tensor: Tensor) -> bool:
-    """Whether another tensor lies in its memory, which no public call shows. Of sparse ones and DTensors it is not seen."""
+    """Return whether another tensor uses the storage of `tensor`; False for sparse tensors and subclasses (DTensor)."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
     users = getattr(torch._C, "_storage_Use_Count", None)
     storage = tensor.untyped_storage()
-    return users is None or users(storage._cdata) > 2  # this tensor, and what was asked for its memory
+    return users is None or users(storage._cdata) > 2  # two uses are those of `tensor` and `storage`
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
-    """The tensor that `tensor` is a view of, if it is one for autograd."""
+    """Return the tensor that `tensor` is a view of; None if autograd knows of none."""
     return tensor._base
 
 
 def make_leaf(memory: Tensor, kind: type[Tensor]) -> Any:
-    """A trainable leaf of class `kind` with this `memory`, for `isinstance` a Parameter; a Parameter made so copies nothing."""
+    """Return a trainable leaf of class `kind` that shares `memory`, without a copy. For `isinstance` it is a Parameter."""
     leaf: Any = torch.Tensor._make_subclass(kind, memory, True)
     leaf._is_param = True
     return leaf
 
 
 def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], Any]]:
-    """What `register_hook` has given to this parameter."""
+    """Return the hooks that `register_hook` has added to `parameter`."""
     return list((parameter._backward_hooks or {}).values())
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether somebody has called its `register_hook` or `register_post_accumulate_grad_hook`."""
+    """Return whether `register_hook` or `register_post_accumulate_grad_hook` was called on `parameter`."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -304,43 +307,43 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
 
 def gloo_options(devices: list[Any], timeout: timedelta) -> Any:
-    """Options of a Gloo group on `devices`, with one thread; the public `dist.new_group` has no way to choose either."""
+    """Return options of a Gloo group on these network `devices`, with one thread. The public `dist.new_group` takes neither."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._threads, options._timeout = devices, 1, timeout
     return options
 
 
 def nccl_options(timeout: timedelta) -> Any:
-    """Options of an NCCL group; the timeout's public name is `dist.new_group`'s alone."""
+    """Return options of an NCCL group with this `timeout`, which in public only `dist.new_group` can set."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return options
 
 
 def group_backends(group: dist.ProcessGroup) -> list[Any]:
-    """What carries the messages of `group`, for each kind of device; torch has no public name for it."""
+    """Return the backends of `group`, one for each device type. torch has no public name for them."""
     return [group._get_backend(device) for device in group._device_types]
 
 
 def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The one of them for `device`, which an operation that starts at once asks without going through `dist`."""
+    """Return the backend of `group` for `device`. Its operations start faster than those of `torch.distributed`."""
     return group._get_backend(device)
 
 
 def group_device_types(group: dist.ProcessGroup) -> Sequence[str]:
-    """Where tensors may be that `group` carries: `cpu`, `cuda`."""
+    """Return the device types of tensors that `group` can send: `cpu`, `cuda`."""
     return [device.type for device in group._device_types]
 
 
 def default_store() -> dist.Store:
-    """The store at which the world's ranks have met; torch shows it to none that did not make it."""
+    """Return the store that `init_process_group` has created or was given. torch has no public name for it."""
     return dist.distributed_c10d._get_default_store()
 
 
 def set_env_rendezvous(store: dist.Store) -> None:
-    """From now on this process' `init_process_group()` and rendezvous("env://") find `store`, and RANK and WORLD_SIZE.
+    """Make `init_process_group()` and `rendezvous("env://")` of this process use `store`, RANK and WORLD_SIZE.
 
-    The public `register_rendezvous_handler` takes other schemes only, which every program would have to ask for.
+    The public `register_rendezvous_handler` refuses the scheme `env`, and programs use no other.
     """
 
     def existing_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
@@ -355,13 +358,13 @@ def set_env_rendezvous(store: dist.Store) -> None:
 
 
 def export_guards(program: "ExportedProgram") -> list[str]:
-    """What an export took for granted of sizes, each as Python of its arguments `L['name']`. No public call shows it."""
+    """Return what an export assumes about sizes, as Python expressions of its arguments `L['name']`. Nothing public does."""
     return [guard.strip() for guard in program._guards_code]
 
 
 @cache
 def compile_guard(guard: str, argument: str) -> Callable[[Any], bool]:
-    """A guard as a function of `argument`, the name it is written with. Needs the words that guards are made of."""
+    """Return the expression `guard` as a function of `argument`, the name of its variable."""
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP  # this imports for a second
 
     return eval(f"lambda {argument}: {guard}", {**SYMPY_INTERP, "math": math, "inf": math.inf})
@@ -369,8 +372,9 @@ def compile_guard(guard: str, argument: str) -> Callable[[Any], bool]:
 
 @contextmanager
 def suppress_shape_guards(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Compute with an export's fake `tensors` for their shapes only: questions about sizes become no guards, and results are
-    not cached, which with open sizes takes longer than to compute them.
+    """Compute shapes with an export's fake `tensors` in the block, without adding guards on sizes.
+
+    Results are not cached: with dynamic sizes a look-up takes longer than to compute them.
     """
     mode = detect_fake_mode(tensors)
     if mode is None:
@@ -381,19 +385,19 @@ def suppress_shape_guards(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def pretend_exporting() -> AbstractContextManager[None]:
-    """Inside, the public `torch.compiler.is_exporting()` says yes, so that code goes the ways it goes in an export."""
+    """Return a context in which `torch.compiler.is_exporting()` is True, so that code takes the branches of an export."""
     from torch._export.utils import _compiling_state_context  # this imports for a second
 
     return _compiling_state_context()
 
 
 def is_wrap_with_set_grad_enabled(target: object) -> bool:
-    """Whether a node of an export calls a graph with gradients switched on or off: (enabled, graph, *arguments)."""
+    """Return whether a node of an export calls a graph under `set_grad_enabled`, with (enabled, graph, *arguments)."""
     return target is torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
 def mutated_arguments(operation: OpOverload) -> list[tuple[int, str]]:
-    """Place and name of each argument that an operation writes to, which only its schema says."""
+    """Return index and name of each argument that `operation` writes to. Only its private schema says that."""
     arguments = enumerate(operation._schema.arguments)
     return [
         (place, argument.name)
@@ -403,60 +407,63 @@ def mutated_arguments(operation: OpOverload) -> list[tuple[int, str]]:
 
 
 # ---- DistributedDataParallel and fully_shard (mesh) -----------------------------------------------------------------
-# With these calls `torch.distributed.pipelining` (its `stage.py`) steers both: nothing public says which backward is the last
-# of a step. `fully_shard` is imported where it is used, for a second.
+# `torch.distributed.pipelining` (its `stage.py`) makes the same calls: nothing public marks the last backward of a step.
+# `fully_shard` is imported where it is used, as that takes a second.
 
 
 def ignore_in_ddp(module: nn.Module, names: Sequence[str]) -> None:
-    """Whatever DistributedDataParallel makes of `module` later leaves the parameters of these names alone."""
+    """Exclude the parameters with these names from a later DistributedDataParallel of `module`."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
 
 
 def ddp_ignored_names(module: nn.Module) -> Collection[str]:
-    """The names that were given to `ignore_in_ddp`, by us or the user."""
+    """Return the names of parameters that a DistributedDataParallel of `module` ignores."""
     return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
 
 
 def has_comm_hook(parallel: DistributedDataParallel) -> bool:
-    """Whether somebody has called the public `register_comm_hook`, which no public name shows."""
+    """Return whether `register_comm_hook` was called. No public name shows that."""
     return bool(parallel._comm_hooks)
 
 
 def prepare_ddp_last_backward(parallel: DistributedDataParallel, ends: Sequence[Tensor]) -> None:
-    """The next backward is the last of a step, which its forward would say of each; what `ends` do not need is left out."""
-    parallel.reducer._rebuild_buckets()  # once: in the order in which the first step's gradients came
+    """Make the next backward average the gradients. Parameters that `ends` do not depend on are not waited for.
+
+    DistributedDataParallel's forward would do the same before every microbatch's backward.
+    """
+    parallel.reducer._rebuild_buckets()  # only once: in the order in which the first step's gradients arrived
     parallel.reducer.prepare_for_backward(list(ends))
 
 
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[Tensor], size: int) -> None:
-    """The public `broadcast` of each tensor from the group's first rank, but many in one message of about `size` bytes."""
+    """Broadcast tensors from the group's first rank, in messages of about `size` bytes. The public `broadcast` takes one."""
     dist._broadcast_coalesced(group, tensors, size, 0)
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of several axes as one axis, which `fully_shard` takes beside other axes of the same mesh."""
+    """Return a mesh of several axes as one axis. `fully_shard` accepts it for DTensors on other axes of the same root mesh."""
     return mesh._flatten()
 
 
 def replicate_with_fsdp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """`fully_shard` that shards nothing: unlike DistributedDataParallel it takes parameters that are DTensors."""
+    """Apply torch's `replicate`, a `fully_shard` that shards nothing. Unlike DistributedDataParallel it accepts DTensors."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     return replicate(module, mesh=mesh)  # type: ignore[return-value]
 
 
 def is_replicate_module(module: nn.Module) -> bool:
-    """Whether `replicate` has made it."""
+    """Return whether `replicate` was applied to `module`."""
     return any(value.__name__ == "ReplicateModule" for value in type(module).__mro__)
 
 
 def fsdp_casts_inputs_or_outputs(module: nn.Module) -> bool:
-    """Whether `fully_shard` was given a MixedPrecisionPolicy that casts what goes into `module`, or what it gives."""
+    """Return whether `fully_shard` was given a MixedPrecisionPolicy that casts inputs or outputs of `module`."""
     return fsdp_input_dtype(module) is not None or getattr(_fsdp_policy(module), "output_dtype", None) is not None
 
 
 def fsdp_input_dtype(module: nn.Module) -> torch.dtype | None:
-    """What that casts floating-point tensors to which go into `module`."""
+    """Return the dtype that the MixedPrecisionPolicy casts floating-point inputs of `module` to; None if it casts none."""
     policy = _fsdp_policy(module)
     return policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
 
@@ -466,12 +473,12 @@ def _fsdp_policy(module: Any) -> Any:
 
 
 def clear_dtensor_caches() -> None:
-    """Have DTensors' operations take the mesh of what they are given.
+    """Clear torch's caches of DTensor operations, so that results get the mesh of their inputs.
 
-    torch remembers what an operation gives, the mesh with it, and a later mesh of the same ranks and names is equal to that
-    one: but its groups are others, and the first one's may be closed. Nothing public forgets it.
+    A cached result has the mesh of the first inputs. A later mesh of the same ranks and axes is equal to it, but has other
+    process groups; those of the first mesh may be closed. Nothing public clears these caches.
     """
-    if "torch.distributed.tensor" not in sys.modules:  # nothing is remembered yet, and it imports for a second
+    if "torch.distributed.tensor" not in sys.modules:  # nothing is cached yet, and the import takes a second
         return
     from torch.distributed.tensor import debug
 
@@ -480,14 +487,14 @@ def clear_dtensor_caches() -> None:
 
 
 def init_fsdp(module: Any) -> None:
-    """What the first forward of a whole module would do, where its layers are called one by one."""
+    """Initialise `fully_shard`'s state. The module's first forward would do so, but its layers are called one by one."""
     module._get_fsdp_state()._lazy_init()
 
 
 def reduce_fsdp_gradients(modules: Sequence[Any]) -> None:
-    """Reduce the gradients of modules that do not sync them by themselves, and wait; the public `finalize_backward` is 2.15's.
+    """Reduce the gradients of these `fully_shard` modules, whose gradient sync is off, and wait. 2.15 has `finalize_backward`.
 
-    Since 2.15 a root's last callback reads which call ends the backward. Its forward would have set that.
+    Since 2.15 the root's final callback reads a flag that its forward would have set. So it is set here.
     """
     for module in modules:
         for group in _fsdp_groups(module):
@@ -500,20 +507,20 @@ def reduce_fsdp_gradients(modules: Sequence[Any]) -> None:
 
 
 def fsdp_parameters(module: Any) -> list[Any]:
-    """For each parameter that `module` itself shards: what keeps it and its gradient."""
+    """Return the `FSDPParam` of each parameter that `module` itself shards: the owner of its shard and gradient."""
     return [fsdp_param for group in _fsdp_groups(module) for fsdp_param in group.fsdp_params]
 
 
 def has_unreduced_grad(parameter: Any) -> bool:
-    """Whether a parameter of `fsdp_parameters` has a gradient that is not averaged yet."""
+    """Return whether an `FSDPParam` has a gradient that is not averaged yet."""
     if not hasattr(parameter, "_unsharded_param"):
         return False
-    accumulated_grad = getattr(parameter, "unsharded_accumulated_grad", None)  # until 2.14, in the type it is reduced in
+    accumulated_grad = getattr(parameter, "unsharded_accumulated_grad", None)  # until 2.14, in the dtype of the reduction
     return accumulated_grad is not None or parameter.unsharded_param.grad is not None
 
 
 def set_zero_grad(parameter: Any) -> None:
-    """Set the gradient of a parameter of `fsdp_parameters`, which has none, to zero."""
+    """Set the gradient of an `FSDPParam` that has none to zero."""
     unsharded = parameter.unsharded_param
     unsharded.grad = torch.zeros_like(unsharded, dtype=unsharded.grad_dtype)
 

@@ -1,11 +1,11 @@
-"""Context parallel: ranks along the mesh's axis `cp` have a part of a sequence's tokens each, and meet in attention.
+"""Context parallel: each rank along the mesh's axis `cp` has a part of a sequence's tokens; they communicate in attention.
 
-Each rank has all heads of some tokens. If the heads of queries and of keys divide by the ranks, an all-to-all gives each rank
-some heads of all tokens, and a second one gives the tokens back (Jacobs et al. 2023, "DeepSpeed Ulysses"). For (batch, heads,
-time, width) over C ranks, a rank sends (C - 1) / C of its queries, keys, values and outputs in a forward, and as much in a
-backward. If they do not divide, each rank gathers the keys and values of all tokens.
+Each rank has all heads of some tokens. If the numbers of query and key heads divide by the number of ranks, an all-to-all gives
+each rank some heads of all tokens, and a second one gives the tokens back (Jacobs et al. 2023, "DeepSpeed Ulysses"). For shape
+(batch, heads, tokens, width) over C ranks, a rank sends (C - 1) / C of its queries, keys, values and outputs in a forward, and
+as much in a backward. If the numbers do not divide, each rank gathers the keys and values of all tokens.
 
-Ranks along `cp` run the same table, so that these collectives stand in the same place of every rank's program.
+Ranks along `cp` run the same table, so these collectives have the same order on all of them.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,22 @@ from penstock.errors import MismatchError
 
 
 class ContextParallelAttention(AttentionContext):
-    """Attention of a sequence whose parts are on the ranks of `group`. `index`: this rank's place among them."""
+    """Attention over a sequence whose tokens are spread over the ranks of `group`. `index`: this rank's index in the group."""
 
     def __init__(self, group: dist.ProcessGroup, index: int) -> None:
         self._group, self.part = group, index
 
     def begin_step(self, lengths: Sequence[int], dim: int) -> None:
-        """Set how many tokens each rank has, and the dimension that has them."""
+        """Set the number of tokens of each rank (`lengths`), and the dimension of the stage's tensors that has the tokens."""
         self.lengths, self.sequence_dim = lengths, dim
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None, dropout: float
     ) -> Tensor:
-        """Return the attention of this rank's tokens to those of all ranks. All ranks of the group call it."""
+        """Return the attention of this rank's tokens to those of all ranks. All ranks of the group call it.
+
+        `query`, `key`, `value`: (batch, heads, this rank's tokens, width). Returns (batch, query heads, tokens, value width).
+        """
         ranks, length = len(self.lengths), self.lengths[self.part]
         if not query.shape[2] == key.shape[2] == length:
             raise MismatchError(
@@ -59,12 +62,12 @@ class ContextParallelAttention(AttentionContext):
         return attend(query, key[:, :, :visible_length], value[:, :, :visible_length], causal, mask, scale, dropout, part)
 
     def _gather_tokens_scatter_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Give away all heads but this rank's, and get those of all tokens."""
+        """Return each tensor with all tokens, but this rank's heads only, by an all-to-all."""
         head_chunks = zip(*[tensor.chunk(len(self.lengths), 1) for tensor in tensors], strict=True)
         return self._gather_tokens_by_rank([list(heads) for heads in head_chunks])
 
     def _gather_heads_scatter_tokens(self, attended: Tensor) -> Tensor:
-        """Give away all tokens but this rank's, and get all heads of those."""
+        """Return the tensor with all heads, but this rank's tokens only, by an all-to-all."""
         parts = attended.split(list(self.lengths), 2)
         shape = parts[self.part].shape
         return torch.cat([heads for [heads] in self._all_to_all_tensors([[part] for part in parts], [[shape]] * len(parts))], 1)
@@ -74,7 +77,7 @@ class ContextParallelAttention(AttentionContext):
         return self._gather_tokens_by_rank([tensors] * len(self.lengths))
 
     def _gather_tokens_by_rank(self, tensors_by_rank: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Send to each rank its list of tensors of this rank's tokens; return them with the tokens of all ranks."""
+        """Send each rank its list of tensors; return the tensors that were sent here, joined along the tokens."""
         shapes = [
             [(*tensor.shape[:2], length, *tensor.shape[3:]) for tensor in tensors_by_rank[self.part]] for length in self.lengths
         ]
@@ -83,7 +86,7 @@ class ContextParallelAttention(AttentionContext):
     def _all_to_all_tensors(
         self, tensors_by_rank: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
     ) -> list[Sequence[Tensor]]:
-        """Send to each rank its list of tensors; return the lists that the ranks have sent, of these shapes."""
+        """Send each rank its list of tensors; return the lists that the ranks have sent here, which have these `shapes`."""
         sizes = [[prod(shape) for shape in row] for row in shapes]
         flat = torch.cat([tensor.reshape(-1) for row in tensors_by_rank for tensor in row])
         send_sizes = [sum(tensor.numel() for tensor in row) for row in tensors_by_rank]
@@ -93,7 +96,7 @@ class ContextParallelAttention(AttentionContext):
 
 
 class _AllToAll(torch.autograd.Function):
-    """One all-to-all of a flat tensor, whose gradients go back the same way."""
+    """An all-to-all of a flat tensor. Its backward is the reverse all-to-all of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Data parallel: the stages of replicas, along `dp` and `cp`, held equal by DistributedDataParallel or `fully_shard`."""
+"""Data parallel: replicate stages along `dp` and `cp` by DistributedDataParallel or `fully_shard`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -17,17 +17,17 @@ from penstock.mesh.position import MeshPosition
 from penstock.stage.dtensor import local_shard
 from penstock.stage.replication import NoReplication, Replication
 
-BROADCAST_BUCKET_BYTES = 1 << 25  # of one message
-ApplyDataParallel = Callable[[nn.Module, DeviceMesh], nn.Module]  # a stage, an axis -> the stage, held equal along it
+BROADCAST_BUCKET_BYTES = 1 << 25
+ApplyDataParallel = Callable[[nn.Module, DeviceMesh], nn.Module]  # (stage, axis of the mesh) -> the stage, replicated along it
 
 
 def apply_ddp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """`module` held equal by DistributedDataParallel."""
+    """Return `module` wrapped in DistributedDataParallel."""
     return DistributedDataParallel(module, process_group=mesh.get_group(), gradient_as_bucket_view=True, init_sync=False)
 
 
 def apply_fsdp(module: nn.Module, mesh: DeviceMesh) -> Any:
-    """`module`, its parameters spread by `fully_shard`."""
+    """Apply `fully_shard` to `module`, and return it."""
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard(module, mesh=mesh)
@@ -39,7 +39,7 @@ APPLY_BY_NAME: dict[str, ApplyDataParallel] = {"ddp": apply_ddp, "fsdp": apply_f
 def make_data_parallel(
     module: nn.Module, position: MeshPosition, apply: ApplyDataParallel, ignored_names: Sequence[str]
 ) -> Replication:
-    """`module` in a copy on every rank along `dp` and `cp`, all with the first one's values, from now on held equal by `apply`.
+    """Broadcast the first replica's values of `module` along `dp` and `cp`, apply `apply`, and return the stage's Replication.
 
     `ignored_names`: of parameters whose gradients go to another stage. Raises MismatchError if `apply` replicates nothing.
     """
@@ -51,7 +51,7 @@ def make_data_parallel(
         return NoReplication()
     torch_private.ignore_in_ddp(module, ignored_names)
     if apply is apply_ddp and position.tp is not None:
-        apply = torch_private.replicate_with_fsdp  # DistributedDataParallel does not take parameters that are shared along `tp`
+        apply = torch_private.replicate_with_fsdp  # DistributedDataParallel does not accept DTensors
     wrap = partial(apply, module, mesh)
     if apply is apply_ddp and not any(
         parameter.requires_grad and name not in ignored_names for name, parameter in module.named_parameters()
@@ -68,9 +68,9 @@ def make_data_parallel(
 def replication_of(
     module: nn.Module, wrapped: Any, group: dist.ProcessGroup | None = None, wrap: Callable[[], Any] | None = None
 ) -> Replication:
-    """What `wrapped` says others have of `module`: DistributedDataParallel or `fully_shard` has made it, or perhaps nobody.
+    """Return the Replication for `wrapped`: DDP's or FSDP's, or NoReplication if neither was applied to `module`.
 
-    `group` has the replicas, and `wrap` makes it again; None where they are pipelines that know nothing of each other.
+    `group`: the replicas. `wrap`: returns `module` wrapped anew. Both are None for replicas that are separate pipelines.
     """
     if isinstance(wrapped, DistributedDataParallel):
         return DDPReplication(module, wrapped, group, wrap)
@@ -78,13 +78,13 @@ def replication_of(
 
 
 def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """After a step: the buffers that are state, BatchNorm's statistics for instance, become replica 0's."""
+    """Set the persistent buffers (BatchNorm's statistics for instance) to replica 0's, after a step."""
     state = module.state_dict(keep_vars=True)
     broadcast_from_first([named_buffer for name, named_buffer in module.named_buffers() if name in state], group)
 
 
 def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Give all of `group` the values that its first rank has."""
+    """Set `tensors` on all ranks of `group` to the values of its first rank."""
     local_shards = [local_shard(tensor.detach()) for tensor in tensors]
     if local_shards:
         torch_private.broadcast_coalesced(group, local_shards, BROADCAST_BUCKET_BYTES)

@@ -1,15 +1,15 @@
 """A stage that DistributedDataParallel replicates: gradients are averaged over the replicas once, after the last backward.
 
-DistributedDataParallel's own forward is not called: it would take the backward of every microbatch for the last one of the
-step. Instead this steers its reducer, by the hooks of `Replication`:
+DistributedDataParallel's own forward is not called: it would average the gradients in the backward of every microbatch. Instead
+its reducer is controlled by the hooks of `Replication`:
 
     begin_step            wrap the module again if other parameters are trainable now
-    F F .. B B ..         forwards and all backwards but the last: the reducer sleeps
-    before_last_backward  the reducer expects one gradient for each trainable parameter; `_LastBackward` notes which arrive
-      last B or W         a bucket is complete -> `_average_bucket` begins an all-reduce of it, and the rank goes on
+    F F .. B B ..         forwards and all backwards but the last: the reducer does nothing
+    before_last_backward  the reducer expects one gradient for each trainable parameter; `_LastBackward` records which arrive
+      last B or W         a bucket is complete -> `_average_bucket` begins to all-reduce it, without waiting
     after_last_backward   add zeros for parameters without a gradient, so that every bucket is completed;
-                          begin to ask all replicas which parameters had one (`GradientPresenceReduce`)
-    finish_step           wait for the all-reduces; what no replica had a gradient of gets `grad = None` again
+                          begin an all-reduce of which parameters had a gradient (`GradientPresenceReduce`)
+    finish_step           wait for the all-reduces; set `grad = None` for parameters that had a gradient on no replica
 """
 
 from collections.abc import Callable, Sequence
@@ -28,12 +28,12 @@ from penstock.torch_private import run_backward
 
 
 class DDPReplication(Replication):
-    """Average a stage's gradients by DistributedDataParallel, see above.
+    """The replication of a stage by DistributedDataParallel, which averages its gradients: see above.
 
     `ddp_module`: None as long as no parameter is trainable.
-    `wrap`: makes `ddp_module`. With it the all-reduces overlap with the rank's further actions, until `finish_step`; unless
-        `ddp_module` has a communication hook already, or copies its buckets into the gradients. None for replicas that are
-        separate pipelines, unknown to each other.
+    `wrap`: returns a new `ddp_module`. With it the all-reduces overlap with the rank's further actions until `finish_step`,
+        unless `ddp_module` has a communication hook already, or copies its buckets into the gradients. None for replicas that
+        are separate pipelines.
     """
 
     hooks_gradients = True
@@ -64,9 +64,9 @@ class DDPReplication(Replication):
         return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
 
     def _average_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin an all-reduce of `bucket`, which the gradients are views of.
+        """Begin to average `bucket`, whose views are the gradients. This is a communication hook.
 
-        The future says at once that it is done, so that the backward does not wait; `finish_step` waits.
+        The returned future is done at once, so that the backward does not wait for the all-reduce. `finish_step` does.
         """
         assert self._ddp_module is not None
         assert self._last_backward is not None
@@ -80,12 +80,12 @@ class DDPReplication(Replication):
         return future
 
     def begin_step(self) -> None:
-        """Wrap the module again if other parameters are frozen now: DistributedDataParallel looks only when it is made."""
+        """Wrap the module again if other parameters are frozen now: DistributedDataParallel checks that only when created."""
         if self._wrap is not None and list(map(id, self._trainable_parameters())) != list(map(id, self._trainable)):
             self._set_ddp_module(self._wrap() if self._trainable_parameters() else None)
 
     def before_last_backward(self, graph_ends: Sequence[Tensor] = ()) -> None:
-        """Have the next backward complete the gradients and sum them.
+        """Make the next backward average the gradients.
 
         With `find_unused_parameters`, parameters that `graph_ends` do not depend on are not waited for.
         """
@@ -107,8 +107,8 @@ class DDPReplication(Replication):
 
     def finish_step(self, training: bool) -> None:
         """Wait until the gradients are averaged; if the replicas' backwards did not match, average them only now."""
-        averaged_on_the_way = self._last_backward is not None or (self._wrap is not None and self.backwards_match)
-        if training and not averaged_on_the_way:
+        already_averaged = self._last_backward is not None or (self._wrap is not None and self.backwards_match)
+        if training and not already_averaged:
             if not self._expect_last_backward(self._trainable).parameters:
                 _add_zero_gradients(self._trainable)
             self.after_last_backward()
@@ -121,11 +121,11 @@ class DDPReplication(Replication):
         """Return an empty tensor that depends on all of `outputs`, if `find_unused_parameters` needs one."""
         is_needed = self._ddp_module is not None and self._ddp_module.find_unused_parameters and len(outputs) > 0
         with torch.enable_grad():
-            return (_GraphEnd.apply(*outputs),) if is_needed else ()  # also of a parameter, which by itself has no graph
+            return (_GraphEnd.apply(*outputs),) if is_needed else ()  # an output may be a parameter, which has no graph
 
 
 class _LastBackward:
-    """The last backward of a step: which of `parameters` got a gradient by it, and the all-reduces that it began."""
+    """The last backward of a step: which of `parameters` got a gradient in it, and the all-reduces that it began."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -139,7 +139,7 @@ class _LastBackward:
         ]
 
     def add_missing_gradients(self, group: dist.ProcessGroup | None) -> None:
-        """Add zeros to the gradients of parameters that were not reached, and begin to ask which any replica has."""
+        """Add zeros to the gradients of parameters that got none, and begin to reduce which gradients any replica has."""
         for hook in self._hooks:
             hook.remove()
 
@@ -149,7 +149,7 @@ class _LastBackward:
             self._presence = GradientPresenceReduce(has_gradient, group, self.parameters[0].device)
 
     def finish(self) -> None:
-        """Wait for the all-reduces; remove the gradients that no replica has."""
+        """Wait for the all-reduces; set gradients that no replica has to None."""
         for work in self.all_reduces:
             work.wait()
 
@@ -160,13 +160,13 @@ class _LastBackward:
 
 
 def _add_zero_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Add zeros to the gradients by a backward from the parameters' own nodes, where DistributedDataParallel listens."""
+    """Add zeros to the gradients by a backward, so that DistributedDataParallel's hooks on the parameters are called."""
     if parameters:
         run_backward(list(map(get_gradient_edge, parameters)), list(map(torch.zeros_like, parameters)))
 
 
 class _GraphEnd(torch.autograd.Function):
-    """An empty tensor that depends on other tensors, and does not keep their memory."""
+    """Returns an empty tensor that depends on other tensors, without keeping their memory."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:

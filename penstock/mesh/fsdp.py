@@ -1,11 +1,11 @@
-"""A stage whose parameters `fully_shard` has spread over its replicas: gathered for a whole step, not for each microbatch.
+"""A stage that `fully_shard` shards over its replicas: its parameters are gathered once a step, not for each microbatch.
 
-Torch's own hooks would gather the parameters for every microbatch, forward and backward, and reduce the gradients as often.
-Here that is part of a rank's program: the parameters of its first stage are gathered as soon as a step begins, those of
-each further stage once the stage before has begun to work, and the gradients are reduced after the stage's last action.
+torch's own hooks would gather the parameters for the forward and the backward of every microbatch, and reduce the gradients as
+often. Here the parameters of a rank's first stage are gathered when a step begins, and those of each further stage once the
+stage before it has begun its first action. The gradients of a stage are reduced after its last action.
 
-The order of these collectives is the same on all replicas, whose tables are alike. A rank gathers all its parameters before it
-averages any gradient: no stage's backwards are complete before the last microbatch has been through all stages.
+These collectives have the same order on all replicas, as their tables are equal. A rank gathers all its parameters before it
+averages any gradient: a stage completes its backwards only after the last microbatch has been through all stages.
 """
 
 import sys
@@ -20,13 +20,13 @@ from penstock import torch_private
 from penstock.mesh.gradient_presence import GradientPresenceReduce
 from penstock.stage.replication import NoReplication, Replication
 
-_averaging_pool = ThreadPoolExecutor(1, "penstock-average")  # on the CPU these collectives block the caller
+_averaging_pool = ThreadPoolExecutor(1, "penstock-average")  # on the CPU the reduce-scatters block their caller
 
 
 class FSDPReplication(Replication):
-    """A stage that `fully_shard` was applied to, or to submodules of; or torch's `replicate`, which is built on it.
+    """The replication of a stage by `fully_shard`, or by torch's `replicate`, of the stage or of its submodules.
 
-    `group`: its replicas; None for replicas that are separate pipelines, which must use the same parameters.
+    `group`: the replicas; None for replicas that are separate pipelines, which must use the same parameters.
     """
 
     parameters_ready = False
@@ -39,7 +39,7 @@ class FSDPReplication(Replication):
         self._averaging: Future[None] | None = None
 
     def prefetch_parameters(self) -> None:
-        """Begin to gather the parameters."""
+        """Begin to gather the parameters, unless that has begun."""
         if self._unshard_handles:
             return
 
@@ -69,7 +69,7 @@ class FSDPReplication(Replication):
             self.next_stage.prefetch_parameters()
 
     def after_last_backward(self) -> None:
-        """Begin to average the gradients; each rank keeps its shard of them and of the parameters."""
+        """Begin to reduce-scatter the gradients, and free the gathered parameters."""
         if self.backwards_match and self._device.type == "cpu":
             self._averaging = _averaging_pool.submit(self._reduce_scatter_gradients)
         elif self.backwards_match:
@@ -82,7 +82,7 @@ class FSDPReplication(Replication):
         torch_private.reduce_fsdp_gradients(self._modules)
 
     def _add_zero_gradients(self, group: dist.ProcessGroup) -> None:
-        """Set zeros as the gradient of parameters that have one on another replica only: all must average the same ones."""
+        """Set the gradient to zero for parameters that have one on another replica only: all replicas must average the same."""
         parameters = [parameter for module in self._modules for parameter in torch_private.fsdp_parameters(module)]
         has_gradient = [torch_private.has_unreduced_grad(parameter) for parameter in parameters]
 
@@ -105,12 +105,12 @@ class FSDPReplication(Replication):
 
 def fsdp_modules(module: nn.Module) -> list[Any]:
     """Return the submodules of `module`, itself among them, that `fully_shard` was applied to."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # imported by whoever applied it; the import takes a second
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # imported if it was applied; the import takes a second
     return [submodule for submodule in module.modules() if isinstance(submodule, fsdp.FSDPModule)] if fsdp is not None else []
 
 
 def begin_step_and_prefetch(replications: list[Replication]) -> None:
-    """Begin a step of stages in this order: tell each which comes next, and begin to gather the parameters of the first."""
+    """Begin a step of stages, given in order: set the `next_stage` of each, and begin to gather the first one's parameters."""
     for replication, next_stage in pairwise([*replications, NoReplication()]):
         replication.begin_step()
         replication.next_stage = next_stage

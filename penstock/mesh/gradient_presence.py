@@ -1,4 +1,4 @@
-"""Which gradients exist on any replica, found over the host where the group can, so that no rank waits for its device."""
+"""Find which gradients exist on any replica: on the CPU if the group has it, so that no rank waits for its GPU."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from penstock.torch_private import group_device_types
 
 
 class GradientPresenceReduce:
-    """An asynchronous all-reduce over `group`: for each parameter, whether this replica has a gradient."""
+    """An asynchronous all-reduce (max) over `group` of `has_gradient`: for each parameter, whether this replica has one."""
 
     def __init__(self, has_gradient: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> None:
         flags_device = "cpu" if "cpu" in group_device_types(group) else device
@@ -18,6 +18,6 @@ class GradientPresenceReduce:
         self._work: Any = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def on_any_replica(self) -> list[bool]:
-        """Wait for the answer; return for each parameter whether any replica has a gradient."""
+        """Wait for the all-reduce; return for each parameter whether any replica has a gradient."""
         self._work.wait()
         return [bool(flag) for flag in self._flags.tolist()]

@@ -1,4 +1,4 @@
-"""Which rows of a batch share a microbatch: rows have lengths, and each microbatch is padded to its longest."""
+"""Group rows of different lengths into microbatches, each of which is padded to its longest row."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -9,25 +9,25 @@ from torch import Tensor
 from penstock.errors import MismatchError
 from penstock.schedule.memory import format_bytes, parse_bytes
 
-Cost = Callable[[int, int], float]  # (rows, longest) -> seconds, or any unit
-Limit = float | str | None  # padded tokens; or bytes, as "2GB"
+Cost = Callable[[int, int], float]  # (rows, length of the longest) -> seconds, or any unit
+Limit = float | str | None  # of padded tokens; or of bytes, as "2GB"
 LARGEST_COSTS_TRIED = 8
 
 
 def group_rows(lengths: Sequence[int], microbatches: int, cost: Cost | None = None, limit: Limit = None) -> list[list[int]]:
-    """Share rows out over microbatches so that the pipeline's step is short. Return the row numbers of each microbatch.
+    """Group rows into microbatches so that the pipeline's step is short. Return the row numbers of each microbatch.
 
         groups = ps.plan.group_rows([5, 120, 7, 118, 60, 6], microbatches=3)  # [[0, 2, 5], [1, 3], [4]]
 
-    A rank works the sum of all microbatches' costs, and waits about once for the most expensive one while the pipeline fills
-    and drains; that sum is made small. Sorted by length, neighbours waste the least padding, so each group is a run of the
-    sorted rows, and dynamic programming finds the best runs. Cheap groups come first and last, expensive ones in the middle:
-    then the pipeline fills and drains quickly.
+    A rank computes for the sum of all microbatches' costs. While the pipeline fills and drains, it waits for about the largest
+    of these costs. So (sum + largest) is minimised. Rows of similar length waste the least padding, so each group is a run of
+    the rows sorted by length, and dynamic programming finds the best runs. Cheap groups come first and last, expensive ones in
+    the middle, so that the pipeline fills and drains quickly.
 
-    `lengths`: tokens of each row, at least 1. `microbatches`: how many groups to make, none of them empty.
-    `cost(rows, longest)`: what a microbatch costs, in any unit; by default its padded tokens, rows x longest.
+    `lengths`: tokens of each row, at least 1. `microbatches`: the number of groups, none of them empty.
+    `cost(rows, longest)`: returns the cost of a microbatch in any unit; by default its padded tokens, rows x longest.
     `limit`: the most padded tokens of a microbatch; or the most bytes of its activations on a rank, as "2GB", if `cost` is
-    `pipe.plan_costs()`, or has a method `bytes(rows, longest)`. The result depends on these alone.
+    `pipe.plan_costs()`, or has a method `bytes(rows, longest)`. The result depends on these arguments alone.
 
     Raises MismatchError for fewer rows than microbatches, a length below 1, and a limit that cannot be kept.
     """
@@ -49,7 +49,7 @@ def group_rows(lengths: Sequence[int], microbatches: int, cost: Cost | None = No
 
 
 class SizeLimit:
-    """The most padded tokens of a microbatch, or the most bytes of it, `bytes_of(rows, longest)`.
+    """The limit on a microbatch: in padded tokens, or in bytes as `bytes_of(rows, longest)` returns them.
 
     Raises MismatchError for a `limit` that is neither, and for one in bytes without `bytes_of`.
     """
@@ -66,7 +66,7 @@ class SizeLimit:
             )
 
     def size(self, rows: float, longest: float) -> float:
-        """Return what a microbatch of `rows` takes, padded to `longest` tokens."""
+        """Return the size of a microbatch of `rows` padded to `longest` tokens, in the limit's unit."""
         return self._bytes_of(rows, longest) if self._bytes_of else rows * longest
 
     def format(self, size: float) -> str:
@@ -88,7 +88,7 @@ def _check_lengths_and_limit(lengths: Sequence[int], microbatches: int, limit: S
 
 
 def _group_cost_matrix(lengths: Sequence[int], cost: Cost | None, limit: SizeLimit) -> Tensor:
-    """Entry [start, end]: the cost of a microbatch of the sorted rows start .. end - 1; infinite where there can be none."""
+    """Return the matrix whose entry [start, end] is the cost of the sorted rows start .. end - 1; inf above the limit."""
     costs = torch.full((len(lengths) + 1, len(lengths) + 1), inf, dtype=torch.float64, device="cpu")
     for end, longest in enumerate(lengths, 1):
         sizes = [(end - start, longest) for start in range(end)]
@@ -98,9 +98,9 @@ def _group_cost_matrix(lengths: Sequence[int], cost: Cost | None, limit: SizeLim
 
 
 def _best_group_ends(costs: Tensor, groups: int) -> list[int] | None:
-    """The end of each of the `groups` runs for which (sum + largest) of the costs is least; None if there is no way.
+    """Return the ends of the `groups` runs for which (sum + largest) of their costs is least; None if nothing fits.
 
-    The runs of the least sum come first; then those of the least sum among runs that cost less than their most expensive one.
+    First the runs with the least sum are found. Then the same is repeated for lower bounds on the largest cost.
     """
 
     def sum_and_largest(ends: list[int]) -> tuple[float, float]:
@@ -122,7 +122,7 @@ def _best_group_ends(costs: Tensor, groups: int) -> list[int] | None:
 
 
 def _cheapest_group_ends(costs: Tensor, groups: int) -> list[int] | None:
-    """The ends of the runs of the least sum."""
+    """Return the ends of the `groups` runs with the least sum of costs; None if nothing fits."""
     total = torch.full_like(costs[0], inf)
     total[0] = 0
     starts = []
@@ -140,7 +140,7 @@ def _cheapest_group_ends(costs: Tensor, groups: int) -> list[int] | None:
 
 
 def _fewest_groups(costs: Tensor) -> int:
-    """How many runs it takes at least: each as long as it may be."""
+    """Return the least number of runs that fit, by making each as long as possible."""
     groups, start, rows = 0, 0, len(costs) - 1
     while start < rows:
         start = int(torch.isfinite(costs[start]).nonzero().max())

@@ -1,4 +1,4 @@
-"""This rank's stages over the other axes of the mesh: products shared along `tp`, replicas held equal along `dp` and `cp`."""
+"""Parallelize this rank's stages: split matrix products along `tp`, replicate along `dp` and `cp`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -26,14 +26,14 @@ def parallelize_stages(
     plan: tensor_parallel.TensorParallelPlan | None,
     data_parallel_mode: str | data_parallel.ApplyDataParallel,
 ) -> dict[int, Replication]:
-    """What other pipelines of the mesh have of this rank's stages.
+    """Apply tensor and data parallel to this rank's stages; return the Replication of each stage.
 
-    `modules`, `replications`: by stage. `tied`: parameters that several stages share. `names`: for every stage, its own name of
-    each entry -> the name in the uncut model. Raises MismatchError for a `plan` without an axis `tp` or one that does not fit,
-    and for tied parameters that would be cut.
+    `modules`, `replications`: by stage. `tied`: parameters that several stages share. `names`: for every stage, an entry's name
+    in the stage -> in the uncut model. Raises MismatchError for a `plan` without an axis `tp` or that does not fit the model,
+    and for tied parameters that would be sharded.
     """
     if position.peer_groups:
-        torch_private.clear_dtensor_caches()  # a step that failed has closed the groups of the one before
+        torch_private.clear_dtensor_caches()  # they may have groups of an earlier pipeline, which a failed step has closed
     apply = data_parallel.APPLY_BY_NAME.get(data_parallel_mode) if isinstance(data_parallel_mode, str) else data_parallel_mode
     if apply is None:
         raise MismatchError(
@@ -51,8 +51,8 @@ def parallelize_stages(
         if position.dp_cp_mesh is not None:
             if not isinstance(replication_of_stage[stage], NoReplication):
                 raise MismatchError(f"stage {stage} is data parallel already: give it as it is, the mesh has an axis dp")
-            borrowed = [name for group in tied for owner, name in group if owner == stage != group[0][0]]
-            replication_of_stage[stage] = data_parallel.make_data_parallel(module, position, apply, borrowed)
+            owned_elsewhere = [name for group in tied for owner, name in group if owner == stage != group[0][0]]
+            replication_of_stage[stage] = data_parallel.make_data_parallel(module, position, apply, owned_elsewhere)
     if len({type(value) for value in replication_of_stage.values() if not isinstance(value, NoReplication)}) > 1:
         raise MismatchError(
             "data_parallel= makes DistributedDataParallel of one stage and shards another: do the same with all"
@@ -63,7 +63,7 @@ def parallelize_stages(
 def finish_gradient_averaging(
     stages: Iterable[Stage], parameters: RankParameters, position: MeshPosition, training: bool
 ) -> None:
-    """Wait until gradients are averaged over replicas; sum what ranks along `tp` have of them."""
+    """Wait until gradients are averaged over replicas; in training, sum partial ones along `tp`, and broadcast buffers."""
     with convert_transport_errors("for the replicas to average the gradients"):
         for stage in stages:
             stage.replication.finish_step(training)

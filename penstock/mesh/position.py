@@ -1,19 +1,22 @@
-"""Position: where this rank stands along the axes of the mesh, and which ranks share its rows, tokens or products.
+"""This rank's place along the axes of the mesh, and the ranks that share its rows, tokens or matrix products.
 
-A `DeviceMesh` has up to four axes. Along `pp` lie the ranks of one pipeline. Along `dp` lie its replicas, each with rows of
-its own; gradients are averaged over them once a step. Along `tp` lie ranks that share the products inside every stage. Along
-`cp` lie ranks that have tokens of their own of the same rows; their gradients are averaged together with those along `dp`.
+A `DeviceMesh` has up to four axes:
 
-The ranks of `init_mesh(pp=2, dp=2, tp=2)`, those of a pipeline in a row:
+    pp   the ranks of one pipeline
+    dp   replicas of the pipeline, each with other rows of the batch; gradients are averaged over them once a step
+    cp   ranks with other tokens of the same rows; gradients are averaged over them together with `dp`
+    tp   ranks that share the matrix products inside every stage
+
+The ranks of `init_mesh(pp=2, dp=2, tp=2)`, each pipeline in a row:
 
     dp 0   tp 0   0 --- 4
            tp 1   1 --- 5
     dp 1   tp 0   2 --- 6
            tp 1   3 --- 7
 
-Ranks 0 to 3 have stage 0: 0 and 1 share its products, and so do 2 and 3; 0 and 2 average gradients, and so do 1 and 3.
-All pipelines run the same table, so actions that wait for each other along `tp` or `cp` stand in the same place of every row:
-side by side they are one action, and a table that is proved for one pipeline is proved for all of them.
+Ranks 0 to 3 have stage 0. Ranks 0 and 1 share its products, and so do 2 and 3; 0 and 2 average gradients, and so do 1 and 3.
+All pipelines run the same table. So actions that wait for each other along `tp` or `cp` have the same index in every rank's
+row, and can be seen as one action: the proof of the table for one pipeline holds for all of them.
 """
 
 from dataclasses import dataclass, replace
@@ -33,19 +36,19 @@ MESH_AXES = ("dp", "cp", "tp", "pp")
 
 @dataclass(frozen=True)
 class MeshPosition:
-    """Where this rank stands."""
+    """The place of this rank in the mesh."""
 
     world: Topology  # all ranks of the mesh
-    pipeline: Topology  # those of this rank's pipeline
-    pipelines: tuple[tuple[tuple[int, ...], ...], ...]  # by replica, and by `cp` and `tp`: the ranks of a pipeline
-    replica: int = 0  # this rank's place along `dp`
-    shard: int = 0  # along `cp` and `tp` as one, `tp` the faster
+    pipeline: Topology  # the ranks of this rank's pipeline
+    pipelines: tuple[tuple[tuple[int, ...], ...], ...]  # pipelines[replica][shard]: the ranks of a pipeline
+    replica: int = 0  # this rank's index along `dp`
+    shard: int = 0  # its index along `cp` and `tp` flattened: cp_index * tp_size + tp_index
     mesh: DeviceMesh | None = None
     cp_size: int = 1
 
     @property
     def replicas(self) -> int:
-        """The size of `dp`."""
+        """The number of replicas: the size of `dp`."""
         return len(self.pipelines)
 
     def replica_prefix(self, replica: int) -> str:
@@ -54,22 +57,22 @@ class MeshPosition:
 
     @cached_property
     def replica_pipelines(self) -> list[tuple[int, ...]]:
-        """Of each replica, the ranks of one pipeline: those beside it along `cp` and `tp` have the same batch."""
+        """The ranks of one pipeline of each replica. Its other pipelines, along `cp` and `tp`, have the same rows."""
         return [shards[0] for shards in self.pipelines]
 
     @property
     def cp_index(self) -> int:
-        """This rank's place along `cp`."""
+        """This rank's index along `cp`."""
         return self.shard // self._tp_size
 
     @property
     def batch_part_index(self) -> int:
-        """Which part of the batch this rank has: rows by its place along `dp`, of these the tokens by that along `cp`."""
+        """The index of this rank's part of the batch. Parts are numbered by rows (`dp`), then by tokens (`cp`)."""
         return self.replica * self.cp_size + self.cp_index
 
     @cached_property
     def batch_part_pipelines(self) -> list[tuple[int, ...]]:
-        """Of each part of the batch, the ranks of one pipeline: those beside it along `tp` say the same."""
+        """The ranks of one pipeline for each part of the batch. The part's other pipelines, along `tp`, have equal results."""
         return [pipeline for shards in self.pipelines for pipeline in shards[:: self._tp_size]]
 
     @property
@@ -78,24 +81,24 @@ class MeshPosition:
 
     @property
     def num_ranks_per_stage(self) -> int:
-        """How many ranks have a stage of this rank's."""
+        """The number of ranks that have the same stages as this rank, this one included."""
         return self.replicas * len(self.pipelines[0])
 
     @property
     def stage_rank_index(self) -> int:
-        """Which of them this rank is."""
+        """The index of this rank among those with the same stages, below `num_ranks_per_stage`."""
         return self.replica * len(self.pipelines[0]) + self.shard
 
     @cached_property
     def dp_cp_mesh(self) -> DeviceMesh | None:
-        """The axes `dp` and `cp` as one, along which gradients are averaged, if it has more than one rank."""
+        """The axes `dp` and `cp` as one axis, along which gradients are averaged; None if it has one rank."""
         if self.mesh is None or len(self.batch_part_pipelines) == 1:
             return None
         return flatten_mesh(self.mesh["dp", "cp"]) if self.cp_size > 1 else self.mesh["dp"]
 
     @cached_property
     def cp_group(self) -> dist.ProcessGroup | None:
-        """A group of the ranks along `cp`, if there are several. The axis' own may be the one that averages gradients."""
+        """A new group of the ranks along `cp`; None if there is one. The mesh's own may be in use for averaging gradients."""
         if self.cp_size == 1:
             return None
         ranks = [
@@ -106,23 +109,23 @@ class MeshPosition:
 
     @cached_property
     def tp(self) -> DeviceMesh | None:
-        """The axis, if it has more than one rank."""
+        """The axis `tp` of the mesh; None if it has one rank."""
         return self.mesh["tp"] if self.mesh is not None and self._tp_size > 1 else None
 
     @cached_property
     def stage_ranks(self) -> list[tuple[int, ...]]:
-        """For each place in a pipeline, the ranks that stand there: they have the same stages."""
+        """The ranks with the same stages, for each rank of a pipeline."""
         return list(zip(*[ranks for shards in self.pipelines for ranks in shards], strict=True))
 
     @property
     def peer_groups(self) -> list[Any]:
-        """The process groups that this rank's pipeline shares with those beside it."""
+        """The process groups that this rank shares with ranks of other pipelines."""
         groups = [mesh.get_group() for mesh in (self.dp_cp_mesh, self.tp) if mesh is not None]
         return [*groups, self.cp_group] if self.cp_group is not None else groups
 
 
 def mesh_position(mesh: DeviceMesh | None, topology: Topology) -> MeshPosition:
-    """Where this rank stands in `mesh`; without one, all ranks are one pipeline.
+    """Return this rank's position in `mesh`; without a mesh, all ranks are one pipeline.
 
     Raises MismatchError for axes of other names, and for a mesh that is not made of all ranks.
     """

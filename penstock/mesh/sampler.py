@@ -1,4 +1,4 @@
-"""Which rows of a dataset each replica is given, epoch by epoch: ranks of one pipeline the same, replicas none twice."""
+"""Samplers: the rows of a dataset for each replica and epoch, the same on all ranks of a pipeline, disjoint over replicas."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +13,13 @@ from penstock.randomness import mix_seed
 
 
 class ReplicaSampler(Sampler[int]):
-    """Numbers of rows for a DataLoader, `DataLoader(dataset, batch_size, sampler=sampler)`: those of one replica.
+    """Yields one replica's row numbers for a DataLoader: `DataLoader(dataset, batch_size, sampler=sampler)`.
 
-    Shuffle after shuffle of the whole dataset makes one long row of numbers, which replicas take in turns. No row is lost and
-    none doubled: where `rows` do not divide by `replicas`, those left over by one epoch are the first of the next, so that all
-    replicas have as many batches. Each iteration is the next epoch; `set_epoch` chooses it.
+    Shuffles of the whole dataset, one after the other, form a sequence from which replicas take rows in turns. No row is lost
+    or used twice: if `rows` do not divide by `replicas`, the rest of an epoch begins the next one. All replicas have the same
+    number of batches. Each iteration is the next epoch; `set_epoch` chooses it.
 
+    `rows`: of the dataset. `replica`: this one's index, of `replicas`.
     Raises MismatchError for fewer rows than replicas.
     """
 
@@ -26,18 +27,18 @@ class ReplicaSampler(Sampler[int]):
         if rows < replicas:
             raise MismatchError(f"{rows} rows cannot be shared out over {replicas} replicas (dp): each needs one")
         self.rows, self.replica, self.replicas, self.shuffle, self.seed = rows, replica, replicas, shuffle, seed
-        self.epoch = 0  # the next iteration's
+        self.epoch = 0  # of the next iteration
 
     def __len__(self) -> int:
-        """Rows of this replica in an epoch."""
+        """Return the number of this replica's rows in an epoch."""
         return self.rows // self.replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`, for a training that is resumed; the ones after it follow."""
+        """Set the epoch of the next iteration, to resume a training. Later iterations continue from it."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        """This replica's rows of one epoch."""
+        """Return an iterator over this replica's row numbers in one epoch."""
         num_rows = len(self) * self.replicas
         begin, self.epoch = self.epoch * num_rows, self.epoch + 1
         first_shuffle, last_shuffle = begin // self.rows, (begin + num_rows - 1) // self.rows
@@ -53,9 +54,9 @@ class ReplicaSampler(Sampler[int]):
 
 
 class GroupSampler(Sampler[list[list[int]]]):
-    """Row numbers of each step of one replica, in a group for each microbatch: `pipe.batches`.
+    """Yields the row numbers of each step of one replica, one list for each microbatch. Used by `pipe.batches`.
 
-    `sampler` says which rows come when; its consecutive `rows` are a step. Arguments as for `Pipeline.batches`.
+    `sampler`: gives the order of rows, of which `rows` at a time are a step. Other arguments: see `Pipeline.batches`.
     """
 
     def __init__(
@@ -79,16 +80,16 @@ class GroupSampler(Sampler[list[list[int]]]):
         self._steps_to_skip = 0  # in the next iteration
 
     def __len__(self) -> int:
-        """Steps of an epoch."""
+        """Return the number of steps in an epoch."""
         return math.ceil(len(self.sampler) / self.rows)
 
     def set_step(self, step: int) -> None:
-        """The next iteration goes on after `step` steps since the first epoch began: for a training that is resumed."""
+        """Begin the next iteration after step `step`, counted from the first epoch on, to resume a training."""
         epoch, self._steps_to_skip = divmod(step, len(self))
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[list[int]]]:
-        """The groups of each step of one epoch."""
+        """Yield the groups of row numbers of each step in one epoch."""
         numbers = list(self.sampler)
         begin, self._steps_to_skip = self._steps_to_skip * self.rows, 0
         for first in range(begin, len(numbers), self.rows):

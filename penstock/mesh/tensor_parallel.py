@@ -1,4 +1,4 @@
-"""Tensor parallel: ranks along the mesh's axis `tp` share products inside the stages, by a plan of torch's styles."""
+"""Tensor parallel: ranks along the mesh's axis `tp` share matrix products inside stages, by a plan of torch's styles."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,15 +16,16 @@ from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.stage import tied_parameters
 
-# Names of submodules in the uncut model, with * for any part between two dots -> ColwiseParallel(), RowwiseParallel(), ..
+# Name of submodules in the uncut model, with * as a wildcard between two dots -> ColwiseParallel(), RowwiseParallel(), ..
 TensorParallelPlan = Mapping[str, Any]
 
 
 def check_tensor_parallel_plan(
     plan: TensorParallelPlan | None, names: Sequence[Mapping[str, str]], position: MeshPosition
 ) -> None:
-    """Raises MismatchError for a `plan` without an axis `tp` or the reverse, and for a name in it that no submodule with
-    parameters has; `names` as in `RankParameters`.
+    """Raise MismatchError unless there is a `plan` exactly if there is an axis `tp`, and its names are in the model.
+
+    `names`: by stage, name of an entry in the stage -> in the uncut model.
     """
     axes = () if position.mesh is None else position.mesh.mesh_dim_names or ()
     if plan is not None and "tp" not in axes:
@@ -43,8 +44,11 @@ def check_tensor_parallel_plan(
 
 
 def parallelize_stage(plan: TensorParallelPlan, module: nn.Module, names: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Call `parallelize_module` on a stage. `names`: a parameter's name in the stage -> in the uncut model."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # imports for a second
+    """Call `parallelize_module` on a stage. `names`: name of a parameter in the stage -> in the uncut model.
+
+    Raises MismatchError if heads of attention would be divided, or if tied parameters would become several.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # this import takes a second
 
     install_mixed_groups_optimizer_check()
 
@@ -73,9 +77,9 @@ def parallelize_stage(plan: TensorParallelPlan, module: nn.Module, names: Mappin
 
 
 def _check_heads_divide(module: nn.Module, name: str, whole_name: str, ranks: int) -> None:
-    """Raises MismatchError where a product that makes the heads of an attention would give some rank a part of a head.
+    """Raise MismatchError if the projection `name` computes attention heads whose number does not divide by `ranks`.
 
-    Models of transformers, and others after them, have a `head_dim` beside their projections, and view the output as heads.
+    Models of transformers, and similar ones, have a `head_dim` beside their projections, and view the output as heads.
     """
     features = getattr(module.get_submodule(name), "out_features", 0)
     size = getattr(module.get_submodule(name.rpartition(".")[0]), "head_dim", 0)
@@ -90,7 +94,7 @@ def _check_heads_divide(module: nn.Module, name: str, whole_name: str, ranks: in
 
 
 def _check_norms_of_heads(module: nn.Module, name: str, whole_name: str, styles: Mapping[str, Any]) -> None:
-    """Raises MismatchError for a norm of heads beside a product that makes some of them: it would have their gradient alone."""
+    """Raise MismatchError for a norm over heads of which each rank has some: its gradient would be of these heads alone."""
     attention_name = name.rpartition(".")[0]
     attention = module.get_submodule(attention_name)
     for child, layer in attention.named_children():
@@ -105,12 +109,12 @@ def _check_norms_of_heads(module: nn.Module, name: str, whole_name: str, styles:
 
 @cache
 def install_mixed_groups_optimizer_check() -> None:
-    """Have all optimizers of this process look before each step whether torch's kernels for many tensors take their groups."""
+    """Make all optimizers of this process check before each step that `foreach` and `fused` kernels can update their groups."""
     register_optimizer_step_pre_hook(lambda optimizer, *_: _check_no_mixed_groups(optimizer))
 
 
 def _check_no_mixed_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Raises MismatchError for a group of tensors and DTensors that `foreach` or `fused` would update at once."""
+    """Raise MismatchError for a group that has both tensors and DTensors, and that `foreach` or `fused` would update."""
     for number, group in enumerate(optimizer.param_groups):
         parameters = [param for param in group["params"] if param.grad is not None]
         was_requested = group.get("foreach") or group.get("fused")
@@ -126,7 +130,7 @@ def _check_no_mixed_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _enclosing_modules(name: str) -> list[str]:
-    """The submodules that the entry `name` is in, from its own to the outermost."""
+    """Return the names of the submodules that have the parameter or buffer `name` in them, from the innermost outwards."""
     return list(accumulate(name.split(".")[:-1], "{}.{}".format))[::-1]
 
 
@@ -136,7 +140,7 @@ def _matches(module: str, pattern: str) -> bool:
 
 
 def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """At the end of a step: sum gradients of which each rank has a term, as norms leave them that see parts of a sequence."""
+    """Sum gradients of which each rank has a term only, at the end of a step: those of norms under sequence parallel."""
     for parameter in parameters:
         gradient: Any = parameter.grad
         placements = getattr(parameter, "placements", None)

@@ -1,21 +1,21 @@
-"""Ranks: how they start, send each other tensors, make the same calls, and raise the same error when one fails.
+"""Communication of ranks: start them, send tensors, make the same calls on all, raise the same error when one fails.
 
-topology          which rank this process is, among how many, on which device
-rendezvous        what ranks write into the store where they meet: the id of a run, which ranks have left
-backends          NCCL or Gloo, and the network interface
-heartbeat         a thread of each rank that beats, and monitors another rank
-process           what a rank's process does, and its state, readable by other processes of its machine
+topology          this process's rank, the number of ranks, this rank's device
+rendezvous        what ranks write into the store: the id of a run, which ranks have left
+backends          choose NCCL or Gloo, and the network interface
+heartbeat         a thread of each rank that sends heartbeats, and monitors other ranks
+process           the activity and state of a rank's process, readable by other processes of its machine
 process_groups    process groups that can be closed while ranks wait in them
-abort             ends all waits in a process group
-failure_reports   what ranks report when a step fails, and the one error that follows from it
-control_group     all ranks make the same calls, exchange small values, and fail together
-encoding          values as bytes and back, without pickle
-point_to_point    a tensor from one rank to another
+abort             end all waits in a process group
+failure_reports   reports of ranks when a step fails, and the one error that all raise
+control_group     all ranks make the same calls, exchange small values, and raise the same error
+encoding          encode values as bytes, without pickle
+point_to_point    send a tensor from one rank to another
 device_mesh       the device mesh of all ranks
-preemption        signals that ask the program to save and leave
-system            what the operating system refuses, and what it is asked for
+preemption        signals that ask the program to save and exit
+system            limits and settings of the operating system, messages for the user
 time_limits       all times of this room
-launch/           ranks of this machine: started, and started again when one has failed
+launch/           start ranks on this machine, and restart them when one has failed
 transport/        messages between stages
 """
 

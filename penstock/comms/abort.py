@@ -1,8 +1,8 @@
-"""Abort a process group, as a failed rank does after its report: every rank that waits in it wakes up, and fails too.
+"""Abort a process group, as a failed rank does after its report: the operations of all ranks that wait in it fail.
 
-torch's Gloo groups have no call for that. A receive that times out does it: it fails every operation of its group on this rank
-and closes the connections, so the operations of the peers fail too, within milliseconds. So a receive is made to time out on
-purpose. NCCL's communicators have `abort()`.
+NCCL's communicators have `abort()`. torch's Gloo groups have no such call. But when a receive times out, Gloo fails every
+operation of its group on this rank and closes the connections, so that the operations of the peers fail too, within
+milliseconds. So a receive is made to time out on purpose.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,7 +39,7 @@ def abort_on_error(groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
 def abort_backend(backend: Any) -> None:
     """End all waits in one backend (ProcessGroupGloo, ProcessGroupNCCL) of a group.
 
-    Under Gloo a receive from a peer that has aborted already fails at once and closes nothing. So one is made from every peer.
+    Under Gloo, a receive from a peer that has already aborted fails at once and closes nothing. So there is one from each peer.
     """
     if backend.name() != "gloo":
         with suppress(RuntimeError):

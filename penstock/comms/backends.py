@@ -1,7 +1,7 @@
-"""The backend (NCCL or Gloo) that carries tensors between ranks, and the network interface that it uses.
+"""Choose the backend (NCCL or Gloo) that sends tensors between ranks, and its network interface.
 
-Gloo must be given the interface that leads to the other ranks. By default it takes the address of this machine's own name,
-which is often a loopback (Debian: 127.0.1.1), where no other machine finds it.
+Gloo must be given the interface that leads to the other ranks. By default it takes the address of this machine's own name. That
+is often a loopback (Debian: 127.0.1.1), which other machines cannot reach.
 """
 
 import os
@@ -29,19 +29,19 @@ INTERFACE_REQUEST, ADDRESS_IN_ANSWER = struct.Struct("256s"), slice(20, 24)
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Return the UUID of a GPU, which no other GPU has, on no machine; NO_GPU for a device that NCCL does not use."""
+    """Return the UUID of a GPU, unique over all machines; NO_GPU for a device that NCCL does not support."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return NO_GPU
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def choose_backend(uuids: Sequence[str]) -> str:
-    """Return "nccl" if the ranks' `gpu_uuid`s are GPUs and all different, as NCCL refuses two ranks on one; else "gloo"."""
+    """Return "nccl" if each rank has a GPU of its own, by their `gpu_uuid`s; else "gloo": NCCL refuses two ranks on one GPU."""
     return "nccl" if NO_GPU not in uuids and len(set(uuids)) == len(uuids) else "gloo"
 
 
 def agree_on_backend(device: torch.device, store: Any, rank: int, ranks: int, timeout: timedelta) -> str:
-    """Return the backend for all `ranks`, which all call it; this one is on `device`. Raises RuntimeError after `timeout`."""
+    """Return "nccl" or "gloo". All `ranks` call it, each with its own `device`. Raises RuntimeError after `timeout`."""
     keys, uuid = [f"gpu-{peer}" for peer in range(ranks)], gpu_uuid(device)
     store.set(keys[rank], uuid)
     if uuid == NO_GPU:  # then it is Gloo, whatever the others have
@@ -57,10 +57,9 @@ def set_nccl_defaults() -> None:
 
 
 def find_interface(host: str, several_machines: bool) -> str | None:
-    """Return the name of the network interface that leads to `host`; None if there is no way over IPv4, or not on Linux.
+    """Return the name of the network interface that leads to `host`; None if none does over IPv4, or not on Linux.
 
-    `several_machines`: then a loopback, for which a machine's own name often stands, is replaced by the interface of the
-    default route.
+    `several_machines`: use the interface of the default route instead of a loopback, as `host` may be this machine's own name.
     """
     address = _own_address_towards(host)
     if address is not None and address.startswith("127.") and several_machines:
@@ -69,10 +68,10 @@ def find_interface(host: str, several_machines: bool) -> str | None:
 
 
 def check_interfaces(names: str) -> None:
-    """Raise PenstockError unless this machine has all the interfaces in `names`, which are separated by commas."""
+    """Raise PenstockError unless this machine has all network interfaces in `names`, a list with commas."""
     existing = [name for _, name in socket.if_nameindex()]
     for name in names.split(","):
-        if name.partition(":")[0] not in existing:  # behind a colon: one of the interface's addresses
+        if name.partition(":")[0] not in existing:  # `eth0:1` is an address of eth0
             problem = f"GLOO_SOCKET_IFNAME is {names}, and the networks of this machine are {', '.join(existing)}"
             raise PenstockError(f"{problem}: set it to one of these, or leave it unset")
 

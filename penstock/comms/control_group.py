@@ -1,14 +1,14 @@
-"""All ranks make the same calls. One that fails reports why, then closes its groups: others' waits end; all raise its error.
+"""All ranks make the same calls, and an error on one rank is raised on all.
 
-All pipelines share one control group. Every row of numbers that ranks exchange there begins with the name of the call that it
-belongs to. So if a rank saves while others step, or steps another pipeline, the next row shows it.
+All pipelines share one control group. Ranks exchange rows of numbers there. Each row begins with the name of its call. So if a
+rank saves while others step, or steps another pipeline, the next row shows it.
 
-When rank 2 cannot go on:
+When rank 2 fails:
 
     rank 2             writes its report into the store, and closes its groups
     rank 1, 3          their waits for rank 2 end: they report that, and close their groups
-    rank 0             its wait for rank 1 ends: the same
-    rank 0, 1, 3       read reports until one has a rank's own error (failure_reports.py): all raise that error
+    rank 0             its wait for rank 1 ends: it does the same
+    rank 0, 1, 3       read reports until one has a rank's own error (failure_reports.py), and raise that error
 
 A rank that others wait for, and that leaves no report, is lost.
 """
@@ -40,7 +40,7 @@ OF_PIPELINE = " of pipeline "  # in the name of a call: between the method and t
 
 
 class WaitError(PenstockError):
-    """A wait for another rank ended badly. Never leaves Penstock: the error that `diagnose` returns takes its place.
+    """A wait for another rank failed. Users never see it: the error that `diagnose` returns is raised instead.
 
     `awaited`: what the rank waited for, as text. `peer`: which rank, None for any. `cause`: the transport's error.
     """
@@ -59,13 +59,13 @@ class PendingTransfer(NamedTuple):
     purpose: str
 
     def wait(self) -> None:
-        """Wait until it has arrived. Raises WaitError."""
+        """Wait until the tensor has arrived. Raises WaitError."""
         with convert_runtime_errors(f"for rank {self.peer} {self.purpose}", self.peer):
             self.work.wait()
 
 
 class convert_runtime_errors:
-    """Context manager around operations of the control group: a RuntimeError becomes a WaitError(awaited, peer)."""
+    """A context manager that raises a RuntimeError of the block as WaitError(awaited, peer)."""
 
     def __init__(self, awaited: str, peer: int | None = None) -> None:
         self._awaited, self._peer = awaited, peer
@@ -79,7 +79,7 @@ class convert_runtime_errors:
 
 @contextmanager
 def convert_transport_errors(awaited: str) -> Iterator[None]:
-    """Around operations that may raise RuntimeErrors of their own: only one that is due to another rank becomes a WaitError."""
+    """Raise a RuntimeError of the block as WaitError(awaited), but only if another rank caused it."""
     try:
         yield
     except RuntimeError as error:
@@ -88,11 +88,11 @@ def convert_transport_errors(awaited: str) -> Iterator[None]:
         raise WaitError(awaited, None, error) from error
 
 
-_groups_count = itertools.count()  # of shared control groups in this process, the same on every rank: their names
+_groups_count = itertools.count()  # numbers the shared control groups of this process, the same on every rank
 
 
 def shared_control_group(topology: Topology) -> "ControlGroup":
-    """Return the control group of all ranks: the same for all pipelines, and a new one once a rank was lost."""
+    """Return the control group of all ranks, the same for all pipelines; a new one after a rank was lost."""
     if not isinstance(topology, Topology):
         raise MismatchError(f"topology= takes what ps.comms.init_distributed() returns, got {topology!r}")
     if topology.world_size == 1:
@@ -105,10 +105,10 @@ def shared_control_group(topology: Topology) -> "ControlGroup":
 
 
 class ControlGroup:
-    """Exchanges small values between all ranks, and makes a failure on one of them the same error on all.
+    """Exchanges small values between all ranks, and raises an error of one rank on all.
 
-    The pipelines of a mesh also wait in torch's process groups. A failure of one of their calls aborts those groups too. They
-    cannot be made again, so that is the end of the pipeline.
+    Pipelines of a mesh also wait in torch's process groups. A failure in one of their calls aborts these groups too. They
+    cannot be created again, so the pipeline has ended then.
     """
 
     def __init__(self, topology: Topology, name: str) -> None:
@@ -116,31 +116,31 @@ class ControlGroup:
         self.is_single = topology.world_size == 1
         self._peers = [rank for rank in range(topology.world_size) if rank != topology.rank]
 
-        self.groups: ProcessGroups | None = None  # while they are open
-        self.times_closed = 0  # because a rank failed
+        self.groups: ProcessGroups | None = None  # None while they are closed
+        self.times_closed = 0  # how often a failure has closed them
         self.rank_was_lost = False
-        self._loss = ""  # how, as text
+        self._loss = ""  # the text of the error by which it was lost
 
         self._mesh_groups: dict[int, Sequence[Any]] = {}  # pipeline -> torch's process groups of its mesh
-        self._active_mesh_groups: dict[int, Sequence[Any]] = {}  # the same, of the pipelines whose calls ranks are in
-        self.ended_pipelines: dict[int, str] = {}  # pipeline whose mesh groups are aborted -> why
+        self._active_mesh_groups: dict[int, Sequence[Any]] = {}  # the same for pipelines that ranks are in a call of
+        self.ended_pipelines: dict[int, str] = {}  # pipeline whose mesh groups are aborted -> the error's text
 
         self._call, self._call_lock = "", threading.RLock()
-        self._call_has_begun = False  # on all ranks: they have exchanged a row
+        self._call_has_begun = False  # on all ranks, as they have exchanged a row
 
-        self._group: Any = None  # Gloo's, of all ranks
+        self._group: Any = None  # the Gloo group of all ranks
         self._pending_sends: list[tuple[Any, torch.Tensor]] = []  # the sends of the last row
-        self._row: list[float] = []  # this rank's, in the exchange that goes on
-        self._arriving: tuple[torch.Tensor, list[Any]] = torch.empty(0), []  # all ranks' rows of it, the receives
-        self._posted: tuple[torch.Tensor, list[Any]] = torch.empty(0), []  # the same of the exchange after it
+        self._row: list[float] = []  # this rank's row in the current exchange
+        self._arriving: tuple[torch.Tensor, list[Any]] = torch.empty(0), []  # its rows by rank, the works of its receives
+        self._posted: tuple[torch.Tensor, list[Any]] = torch.empty(0), []  # the same for the next exchange
 
     @contextmanager
     def collective_call(self, name: str, pipeline: int | None = None, announces: bool = True) -> Iterator[None]:
-        """Around what all ranks do in one call: if a rank makes another call, or fails inside, all raise the same error.
+        """Run the block as one call of all ranks: if a rank makes another call, or fails in the block, all raise the same error.
 
-        `name`: of the call, as `step()`. `pipeline`: its number, if it is a pipeline's method.
-        `announces`: begin by an exchange, to make sure that all ranks make this call. False for a call that begins with an
-        exchange of its own.
+        `name`: of the call, as `step()`. `pipeline`: the pipeline's number, if the call is a method of one.
+        `announces`: exchange a row first, to check that all ranks make this call. False if the block itself begins with an
+        exchange.
         """
         if not self._call_lock.acquire(blocking=False):
             raise PenstockError("these ranks are in a call of another thread: make one call at a time")
@@ -164,7 +164,7 @@ class ControlGroup:
             self._call_lock.release()
 
     def add_mesh_groups(self, pipeline: int, groups: Sequence[Any]) -> None:
-        """Note that ranks may wait in these torch process groups during calls of `pipeline`, and during this call."""
+        """Register torch process groups in which ranks may wait during calls of `pipeline`, this one included."""
         if groups:
             self._mesh_groups[pipeline] = groups
             self._include_mesh_groups_in_abort([pipeline])
@@ -175,7 +175,7 @@ class ControlGroup:
         )
 
     def open_groups(self) -> ProcessGroups | None:
-        """Return the process groups, opened if they are not open; None in a world of one.
+        """Open the process groups unless they are open, and return them; None in a world of one.
 
         Raises LostRankError once a rank was lost, ResourceError if a rank cannot open them.
         """
@@ -198,7 +198,7 @@ class ControlGroup:
     def all_gather_row(self, row: Sequence[float], purpose: str) -> list[list[float]]:
         """Return every rank's `row` of at most MAX_ROW_NUMBERS numbers, by rank.
 
-        `purpose`: what the other ranks are to do, for the error if they do not: `to end the step`.
+        `purpose`: what this rank waits for the others to do, as text for an error: `to end the step`.
         """
         self.begin_all_gather_row(row, purpose)
         return self.finish_all_gather_row(purpose)
@@ -206,10 +206,10 @@ class ControlGroup:
     def begin_all_gather_row(self, row: Sequence[float], purpose: str) -> None:
         """Send this rank's `row` to every other rank, without waiting.
 
-        One message to each, received by a receive that was posted one exchange ahead: one latency, whatever the number of
-        ranks. Gloo's all-gather goes around in a ring.
+        Each peer gets one message, and its receive was posted in the last exchange. So an exchange takes one latency, whatever
+        the number of ranks; Gloo's all-gather takes several, as it goes around in a ring.
 
-            this exchange:   send my row to all; `finish` waits for the receives that were posted in the last exchange
+            this exchange:   send the row to all; `finish_all_gather_row` waits for receives posted in the last exchange
             the next one:    its receives are posted now, before any rank can send for them
         """
         self.open_groups()
@@ -225,7 +225,7 @@ class ControlGroup:
             with convert_runtime_errors(f"for rank {peer} {purpose}", peer):
                 self._pending_sends.append((call_unprofiled(self._group.send, [message], peer, ROW_TAG), message))
                 if last_sent:
-                    last_sent[number][0].wait()  # long received
+                    last_sent[number][0].wait()  # returns at once: the peer has received it
 
         self._arriving, self._posted = self._posted, (torch.empty(0), [])
         self._post_receives()
@@ -246,7 +246,7 @@ class ControlGroup:
                     work.wait()
             self._call_has_begun = True
         except WaitError:
-            self._include_mesh_groups_in_abort(map(_pipeline_number, rows.tolist()))  # of the rows that have come so far
+            self._include_mesh_groups_in_abort(map(_pipeline_number, rows.tolist()))  # of the rows that have arrived
             raise
         finally:
             if self.groups is not None:
@@ -260,12 +260,12 @@ class ControlGroup:
         return [row[CALL_NAME_NUMBERS:] for row in all_rows]
 
     def _post_receives(self) -> None:
-        """Post the receives of the next exchange. One that fails, as its peer has ended, matters only if there is one."""
+        """Post the receives of the next exchange. An error is kept until then: a peer that has ended may be no error."""
         rows = torch.zeros(self.topology.world_size, CALL_NAME_NUMBERS + MAX_ROW_NUMBERS, dtype=torch.float64, device="cpu")
         self._posted = rows, [self._post_receive(rows, peer) for peer in self._peers]
 
     def _post_receive(self, rows: torch.Tensor, peer: int) -> Any:
-        """Return the work of a receive into the row of `peer`, or the RuntimeError that it raised."""
+        """Post a receive into the row of `peer`; return its work, or the RuntimeError that it raised."""
         try:
             return call_unprofiled(self._group.recv, [rows[peer]], peer, ROW_TAG)
         except RuntimeError as error:
@@ -295,7 +295,7 @@ class ControlGroup:
             return PendingTransfer(getattr(self._group, operation)([tensor], peer, TRANSFER_TAG), tensor, peer, purpose)
 
     def raise_error_on_all_ranks(self, error: BaseException) -> NoReturn:
-        """End the call on every rank because of `error` on this one: raise the same error on all. See the module's drawing."""
+        """End the call on every rank because of `error` on this one, and raise the same error on all: see the module's text."""
         if device_error := _find_device_error(error):
             text = f"rank {self.topology.rank} has lost its GPU: {explain_error(device_error)}"
             error = LostRankError(text, [self.topology.rank])
@@ -303,7 +303,7 @@ class ControlGroup:
         if self.is_single or self.groups is None:  # no other rank waits
             raise error
         if self.groups.aborted and isinstance(error, Exception) and not isinstance(error, WaitError):
-            error = WaitError("for a rank that failed meanwhile", None, error)  # it computed on data that never came
+            error = WaitError("for a rank that failed meanwhile", None, error)  # it follows from data that never arrived
 
         groups, report = self.groups, self._failure_report(error)
         publish_report(groups, report)
@@ -315,15 +315,15 @@ class ControlGroup:
         diagnosis = diagnose(groups, *collect_reports(groups, report))
         self.rank_was_lost = self.rank_was_lost or isinstance(diagnosis, LostRankError)
         self._note_failure(diagnosis)
-        raise diagnosis from (None if is_transport_error(error.cause) else error.cause)  # the transport's text helps nobody
+        raise diagnosis from (None if is_transport_error(error.cause) else error.cause)  # whose text helps no user
 
     def _note_failure(self, error: BaseException) -> None:
-        """Remember why a rank was lost, and why the pipelines ended whose mesh groups have been aborted."""
+        """Keep the text of `error` if a rank was lost, and for the pipelines whose mesh groups were aborted."""
         self._loss = self._loss or (str(error) if self.rank_was_lost else "")
         self.ended_pipelines.update({pipeline: str(error) for pipeline, why in self.ended_pipelines.items() if not why})
 
     def _close_groups(self) -> None:
-        """Close the groups; the next `open_groups` opens new ones. Abort the mesh groups in which ranks may wait."""
+        """Close the groups, and abort the mesh groups in which ranks may wait. The next `open_groups` opens new groups."""
         if self.groups is not None:
             self.groups.close()
         self.groups = self._group = None
@@ -336,7 +336,7 @@ class ControlGroup:
             self.ended_pipelines[pipeline] = ""
             self._mesh_groups.pop(pipeline, None)
         if self._active_mesh_groups:
-            torch_private.clear_dtensor_caches()  # else tensors of other meshes would wait in these groups
+            torch_private.clear_dtensor_caches()  # they may have these groups, for tensors of later meshes
 
     def _failure_report(self, error: BaseException) -> FailureReport:
         if not isinstance(error, WaitError):
@@ -346,13 +346,13 @@ class ControlGroup:
 
 
 def _find_device_error(error: BaseException | None) -> torch.AcceleratorError | None:
-    """Return the GPU's error (an assert in a kernel, an illegal address) among `error` and its causes: the GPU is lost then."""
+    """Return the GPU's error (an assert in a kernel, an illegal address) among `error` and its causes, or None."""
     return error if error is None or isinstance(error, torch.AcceleratorError) else _find_device_error(error.__cause__)
 
 
 @lru_cache(64)
 def _call_name_as_numbers(name: str) -> tuple[float, ...]:
-    """Return the name of a call, which is ASCII, as the first numbers of a row."""
+    """Return the name of a call, in ASCII, as the first numbers of a row."""
     return CALL_NAME.unpack(name.encode()[: CALL_NAME.size].ljust(CALL_NAME.size))
 
 
@@ -360,7 +360,7 @@ CALL_NAME_NUMBERS = len(_call_name_as_numbers(""))
 
 
 def _call_name(row: Sequence[float]) -> str:
-    """Return the name of the call that a row belongs to; empty if no row has come."""
+    """Return the name of the call that a row belongs to; empty if the row has not arrived."""
     return CALL_NAME.pack(*row[:CALL_NAME_NUMBERS]).decode().strip(" \0")
 
 
@@ -370,7 +370,7 @@ def _pipeline_number(row: Sequence[float]) -> int | None:
 
 
 def _describe_different_calls(calls: Sequence[str]) -> str:
-    """Return the error's text where the ranks make different `calls` (their names, by rank)."""
+    """Return the error's text for ranks that make different `calls` (names, by rank)."""
     parts = [call.partition(OF_PIPELINE) for call in calls]
     pipelines = {number for _, _, number in parts if number}
     ranks_of_call: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The axes of a mesh, pipeline, data, context and tensor parallel: names and sizes, and the device mesh of all ranks."""
+"""Create the device mesh of all ranks, with axes for pipeline, data, context and tensor parallel."""
 
 from math import prod
 
@@ -16,17 +16,17 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1, cp: int = 1) -> D
 
     Calls `init_distributed()` if that has not been called yet.
 
-    `pp`: ranks of a pipeline; None: as many as the other axes leave.
+    `pp`: ranks of a pipeline; None for the number of ranks divided by the other axes.
     `dp`: replicas of the pipeline.
-    `tp`: ranks that share the matrix products of each stage. They send each other the most, so their numbers are adjacent;
-    then those along `cp`, then those along `dp`.
+    `tp`: ranks that share the matrix products of each stage. They communicate the most, so their numbers are adjacent; `cp`
+        comes next, then `dp`.
     `cp`: ranks that share the tokens of each sequence (docs/howto/long-contexts.md).
 
         mesh = ps.comms.init_mesh(pp=2, dp=2)                   # on 4 ranks: pipelines 0, 2 and 1, 3
         pipe = ps.Pipeline(model, loss_fn, mesh=mesh)
 
-    Every rank makes the same call. Raises MismatchError if the axes do not make the number of ranks that are running, or if
-    ranks ask for different ones.
+    Every rank makes the same call. Raises MismatchError if the product of the axes is not the number of ranks, or if ranks give
+    different axes.
     """
     topology = current_topology()
     control = shared_control_group(topology)

@@ -1,9 +1,9 @@
-"""Encode values that ranks send each other: JSON, and behind it the bytes of tensors. Nothing is pickled.
+"""Encode values that ranks send each other as JSON, followed by the bytes of tensors. Nothing is pickled.
 
     | length of the JSON, 8 bytes | JSON | bytes of the first tensor | bytes of the second | ..
 
-The reader need not trust the writer. A class is sent by its name. It must be one that the reading process has already imported:
-a NamedTuple, an Enum, a dataclass of Penstock's, or one that is registered with torch's pytree. No module is imported, and no
+The reader need not trust the writer. A class is sent by its name. The reading process must already have imported it: a
+NamedTuple, an Enum, a dataclass of Penstock, or a class that is registered with torch's pytree. No module is imported, and no
 function called, by a name that another rank has sent.
 """
 
@@ -29,13 +29,13 @@ from penstock.errors import MismatchError
 from penstock.torch_private import TREE_NODES
 
 MAX_VALUE_BYTES = 2**28  # of an encoded value
-MAX_NESTING = 100  # containers inside each other
+MAX_NESTING = 100  # levels of containers
 JSON_LENGTH = struct.Struct("<Q")
 FLOAT64 = struct.Struct("<d")
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 DEFAULT_FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}  # of a defaultdict
 
-# Class -> how a value of it is split into parts, and how it is built from them.
+# Class -> (function that splits a value into parts, function that builds it from them).
 CODECS: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[[list[Any]], Any]]] = {
     list: (list, list),
     tuple: (list, tuple),
@@ -70,7 +70,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return the value that `encode` made `data` of. Raises MismatchError for any other bytes."""
+    """Return the value that `encode` encoded as `data`. Raises MismatchError for any other bytes."""
     try:
         (length,) = JSON_LENGTH.unpack_from(data)
         raw = BytesIO(data[JSON_LENGTH.size + length :])
@@ -84,12 +84,12 @@ def decode(data: bytes) -> Any:
 
 
 def encode_to_tensor(value: Any) -> Tensor:
-    """Return `encode(value)` as a tensor of bytes."""
+    """Return `encode(value)` as a uint8 tensor on the CPU."""
     return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
 
 
 def all_gather_values(value: Any, device: torch.device) -> list[Any]:
-    """Return every rank's `value`, by rank, over torch's default group, which takes tensors on `device`."""
+    """Return every rank's `value`, by rank, gathered over torch's default group. `device`: where its backend takes tensors."""
     encoded = encode_to_tensor(value).to(device)
     sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([encoded.numel()], device=device))
@@ -101,7 +101,7 @@ def all_gather_encoded(
 ) -> list[Any]:
     """Return every rank's value, by rank.
 
-    `encoded`: this rank's, as `encode_to_tensor` gives it. `sizes`: of all ranks' encoded values, in bytes.
+    `encoded`: this rank's value, from `encode_to_tensor`. `sizes`: of all ranks' encoded values, in bytes.
     `all_gather`: torch's, or a function with the same arguments.
     """
     padded = encoded.new_zeros(max(map(check_value_size, sizes)))
@@ -112,14 +112,14 @@ def all_gather_encoded(
 
 
 def check_value_size(size: int) -> int:
-    """Return `size`, which another rank announces for its value. Raises MismatchError if no value has that size."""
+    """Return `size`, the bytes that another rank announces for a value. Raises MismatchError unless it is possible."""
     if not 0 <= size <= MAX_VALUE_BYTES:
         raise MismatchError(f"another rank sends a value of {size:,} bytes: {MAX_VALUE_BYTES:,} are the most")
     return size
 
 
 def view_as_bytes(tensor: Tensor) -> Tensor:
-    """Return a view of a contiguous tensor as bytes, which every transport can send, whatever dtypes it knows."""
+    """Return a flat uint8 view of a contiguous tensor: every transport can send it, whatever dtypes it supports."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -142,7 +142,7 @@ def _to_json(value: Any, raw: list[bytes], depth: int) -> Any:
 
 
 def _split_value(value: Any, raw: list[bytes]) -> tuple[list[Any], Iterable[Any]]:
-    """Return how `value` begins in JSON (its kind first), and the parts that follow; append bytes to `raw`."""
+    """Return the first items of `value` in JSON (its kind first), and the parts that follow; append bytes to `raw`."""
     kind = type(value)
     if kind in CODECS and (kind is not type or value in DEFAULT_FACTORIES.values()):
         return [kind.__name__], CODECS[kind][0](value)
@@ -176,7 +176,7 @@ def _split_value(value: Any, raw: list[bytes]) -> tuple[list[Any], Iterable[Any]
 
 
 def _from_json(tree: Any, raw: BytesIO, depth: int) -> Any:
-    """Return the value of a `tree` that `_to_json` made, with the bytes in `raw`. Raises any error if there is none."""
+    """Return the value for which `_to_json` returned `tree`; read its bytes from `raw`. Raises any error for another tree."""
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     if depth == MAX_NESTING:

@@ -1,4 +1,4 @@
-"""Reports of why ranks cannot go on, written before they close their groups, then read by all; the one error that all raise."""
+"""Reports of failed ranks, written before they close their groups and then read by all; the one error that all raise."""
 
 import json
 import time
@@ -23,7 +23,7 @@ from penstock.errors import LostRankError, PenstockError
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why a rank cannot go on: either an error of its own, or a wait for other ranks that ended badly.
+    """Why a rank has failed: either by an error of its own, or because a wait for other ranks failed.
 
     |                | `error`          | `text`                   | `peer`             | `end`                     |
     |----------------|------------------|--------------------------|--------------------|---------------------------|
@@ -40,7 +40,7 @@ class FailureReport:
 
 
 def own_error_report(rank: int, error: BaseException) -> FailureReport:
-    """Return the report of an `error` that `rank` raised by itself; its class becomes the nearest one of errors.py."""
+    """Return the report of an `error` that `rank` itself raised; its class is replaced by the nearest one in errors.py."""
     if not isinstance(error, PenstockError):
         return FailureReport(rank, time.time(), PenstockError.__name__, f"rank {rank} ended: {error!r}")
     nearest = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
@@ -49,7 +49,7 @@ def own_error_report(rank: int, error: BaseException) -> FailureReport:
 
 def publish_report(groups: ProcessGroups, report: FailureReport) -> None:
     """Write `report` into the store, unless its rank has written one before."""
-    with suppress(RuntimeError):  # the store may be gone, with the rank that kept it
+    with suppress(RuntimeError):  # the store may be gone with the process that has it
         groups.store.compare_set(_report_key(report.rank), "", json.dumps(asdict(report)))
         groups.store.set(FAILED_KEY, "")
 
@@ -59,10 +59,10 @@ def collect_reports(groups: ProcessGroups, own_report: FailureReport) -> tuple[l
 
     Waits up to REPORT_GRACE_SECONDS, and ends earlier when
 
-    1. a report has an error of its rank's own, or every rank has reported or left: nothing more can come;
-    2. a rank is lost, and either a report blames it or there was time for a better explanation;
-    3. after DEPARTURE_LAG_SECONDS: every rank that has not reported has left or is blamed, and none of them is seen alive.
-       A blamed rank that lives may still be about to report.
+    1. a report has a rank's own error, or every rank has reported or left: no other report matters;
+    2. a rank is lost, and either a report names it as the `peer` of a failed wait, or DEPARTURE_LAG_SECONDS have passed;
+    3. DEPARTURE_LAG_SECONDS have passed, and every rank that has not reported has left or is named, and none is seen alive.
+       A named rank that is alive may still report.
 
     `own_report` is added for this rank if the store has none.
     """
@@ -95,7 +95,7 @@ def collect_reports(groups: ProcessGroups, own_report: FailureReport) -> tuple[l
 
 
 def first_own_error(reports: Collection[FailureReport]) -> PenstockError | None:
-    """Return the earliest error that a rank raised by itself; None if the reports are of failed waits only."""
+    """Return the earliest error that a rank itself raised; None if all reports are of failed waits."""
     own_errors = [(report.when, report.rank, report.error, report.text) for report in reports if report.error]
     if not own_errors:
         return None
@@ -107,13 +107,13 @@ def first_own_error(reports: Collection[FailureReport]) -> PenstockError | None:
 def diagnose(groups: ProcessGroups, reports: Sequence[FailureReport], departures: Mapping[int, str]) -> PenstockError:
     """Return the one error that explains what `collect_reports` returned. The first line that applies counts:
 
-    | what is known                                          | the error                                            |
-    |--------------------------------------------------------|------------------------------------------------------|
-    | a rank raised an error of its own                      | that error                                           |
-    | ranks whose processes are gone, suspended or silent    | `rank 2 is gone: rank 1 waited ..`                   |
-    | ranks that left by themselves                          | `rank 1 waited .., but rank 2 has finished`          |
-    | ranks that are blamed, have not reported, and are not seen alive | `rank 2 is gone: rank 1 waited ..`         |
-    | a wait ended by its timeout                            | `rank 2 does not answer: ..`, even if rank 2 lives   |
+    | what is known                                          | the error                                              |
+    |--------------------------------------------------------|--------------------------------------------------------|
+    | a rank raised an error of its own                      | that error                                             |
+    | ranks whose processes are gone, suspended or silent    | `rank 2 is gone: rank 1 waited ..`                     |
+    | ranks that exited by themselves                        | `rank 1 waited .., but rank 2 has finished`            |
+    | ranks that failed waits name, without a report, and not seen alive | `rank 2 is gone: rank 1 waited ..`         |
+    | a wait ended by its timeout                            | `rank 2 does not answer: ..`, even if rank 2 is alive  |
     """
     if error := first_own_error(reports):
         return error
@@ -138,7 +138,7 @@ def diagnose(groups: ProcessGroups, reports: Sequence[FailureReport], departures
 
     verb = "does not answer" if timed_out else "is gone"
     names = ", ".join(f"rank {rank} {lost_ranks.get(rank, verb)}" for rank in absent) or "the ranks lost each other"
-    # Where the heartbeat ended the wait, this rank itself has closed the connection: that explains nothing.
+    # If the heartbeat has ended the wait, this rank itself has closed the connection: that explains nothing.
     end = "" if IS_SUSPENDED in names or IS_SILENT in names else f": {witness.end}"
     return LostRankError(f"{names}: {wait}{end}", absent)
 

@@ -136,7 +136,7 @@ class ControlGroup:
 
     @contextmanager
     def collective_call(self, name: str, pipeline: int | None = None, announces: bool = True) -> Iterator[None]:
-        """Run the block as one call of all ranks: if a rank makes another call, or fails in the block, all raise the same error.
+        """Run the block as one call of all ranks: if a rank makes another call, or the block raises, all raise the same error.
 
         `name`: of the call, as `step()`. `pipeline`: the pipeline's number, if the call is a method of one.
         `announces`: exchange a row first, to check that all ranks make this call. False if the block itself begins with an

@@ -1,14 +1,14 @@
-"""The heartbeat: a thread that beats twice a second, and finds ranks that died or are suspended: they report nothing.
+"""The heartbeat: a thread that beats twice a second, and detects ranks that died or are suspended, as these report nothing.
 
 The ranks of a machine monitor each other in a ring; the first rank of each machine also monitors that of the next machine:
 
     machine a: 0 -> 1 -> 0        machine b: 2 -> 3 -> 2        between them: 0 -> 2 -> 0
 
-A rank that misses beats is lost if its machine shows that its process is suspended. One that is not suspended is in a call that
-lets no other thread run, and goes on afterwards. Of another machine that cannot be seen: there many beats must be missed.
+A rank on this machine that misses beats is lost if its process is suspended. If not, it is in a call that lets no other thread
+run, and will continue. The state of a process on another machine cannot be read, so there many beats must be missed.
 
-The thread also ends the process once its launcher is gone: a rank whose torchrun was killed would otherwise go on to train, and
-to write checkpoints.
+The thread also ends the process once its launcher is gone. A rank whose torchrun was killed would otherwise continue to train,
+and to write checkpoints.
 """
 
 import json
@@ -30,17 +30,17 @@ IS_GONE, IS_SUSPENDED, IS_SILENT = "is gone", "is stopped (SIGSTOP)", "has given
 
 
 def publish_process(store: Any, rank: int, process: ProcessRecord) -> None:
-    """Write which process this `rank` is."""
+    """Write the record of this `rank`'s process into the store."""
     store.set(f"life-{rank}", json.dumps(process))
 
 
 def have_published_processes(store: Any, ranks: Collection[int]) -> bool:
-    """Return whether all of these ranks have."""
+    """Return whether all of these `ranks` have called `publish_process`."""
     return bool(store.check([f"life-{rank}" for rank in ranks]))
 
 
 def read_process_of_rank(store: Any, rank: int) -> ProcessRecord:
-    """Return the process of `rank`; UNKNOWN_PROCESS if it has not published one."""
+    """Return the record of the process of `rank`; UNKNOWN_PROCESS if it has not published one."""
     text = read_text(store, f"life-{rank}")
     return ProcessRecord(*json.loads(text)) if text else UNKNOWN_PROCESS
 
@@ -56,12 +56,12 @@ def publish_and_read_departures(store: Any, ranks: Collection[int]) -> dict[int,
 
 
 def select_lost(departures: Mapping[int, str]) -> dict[int, str]:
-    """Return those of the `departures` (rank -> reason) in which the rank did not leave by itself."""
+    """Return those `departures` (rank -> reason) whose rank was lost, and did not exit by itself."""
     return {rank: reason for rank, reason in departures.items() if reason.startswith((IS_GONE, IS_SUSPENDED, IS_SILENT))}
 
 
 def find_living_ranks(store: Any, ranks: Collection[int]) -> set[int]:
-    """Return those of `ranks` that certainly live: this machine shows that their processes run."""
+    """Return those of `ranks` that are known to be alive: processes of this machine that run."""
     return {rank for rank in ranks if read_process_of_rank(store, rank).state() == ALIVE}
 
 
@@ -76,7 +76,7 @@ def describe_suspended_ranks(store: Any, ranks: Collection[int]) -> dict[int, st
 
 
 class HeartbeatThread:
-    """The heartbeat thread of this process. It beats once it has a monitor."""
+    """The heartbeat thread of this process. Until `start_beating` it only checks the launcher."""
 
     def __init__(self) -> None:
         self._launcher_is_gone, self._stopping = _make_launcher_check(), threading.Event()
@@ -101,14 +101,14 @@ class HeartbeatThread:
             if self._monitor is not None:
                 try:
                     self._monitor.beat_and_check_peers()
-                except DistNetworkError:  # the store is gone, with the process that kept it; torch would print that each time
+                except DistNetworkError:  # the store's process is gone; torch would print that at each beat
                     self._monitor = None
                 except RuntimeError:  # the store failed once; the next beat may succeed
                     pass
 
 
 def _make_launcher_check() -> Callable[[], bool]:
-    """Return a function that returns whether the launcher of this rank is gone; always False for a program started by hand."""
+    """Return a function that returns whether this rank's launcher is gone; always False for a program started by hand."""
     if (parent := multiprocessing.parent_process()) is not None:  # `launch`, spawn
         return lambda: not parent.is_alive()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent
@@ -118,7 +118,7 @@ def _make_launcher_check() -> Callable[[], bool]:
 
 
 class PeerMonitor:
-    """Beats for `rank` (of `ranks`, which share `store`), and monitors its peers.
+    """Beats for `rank`, and monitors its peers. `ranks`: their number; `store`: they share it.
 
     `abort_waits`: called once, when any rank is lost.
     `on_heartbeat`: called with the store at each beat.
@@ -158,7 +158,7 @@ class PeerMonitor:
 
 
 def ranks_to_monitor(rank: int, machines: Sequence[str]) -> list[int]:
-    """Return the ranks that `rank` monitors, given every rank's machine: see the module's drawing."""
+    """Return the ranks that `rank` monitors: see the module's text. `machines`: by rank."""
     same_machine = [peer for peer, machine in enumerate(machines) if machine == machines[rank]]
     first_ranks = [machines.index(machine) for machine in dict.fromkeys(machines)]
     rings = [ring for ring in (same_machine, first_ranks) if rank in ring]
@@ -174,7 +174,7 @@ class MonitoredRank:
         self._last_beat, self._missed_beats = "", 0
 
     def check_and_publish_loss(self) -> None:
-        """Read its last beat and its state. If it has ended or is lost, publish that for all ranks."""
+        """Read the rank's last beat and its process's state. If it has ended or is lost, publish that for all ranks."""
         state, beat = self.process.state(), read_text(self.store, _beat_key(self.rank))
         self._missed_beats = self._missed_beats + 1 if beat == self._last_beat else 0
         self._last_beat = beat

@@ -23,15 +23,15 @@ SAME_CALLS_HINT = "all ranks must make the same calls, with the same release"
 
 
 def send_tensor(tensor: torch.Tensor, dest: int | None) -> None:
-    """Send a tensor to another rank, which calls `recv_tensor`; return when it has been received.
+    """Send a tensor to another rank, which calls `recv_tensor`; wait until it has been received.
 
-    `tensor`: of any shape (up to 14 dimensions) and layout, on any device. Only its values are sent, no gradient.
-    `dest`: the receiving rank, as `get_next_rank()` gives it: None, at the end of the pipeline, is an error.
+    `tensor`: of any shape (up to 14 dimensions) and memory layout, on any device. Only its values are sent, no gradient.
+    `dest`: the receiving rank, as `get_next_rank()` returns it; its None, at the end of the pipeline, raises PenstockError.
 
         hidden = ...                                            # (batch, width)
         ps.comms.send_tensor(hidden, ps.comms.get_next_rank())
 
-    Raises PenstockError if there is no such rank, MismatchError for a dtype that cannot be sent, LostRankError if the other
+    Raises PenstockError if there is no rank `dest`, MismatchError for a dtype that cannot be sent, LostRankError if the other
     rank is lost or does not receive within the timeout.
     """
     topology = current_topology()
@@ -52,14 +52,14 @@ def recv_tensor(
 ) -> torch.Tensor:
     """Receive the tensor that another rank sends by `send_tensor`, and return it, contiguous.
 
-    `shape`, `dtype`: what it must be.
-    `src`: the sending rank, as `get_prev_rank()` gives it: None, at the beginning of the pipeline, is an error.
-    `device`: where to put it; by default this rank's.
+    `shape`, `dtype`: of the tensor that is expected.
+    `src`: the sending rank, as `get_prev_rank()` returns it; its None, at the start of the pipeline, raises PenstockError.
+    `device`: of the returned tensor; by default this rank's.
 
         hidden = ps.comms.recv_tensor((batch, width), ps.comms.get_prev_rank())
 
-    Raises MismatchError if the tensor has another shape or dtype (it is received all the same, so that the next one arrives
-    intact), PenstockError if there is no such rank, LostRankError if nothing comes within the timeout.
+    Raises MismatchError if the tensor has another shape or dtype, PenstockError if there is no rank `src`, LostRankError if
+    nothing arrives within the timeout. After a MismatchError the next tensor can be received.
     """
     topology = current_topology()
     src = _check_peer(topology, src, "receive from", "previous")
@@ -86,7 +86,7 @@ def _world_backend(topology: Topology) -> Any:
 
 
 def _wait_for_transfer(work: Any, topology: Topology, peer: int) -> None:
-    """Wait until the transfer is done, or `peer` has left."""
+    """Wait until the transfer is done. Raises RuntimeError once `peer` has left without finishing it."""
     wait_for_work(
         work,
         topology,
@@ -106,7 +106,7 @@ def _check_peer(topology: Topology, peer: int | None, verb: str, side: str) -> i
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return `float32` for `torch.float32`."""
+    """Return the name of a dtype without its module: `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 

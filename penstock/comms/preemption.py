@@ -1,7 +1,7 @@
-"""Preemption: signals that ask the program to save and leave, where they would end it.
+"""Preemption: signals that by default end the program ask it to save and exit instead.
 
-The handler only notes that a signal came; waits go on. At the end of the step the ranks exchange it (engine/report.py), so that
-all leave after the same step.
+The handler only records the signal; waits continue. At the end of the step the ranks exchange it (engine/report.py), so that
+all exit after the same step.
 """
 
 import atexit
@@ -16,17 +16,16 @@ from penstock.errors import PenstockError
 
 PREEMPTION_SIGNALS = {signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)}  # Windows has no SIGUSR1
 
-_catching_pid: int | None = None  # the process that catches them; those that it forks do not
-_first_arrival: dict[int, float] = {}  # signal -> time.monotonic() when it came first
-_forward_pids: set[int] = set()  # processes that get the signals too: the ranks that this process has launched
+_catching_pid: int | None = None  # the process that catches them; its forked children do not
+_first_arrival: dict[int, float] = {}  # signal -> time.monotonic() when it arrived first
+_forward_pids: set[int] = set()  # processes that the signals are forwarded to: the ranks that this process has launched
 
 
 def catch_preemption() -> None:
-    """From now on SIGTERM and SIGUSR1 ask this program to save and leave; without this call they end it.
+    """Set handlers so that SIGTERM and SIGUSR1 ask this program to save and exit, instead of ending it.
 
-    Call it first, in the main thread: under torchrun in the script; in a program that launches its ranks before `launch`, which
-    forwards the signal to them. It is enough that one rank of many gets it. A second SIGTERM, two seconds later or more, ends
-    the process at once.
+    Call it first, in the main thread. Under torchrun call it in the script; else before `launch`, which forwards the signal to
+    the ranks. It is enough that one rank gets it. A second SIGTERM, two seconds later or more, ends the process at once.
 
         ps.comms.catch_preemption()
         for inputs, target in batches:
@@ -45,7 +44,7 @@ def catch_preemption() -> None:
     try:
         for number in PREEMPTION_SIGNALS:
             signal.signal(number, _handle_signal)
-            signal.siginterrupt(number, False)  # a system call that it interrupts goes on
+            signal.siginterrupt(number, False)  # an interrupted system call is continued
     except ValueError as error:
         raise PenstockError(f"catch_preemption() must be called in the main thread: {error}") from None
 
@@ -62,12 +61,12 @@ def catches_preemption() -> bool:
 
 
 def preempted() -> bool:
-    """Return whether this process has been asked to save and leave."""
+    """Return whether a signal has asked this process to save and exit."""
     return catches_preemption() and bool(_first_arrival)
 
 
 def forward_signals_to(pid: int) -> None:
-    """Send process `pid` every preemption signal that this process gets, and those that it has got already."""
+    """Forward every preemption signal of this process to process `pid`, those that have arrived already too."""
     if catches_preemption():
         _forward_pids.add(pid)
         for number in list(_first_arrival):
@@ -75,7 +74,7 @@ def forward_signals_to(pid: int) -> None:
 
 
 def stop_forwarding_to(pid: int) -> None:
-    """Send process `pid`, which has ended, no more signals."""
+    """Stop forwarding signals to process `pid`, which has ended."""
     _forward_pids.discard(pid)
 
 
@@ -91,7 +90,7 @@ def _handle_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _ignore_preemption_signals() -> None:
-    """Ignore the signals: the program leaves already, and Python removes its handlers before the process ends."""
+    """Ignore the signals at exit: Python removes its handlers before the process ends, so they would kill it."""
     for number in PREEMPTION_SIGNALS if catches_preemption() else ():
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""What a rank's process does, and its state: other processes of its machine can read both, even while it is suspended."""
+"""The activity and state of a rank's process: other processes of its machine can read both, even while it is suspended."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,11 @@ from penstock.schedule.table import Action, Kind
 MEMORY_FILE_NAME = "penstock-activity"
 ActivityMemory = memoryview | Sequence[int]
 
-# The memory is two words of 8 bytes. Each is written at once, so a reader never sees half of one.
+# The memory is two words of 8 bytes. A write of one word is atomic, so a reader never sees half of it.
 STEP_WORD, ACTION_WORD = 0, 1
 MEMORY_BYTES = 2 * 8
 
-# STEP_WORD: the step's number, then two bits: in training, in an evaluation; none of them: the step is over.
+# STEP_WORD: the step's number, then two bits: in a training step, in an evaluation; 0 if the step is over.
 TRAINING_BIT, EVALUATING_BIT, IN_STEP_MASK = 1, 2, 1 | 2
 
 # ACTION_WORD: stage + 1 (32 bits), microbatch (29 bits), kind (2 bits), whether it runs (1 bit); 0: no action yet.
@@ -30,14 +30,14 @@ LINUX_STATES = {"T": SUSPENDED, "Z": ENDED, "X": ENDED}  # in /proc/PID/stat; an
 
 
 class Activity:
-    """What this process does now: the step and the action."""
+    """The current step and action of this process."""
 
     def __init__(self) -> None:
         self.memory = memoryview(bytearray(MEMORY_BYTES)).cast("q")
         self.memory_fd = -1  # the file of the memory, once other processes can read it
 
     def share(self) -> None:
-        """Let other processes read it from now on, where the system has memory files (Linux)."""
+        """Let other processes read the memory from now on, if the system has memory files (Linux)."""
         if self.memory_fd < 0 and hasattr(os, "memfd_create"):
             with suppress(OSError):
                 fd = os.memfd_create(MEMORY_FILE_NAME)
@@ -49,7 +49,7 @@ class Activity:
 
     @contextmanager
     def during_step(self, number: int, training: bool) -> Iterator[None]:
-        """Note that step `number` runs, or an evaluation after step `number`."""
+        """Record that step `number` runs during the block, or an evaluation after step `number`."""
         self.memory[ACTION_WORD] = 0
         self.memory[STEP_WORD] = number << 2 | (TRAINING_BIT if training else EVALUATING_BIT)
         steps_done = number - training
@@ -65,16 +65,16 @@ class Activity:
         return (word >> 2) - (word & IN_STEP_MASK == TRAINING_BIT) if word else None
 
     def begin_action(self, action: Action) -> None:
-        """Note that `action` runs."""
+        """Record that `action` runs."""
         self.memory[ACTION_WORD] = _encode_action(action)
 
     def end_action(self) -> None:
-        """Note that the action is done."""
+        """Record that the action is done."""
         self.memory[ACTION_WORD] &= ~RUNNING_BIT
 
 
 def describe_activity(memory: ActivityMemory) -> str:
-    """Return what a rank does, from the memory of its `Activity`, as text: `in 2F3 of step 17`."""
+    """Return the activity in the memory of an `Activity` as text: `in 2F3 of step 17`."""
     step_word, action_word = memory
     number, phase = step_word >> 2, step_word & IN_STEP_MASK
     if not phase:
@@ -99,13 +99,13 @@ def _decode_action(word: int) -> Action:
 class ProcessRecord(NamedTuple):
     """Identifies a process, so that other processes of its machine can read its state and its activity."""
 
-    machine: str  # as `machine_id` gives it; empty where the system shows nothing of other processes
+    machine: str  # from `machine_id`; empty if the system does not show other processes
     pid: int
-    start_ticks: str  # when it started, in ticks since the system is up: a later process may get the same pid
-    activity_fd: int  # its descriptor of the memory of its `Activity`
+    start_ticks: str  # start time in clock ticks since boot: a later process may get the same pid
+    activity_fd: int  # the process's descriptor of its `Activity.memory`
 
     def state(self) -> str:
-        """Return SUSPENDED, ENDED or ALIVE; empty if it cannot be seen from here."""
+        """Return SUSPENDED, ENDED or ALIVE; an empty string if this process cannot see it."""
         if not self.machine or self.machine != machine_id():
             return ""
         try:
@@ -117,7 +117,7 @@ class ProcessRecord(NamedTuple):
         return LINUX_STATES.get(state, ALIVE) if start_ticks == self.start_ticks else ENDED
 
     def activity(self) -> str:
-        """Return what it does, or did when it was suspended, as text; empty if it cannot be seen from here."""
+        """Return the process's activity, or that before it was suspended, as text; empty if this process cannot see it."""
         path = f"/proc/{self.pid}/fd/{self.activity_fd}"
         with suppress(OSError):
             if self.state() and os.readlink(path).startswith(f"/memfd:{MEMORY_FILE_NAME}"):
@@ -129,7 +129,7 @@ UNKNOWN_PROCESS = ProcessRecord("", 0, "", -1)
 
 
 def read_process(pid: int, activity_fd: int = -1) -> ProcessRecord:
-    """Return the record of the process of this machine that has this `pid` now; UNKNOWN_PROCESS if it cannot be seen."""
+    """Return the record of this machine's process `pid`; UNKNOWN_PROCESS if this process cannot see it."""
     with suppress(OSError):
         return ProcessRecord(machine_id(), pid, _read_proc_stat(pid)[2], activity_fd)
     return UNKNOWN_PROCESS
@@ -149,7 +149,7 @@ def read_own_process(activity: Activity) -> ProcessRecord:
 
 
 def _read_proc_stat(pid: int) -> tuple[str, str, str]:
-    """Return state, parent and start of a process. Raises OSError if it is gone, and where there is no /proc."""
+    """Return state, parent's pid and start time of a process. Raises OSError if it is gone, or there is no /proc."""
     text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     fields = text.rpartition(")")[2].split()  # behind its name, which may contain anything
     return fields[0], fields[1], fields[19]
@@ -157,7 +157,7 @@ def _read_proc_stat(pid: int) -> tuple[str, str, str]:
 
 @cache
 def machine_id() -> str:
-    """Return what is equal for two processes if, and only if, each sees the other's pid: kernel boot and pid namespace."""
+    """Return a text that is equal for two processes exactly if they see each other's pids: kernel boot and pid namespace."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""

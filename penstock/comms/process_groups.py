@@ -1,8 +1,8 @@
-"""The process groups that pipelines open; closing them, after a failure, ends the waits of other ranks.
+"""The process groups that pipelines open. Closing them after a failure ends the waits of other ranks.
 
-Two properties of NCCL are made up for here (docs/howto/gpu.md). The first use of a communicator, or of a pair of ranks, waits
-on the host for the other side: so each is used once where it is opened. And its waits only order streams; they know no lost
-rank and no timeout: so the heartbeat's thread checks, and aborts them.
+This works around two properties of NCCL (docs/howto/gpu.md). The first use of a communicator, or of a pair of ranks, waits on
+the host for the other side; so each is used once when it is opened. And NCCL's waits only order streams, without a timeout or a
+check for lost ranks; so the heartbeat's thread checks for these, and aborts the waits.
 """
 
 import itertools
@@ -26,29 +26,29 @@ from penstock.comms.system import check_free_descriptors, error_text, print_noti
 from penstock.comms.time_limits import DEPARTED_WORK_SECONDS, HEARTBEAT_SECONDS, LONG_WAIT_HEARTBEATS
 from penstock.comms.topology import Topology
 
-SOURCE_RANK, DESTINATION_RANK = 0, 1  # in the group of two that carries the messages of a channel
-FAILED_KEY = "failed"  # set in the store of the groups by a rank that cannot go on
+SOURCE_RANK, DESTINATION_RANK = 0, 1  # in the group of two that sends the messages of a channel
+FAILED_KEY = "failed"  # a rank that has failed sets it in the store of the groups
 
 
 class ProcessGroups:
-    """Process groups under names that all ranks agree on, and transports that end with them.
+    """Process groups with names that are the same on all ranks, and transports that are closed with them.
 
-    All but `world_group` belong to the caller that opened them, and go with it. `mesh_groups`: pipeline -> torch's groups in
-    which these ranks may wait meanwhile; they are aborted too. The caller changes it.
+    Every group but `world_group` exists as long as the caller that opened it refers to it. `mesh_groups`: pipeline -> torch's
+    groups in which these ranks may wait too; they are aborted as well. The caller may change this mapping.
     """
 
     def __init__(self, topology: Topology, name: str, mesh_groups: Mapping[int, Sequence[Any]] | None = None) -> None:
         self.topology, self.name = topology, name
         self.ranks = range(topology.world_size)
         self.store = dist.PrefixStore(name, topology.store)
-        self.channels_count = itertools.count()  # of `Channels` opened here, the same on every rank: a part of their names
+        self.channels_count = itertools.count()  # numbers the `Channels` opened here, the same on every rank
         self.transports: WeakSet[Any] = WeakSet()  # to be aborted and closed with the groups
-        self.aborted = False  # from then on the end of a wait means nothing
-        self.awaited: tuple[int, str] | None = None  # before a call begins: the rank that this one waits for, and what for
-        self._open: WeakValueDictionary[int, Any] = WeakValueDictionary()  # in the order of their opening
+        self.aborted = False  # if True, a wait that has ended may have received nothing
+        self.awaited: tuple[int, str] | None = None  # before a call has begun: (rank that this one waits for, purpose)
+        self._open: WeakValueDictionary[int, Any] = WeakValueDictionary()  # id -> group, in the order in which they were opened
         self._mesh_groups = {} if mesh_groups is None else mesh_groups
 
-        # What the last heartbeat found, and how many heartbeats in a row have found it.
+        # What the last heartbeat found, and how many heartbeats before it found the same.
         self._last_activity: tuple[int, ...] = ()
         self._beats_in_activity = 0
         self._last_awaited: tuple[int, str] | None = None
@@ -57,13 +57,13 @@ class ProcessGroups:
 
     @cached_property
     def world_group(self) -> Any:
-        """The Gloo group of all ranks, opened at first use. Raises as `open_gloo_group`."""
+        """The Gloo group of all ranks, opened when first used. Raises as `open_gloo_group`."""
         return self.open_gloo_group("world", self.topology.rank, self.topology.world_size)
 
     def open_gloo_group(self, name: str, rank: int, size: int) -> Any:
-        """Open a Gloo group of `size` ranks, of which this process is `rank`; return it when all of them are connected.
+        """Open a Gloo group of `size` ranks, of which this process is `rank`; return it when all are connected.
 
-        Raises OSError if this rank has no file descriptors for it, RuntimeError if another rank does not come.
+        Raises OSError if this rank has no file descriptors left, RuntimeError if another rank does not connect.
         """
         check_free_descriptors(size)
         store = dist.PrefixStore(name, self.store)
@@ -72,7 +72,7 @@ class ProcessGroups:
         options = torch_private.gloo_options([self.topology.context.gloo_network_device], self.topology.timeout)
         group = dist.ProcessGroupGloo(store, rank, size, options)
         self._open[id(group)] = group
-        if self.aborted:  # while it connected, when there was nothing to abort
+        if self.aborted:  # while this group was connecting and could not be aborted
             raise dist.DistError("another rank has failed")
         return group
 
@@ -87,12 +87,12 @@ class ProcessGroups:
         return group
 
     def rank_has_failed(self, store: Any = None) -> bool:
-        """Return whether another rank has failed or left. `store`: a connection of the calling thread's own."""
+        """Return whether another rank has failed or left. `store`: the calling thread's own connection, if it has one."""
         store = store or self.topology.store
         return dist.PrefixStore(self.name, store).check([FAILED_KEY]) or bool(read_departures(store, self.ranks))
 
     def on_heartbeat(self, store: Any) -> None:
-        """Abort the waits of NCCL if a rank has failed, or this rank stays in one action longer than the timeout.
+        """Abort waits in NCCL if a rank has failed, or if this rank has been in one action longer than the timeout.
 
         Called by the heartbeat's thread, with its own connection to the store.
         """
@@ -111,7 +111,7 @@ class ProcessGroups:
             self.abort_waits()
 
     def _warn_if_peer_is_late(self) -> None:
-        """Print a line, once a call, if a rank does not begin it for long: it may work, or wait somewhere else itself."""
+        """Print a line, once for each call, if a rank has not begun it for long: it may be busy, or wait elsewhere."""
         awaited = self.awaited
         self._beats_in_wait = self._beats_in_wait + 1 if awaited is self._last_awaited else 0
         self._last_awaited = awaited
@@ -123,11 +123,11 @@ class ProcessGroups:
             print_notice(f"{wait}, and waits {timeout:g} s at most: {hint}")
 
     def abort_waits(self) -> None:
-        """End every wait of this rank's other threads in these groups; the waiting thread closes them then."""
+        """End every wait of this rank's other threads in these groups. The thread that waited then closes the groups."""
         self.aborted = True
         for transport in list(self.transports):
             transport.abort_waits()
-        for group in list(self._open.values()):  # the world group first: no rank may hear of what was computed on nothing
+        for group in list(self._open.values()):  # the world group first, so that no result of aborted receives is exchanged
             abort_backend(group)
         for group in chain.from_iterable(list(self._mesh_groups.values())):
             abort_group(group)
@@ -135,7 +135,7 @@ class ProcessGroups:
     def close(self, failed: bool = True) -> None:
         """Close all groups, even while ranks wait in them.
 
-        `failed`: False shuts NCCL's down in the order of their opening, instead of aborting them.
+        `failed`: False shuts NCCL's groups down in the order in which they were opened, instead of aborting them.
         """
         failed = failed or self.aborted
         for transport in list(self.transports):
@@ -159,8 +159,8 @@ def new_nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 def wait_for_work(work: Any, topology: Topology, rank_has_failed: Callable[[], bool], was_aborted: Callable[[], bool]) -> None:
     """Wait on the host until `work`, an operation of a group, is done.
 
-    Raises RuntimeError if it `was_aborted` (it says that it is done then), or is not done although `rank_has_failed`. A rank
-    that has left may have done its part before: DEPARTED_WORK_SECONDS are left for that to arrive.
+    Raises RuntimeError if it `was_aborted` (aborted work counts as completed), or if it is not done although `rank_has_failed`.
+    A rank that has left may have sent its part before: DEPARTED_WORK_SECONDS remain for that to arrive.
     """
     if topology.backend == "nccl":  # whose own `wait` only orders streams
         timeout = topology.timeout.total_seconds()
@@ -184,8 +184,8 @@ def _poll_work(work: Any, seconds: float, rank_has_failed: Callable[[], bool] = 
 def call_unprofiled(function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`, called in a thread that torch.profiler does not record if it records this one.
 
-    A transfer of Gloo that is recorded writes its end into the profiler's memory. If the profiler ended before it, that
-    memory is freed and the process crashes. So transfers that may outlive a step begin here.
+    A recorded transfer of Gloo writes its end into the profiler's memory. If the profiler has stopped by then, that memory is
+    freed and the process crashes. So transfers that may outlive a step are begun by this function.
     """
     if not torch_private.profiler_is_active():
         return function(*args)
@@ -194,6 +194,6 @@ def call_unprofiled(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Return whether an operation of a group ended with `error` because of another rank."""
+    """Return whether `error` is from an operation of a group that failed because of another rank."""
     text = error_text(error)
     return isinstance(error, dist.DistError) or "gloo/transport" in text or "pair closure" in text

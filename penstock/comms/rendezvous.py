@@ -1,8 +1,8 @@
-"""What ranks write into the store where they meet: the id of a run, and which ranks have left.
+"""Entries of ranks in the rendezvous store: the id of a run, and which ranks have left.
 
-torchrun's agents keep the store when they restart the ranks, and with it everything that ranks of the run before have written
-there. So each run needs keys that are new. No number from torchrun will do: with several machines, one agent may count a
-restart that another has not seen.
+torchrun's agents keep the store when they restart the ranks, with everything that ranks of the previous run have written. So
+each run needs new keys. torchrun's restart count cannot provide them: with several machines, one agent may count a restart that
+another has not seen.
 """
 
 import json
@@ -19,13 +19,13 @@ from penstock.comms.time_limits import MAX_POLL_SECONDS, MIN_POLL_SECONDS
 from penstock.errors import LostRankError
 
 CURRENT_RUN_KEY = "penstock-start"
-WAIT_RESULT_KEY, ALL_ARRIVED = "ending", "all here"  # how a `wait_for_all` has ended, the same for all of its ranks
+WAIT_RESULT_KEY, ALL_ARRIVED = "ending", "all here"  # the result of a `wait_for_all`, the same for all of its ranks
 DEPARTED_KEY = "departed"  # set once any rank has left; `departed-3` says why rank 3 has
 FINISHED = "has finished"
 
 
 def poll(seconds: float) -> Iterator[None]:
-    """Yield again and again for this many seconds, at least once, with a short sleep in between."""
+    """Yield repeatedly for `seconds`, at least once, with short sleeps in between."""
     begin = time.monotonic()
     yield
     while (waited := time.monotonic() - begin) < seconds:
@@ -34,12 +34,12 @@ def poll(seconds: float) -> Iterator[None]:
 
 
 def read_text(store: Any, key: str) -> str:
-    """Return the text under `key`; empty if there is none yet."""
+    """Return the text stored under `key`; empty if there is none yet."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
 def agree_on_run_id(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return an id for this run of `world_size` ranks: the same on all of them, and never used before. All ranks call it.
+    """Return an id for this run of `world_size` ranks, the same on all of them and never used before. All ranks call it.
 
     1. Rank 0 publishes a new id.
     2. Each rank signs under the id that it reads.
@@ -47,14 +47,14 @@ def agree_on_run_id(store: Any, rank: int, world_size: int, timeout: timedelta) 
     4. A rank that finds its own signature among them returns. One that does not has read the id of an earlier run, and goes
        back to 2 when the id changes.
 
-    Raises LostRankError if not all ranks come within `timeout`, or one has left.
+    Raises LostRankError if not all ranks call it within `timeout`, or if one has left.
     """
     signature, run_id, seconds = uuid.uuid4().hex, "", timeout.total_seconds()
     if rank == 0:
         store.set(CURRENT_RUN_KEY, signature)
 
     for _ in poll(seconds):
-        departures = read_departures(store, range(world_size))  # before the rest: a rank that is ready may leave right away
+        departures = read_departures(store, range(world_size))  # read first: a rank that has returned may leave at once
 
         current = signature if rank == 0 else read_text(store, CURRENT_RUN_KEY)
         if current != run_id:
@@ -74,10 +74,10 @@ def agree_on_run_id(store: Any, rank: int, world_size: int, timeout: timedelta) 
 
 
 def wait_for_all(store: Any, ranks: int, timeout: timedelta, has_failed: Callable[[], bool] = lambda: False) -> None:
-    """Wait until this many `ranks` have called it. Raises DistError on all of them after `timeout`, or once it `has_failed`.
+    """Wait until this number of `ranks` have called it. Raises DistError on all of them after `timeout`, or if `has_failed()`.
 
-    Gloo's own way to connect cannot be ended from outside. The first rank that sees how the wait ends decides that for all, so
-    no rank goes on to connect to one that has given up.
+    Call it before Gloo connects, which cannot be interrupted. The first rank that sees a result of the wait sets it for all, so
+    that no rank begins to connect to one that has given up.
     """
     is_last = store.add("come", 1) == ranks
     for _ in poll(timeout.total_seconds()):
@@ -96,7 +96,7 @@ def wait_for_all(store: Any, ranks: int, timeout: timedelta, has_failed: Callabl
 
 def publish_departure(store: Any, rank: int, reason: str) -> None:
     """Write why `rank` has left, for all other ranks. The first reason stays."""
-    with suppress(RuntimeError):  # the store may be gone, with the rank that kept it
+    with suppress(RuntimeError):  # the store may be gone with the process that has it
         store.compare_set(f"{DEPARTED_KEY}-{rank}", "", reason)
         store.set(DEPARTED_KEY, "")
 
@@ -109,7 +109,7 @@ def read_departures(store: Any, ranks: Collection[int]) -> dict[int, str]:
 
 
 def departure_error(departures: dict[int, str], wait: str) -> LostRankError:
-    """Return the error for a `wait` (`rank 1 waited for ..`) for ranks of which some have left."""
+    """Return the error for a `wait` (as text, `rank 1 waited for ..`) for ranks with these `departures` (rank -> reason)."""
     hint = ": every rank must make the same calls" if FINISHED in departures.values() else ""
     reasons = ", ".join(f"rank {rank} {reason}" for rank, reason in departures.items())
     return LostRankError(f"{wait}, but {reasons}{hint}", departures)

@@ -1,4 +1,4 @@
-"""The operating system: what it refuses a rank and why, what it is asked for, and lines for the user on stderr."""
+"""Limits and settings of the operating system, its errors as text, and messages for the user on stderr."""
 
 import ctypes
 import errno
@@ -10,16 +10,16 @@ from contextlib import contextmanager, suppress
 from penstock.errors import PenstockError, ResourceError
 
 DESCRIPTOR_TABLE_FULL = (errno.EMFILE, errno.ENFILE)  # of this process, or of the machine
-SPARE_DESCRIPTORS = 8  # that a new group, and what is opened with it, takes beside one for each rank
+SPARE_DESCRIPTORS = 8  # that a new group, and files opened with it, need besides one for each rank
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt (malloc.h)
-MAX_FREE_HEAP_BYTES = (1 << 31) - 1  # that may lie free at the top of the heap
+MAX_FREE_HEAP_BYTES = (1 << 31) - 1  # at the top of the heap
 MAX_HEAP_BLOCK_BYTES = 32 << 20  # glibc's own upper limit; larger blocks are mapped one by one
 MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def check_free_descriptors(ranks: int) -> None:
-    """Raise OSError unless file descriptors are free for a group of `ranks`: without them Gloo ends the process."""
+    """Raise OSError unless there are file descriptors for a group of `ranks`: without them Gloo ends the process."""
     opened = []
     try:
         for _ in range(ranks + SPARE_DESCRIPTORS):
@@ -35,7 +35,7 @@ def count_cores() -> int:
 
 
 def read_torchrun_integer(name: str, default: str = "") -> int:
-    """Return the number in the environment variable `name`, which torchrun sets. Raises PenstockError if it is no number."""
+    """Return the integer in torchrun's environment variable `name`. Raises PenstockError if it is none."""
     text = os.environ.get(name, default)
     if not text.isdecimal():
         variable = "RANK" if "RANK" in os.environ else name
@@ -47,10 +47,10 @@ def read_torchrun_integer(name: str, default: str = "") -> int:
 
 @contextmanager
 def batch_thread_policy() -> Iterator[None]:
-    """Start threads inside (Gloo's event loops) as batch threads, where the system has them (Linux's SCHED_BATCH).
+    """Start threads of the block (Gloo's event loops) under Linux's policy SCHED_BATCH; do nothing on other systems.
 
-    They compete with the compute for a core, and spin while the main thread holds a lock that they need. As batch threads they
-    do not preempt it each time they wake up, which makes small messages faster. A thread inherits the policy of its creator.
+    These threads compete with the main thread for a core, and spin while it holds a lock that they need. Under SCHED_BATCH they
+    do not preempt it when they wake up, which makes small messages faster. A thread inherits the policy of its creator.
     """
     policy = os.sched_getscheduler(0) if hasattr(os, "SCHED_BATCH") else None
     try:
@@ -66,7 +66,7 @@ def batch_thread_policy() -> Iterator[None]:
 
 @contextmanager
 def convert_os_errors(failure: str) -> Iterator[None]:
-    """Raise an OSError of the block as a ResourceError: `failure` (`rank 1 could not ..`), and the reason."""
+    """Raise an OSError of the block as a ResourceError with the text `failure` (`rank 1 could not ..`) and the reason."""
     try:
         yield
     except OSError as error:
@@ -74,13 +74,13 @@ def convert_os_errors(failure: str) -> Iterator[None]:
 
 
 def is_out_of_resources(error: BaseException) -> bool:
-    """Return whether this rank's system has refused a resource; torch raises a RuntimeError where that is memory."""
+    """Return whether `error` says that this system refused a resource; for memory torch raises a RuntimeError."""
     texts = ("allocate memory", "out of memory", "start new thread")
     return isinstance(error, (OSError, MemoryError)) or any(text in str(error) for text in texts)
 
 
 def explain_error(error: BaseException) -> str:
-    """Return in one line why an operation failed; what to do about it, where no file descriptor is free."""
+    """Return `error` as one line of text, with advice if no file descriptor is free."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE:
         return f"no file descriptor is free{_descriptor_limit()}: raise `ulimit -n`"
@@ -90,7 +90,7 @@ def explain_error(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return `str(error)`, made safe to be sent: also if that raises, or has the name of a file that is no valid text."""
+    """Return `str(error)` as valid UTF-8, also if it has an invalid file name in it, or raises itself."""
     try:
         return str(error).encode(errors="backslashreplace").decode()
     except Exception as second_error:
@@ -113,11 +113,11 @@ def _descriptor_limit() -> str:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep memory that it frees, for its next allocation; return whether the allocator was set so.
+    """Make glibc keep memory that this process frees, for its next allocation; return whether that was set.
 
-    A step frees and allocates the same blocks again and again. By default glibc gives those at the top of its heap back, and
-    the next use of each 4 KB page is a page fault: for weights of 4 MB that was a fifth of the time of a backward. Only on
-    Linux with glibc, and not where the environment sets the allocator.
+    Each step frees and allocates the same blocks. By default glibc returns those at the top of its heap to the system, and the
+    next use of each 4 KB page is a page fault: for weights of 4 MB that took a fifth of the time of a backward. Does nothing on
+    systems without glibc, or if the environment configures the allocator.
     """
     if not sys.platform.startswith("linux") or any(name in os.environ for name in MALLOC_VARIABLES):
         return False

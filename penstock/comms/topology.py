@@ -1,4 +1,4 @@
-"""Which rank this process is, among how many, on which device."""
+"""This process's rank, the number of ranks, and this rank's device."""
 
 import atexit
 import os
@@ -39,14 +39,14 @@ CPU = torch.device("cpu")
 
 
 class ProcessContext:
-    """What this process holds while it is one of the ranks: heartbeat, open groups, the control group that pipelines share."""
+    """The state of this process while it is a rank: heartbeat, open groups, the control group that pipelines share."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()  # of the rank; a process that it forks is none
+        self.pid = os.getpid()  # of the rank; its forked children are no ranks
         self.activity = Activity()
         self.heartbeat: HeartbeatThread | None = None
         self.topology: Topology | None = None  # once this process has joined the other ranks
-        self.open_groups: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in the order of their opening
+        self.open_groups: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in the order of opening
         self.control_group: Any = None  # of all ranks: see `shared_control_group`
 
     @cached_property
@@ -55,19 +55,19 @@ class ProcessContext:
         return create_gloo_device()
 
     def join(self, backend: str | None, timeout: float | timedelta | None, device: str | torch.device | None) -> "Topology":
-        """Connect to the other ranks, and start the heartbeat. Can be called again after it has raised."""
+        """Connect to the other ranks, start the heartbeat, and return the topology. May be called again after it has raised."""
         if self.heartbeat is None and ("RANK" in os.environ or dist.is_initialized()):
             self.heartbeat = HeartbeatThread()
 
         self.topology = topology = replace(_connect_to_ranks(backend, timeout, device), context=self)
         if self.heartbeat is not None and topology.world_size > 1:
-            store = topology.store.clone()  # a connection for the heartbeat alone: other threads may block theirs
+            store = topology.store.clone()  # a connection for the heartbeat only: other threads may block theirs
             monitor = PeerMonitor(store, topology.rank, topology.world_size, self.activity, self.abort_waits, self.on_heartbeat)
             self.heartbeat.start_beating(monitor)
         return topology
 
     def abort_waits(self) -> None:
-        """End every wait of this rank for others: a rank is lost whose connections stay open, as its process is suspended."""
+        """End every wait of this rank for others, as a rank is lost: if suspended, its connections stay open."""
         for groups in list(self.open_groups):
             groups.abort_waits()
         if dist.group.WORLD is not None:
@@ -79,7 +79,7 @@ class ProcessContext:
             groups.on_heartbeat(store)
 
     def publish_departure(self, reason: str) -> None:
-        """Write why this rank leaves, for the other ranks."""
+        """Publish the reason why this rank leaves, for the other ranks."""
         if self.topology is not None and self.topology.store is not None:
             publish_departure(self.topology.store, self.topology.rank, reason)
 
@@ -100,15 +100,15 @@ class Topology:
     rank: int = 0
     world_size: int = 1
     device: torch.device = CPU
-    backend: str = "gloo"  # what carries tensors between ranks
+    backend: str = "gloo"  # sends tensors between ranks
     timeout: timedelta = DEFAULT_TIMEOUT
-    store: Any = field(default=None, repr=False, compare=False)  # torch.distributed's key-value store, None when alone
-    global_ranks: tuple[int, ...] = ()  # where the pipeline is one of several: the numbers of its ranks in the whole job
+    store: Any = field(default=None, repr=False, compare=False)  # torch.distributed's key-value store; None in a world of one
+    global_ranks: tuple[int, ...] = ()  # ranks of this pipeline in the whole job, if the job has several pipelines
     context: ProcessContext = field(default_factory=ProcessContext, repr=False, compare=False)
 
     @property
     def transport_device(self) -> torch.device:
-        """The device on which the backend takes and gives tensors: this rank's GPU for NCCL, the CPU for Gloo."""
+        """The device of tensors that the backend sends and receives: this rank's GPU for NCCL, the CPU for Gloo."""
         return self.device if self.backend == "nccl" else CPU
 
     def get_next_rank(self) -> int | None:
@@ -120,7 +120,7 @@ class Topology:
         return self.rank - 1 if self.rank > 0 else None
 
     def get_global_rank(self, rank: int) -> int:
-        """Return the number that `rank` of the pipeline has in the whole job: errors use that one."""
+        """Return the rank in the whole job of `rank` of the pipeline. Error texts use it."""
         return self.global_ranks[rank] if self.global_ranks else rank
 
 
@@ -133,20 +133,19 @@ def init_distributed(
     device: str | torch.device | None = None,
     deterministic: bool = False,
 ) -> Topology:
-    """Join the ranks that torchrun or `penstock.launch` started; without their environment, be a world of one.
+    """Join the ranks that torchrun or `penstock.launch` has started; without their environment variables, be the only rank.
 
     `backend`: `"gloo"` or `"nccl"`; by default NCCL if every rank has a GPU that no other rank uses, else Gloo. Gloo sends
     tensors of a GPU through host memory, so several ranks may share one GPU.
-    `timeout`: seconds, or a timedelta, that a rank waits for another before it gives up; by default ten minutes.
-    `device`: where the stages are; by default this rank's GPU if there is one and `backend` is not `"gloo"`, else the CPU.
-    `deterministic`: from now on torch gives the same bits each time, on a GPU too, where that costs time (docs/howto/gpu.md).
+    `timeout`: how long a rank waits for another, in seconds or as a timedelta; by default ten minutes.
+    `device`: of the stages; by default this rank's GPU if there is one and `backend` is not `"gloo"`, else the CPU.
+    `deterministic`: make torch's results reproducible bit for bit; on a GPU this costs time (docs/howto/gpu.md).
 
         topology = ps.comms.init_distributed(timeout=60)
         print(f"rank {topology.rank} of {topology.world_size}, on {topology.device}")
 
     A second call returns the topology of the first one, whatever its arguments. From here on the process keeps the memory that
-    it frees. Raises PenstockError for an unknown backend and for a GPU that is not there, LostRankError if the other ranks do
-    not start.
+    it frees. Raises PenstockError for an unknown backend or a missing GPU, LostRankError if the other ranks do not start.
     """
     global _context
     if deterministic:
@@ -161,12 +160,12 @@ def init_distributed(
 
 
 def current_topology() -> Topology:
-    """Return the topology of `init_distributed`, which is called now if it has not been yet."""
+    """Return the topology; call `init_distributed()` first if that has not been done."""
     return init_distributed()
 
 
 def shutdown() -> None:
-    """Leave the ranks: end the process groups, forget the topology. A rank that waits for this one, now or later, raises."""
+    """Leave the ranks: close the process groups, reset the topology. A rank that waits for this one, now or later, raises."""
     global _context
     if _context is None or _context.pid != os.getpid():
         return
@@ -226,9 +225,9 @@ def _connect_to_ranks(backend: str | None, timeout: float | timedelta | None, de
 
 
 def _init_process_group(backend: str | None, device: torch.device, timeout: timedelta) -> str:
-    """Make torch's group of all ranks, and return the backend.
+    """Create torch's group of all ranks, and return the backend.
 
-    No rank returns before all have made the group: to the others one that goes on and leaves would look lost.
+    No rank returns before all have created the group. Else a rank that returns and exits at once would look lost to the others.
     """
     rank = os.environ["RANK"]
     try:
@@ -250,7 +249,7 @@ def _init_process_group(backend: str | None, device: torch.device, timeout: time
 
 
 def _choose_device(backend: str | None, device: str | torch.device | None) -> torch.device:
-    """Return the device of this rank, with its index. Raises PenstockError if it is not there."""
+    """Return the device of this rank, with its index. Raises PenstockError if it does not exist."""
     torch_device = torch.device(device or ("cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"))
     if torch_device.type == "mps" and not torch.backends.mps.is_available():
         raise PenstockError("device 'mps' was asked for, but torch finds no GPU of Apple's here: use device='cpu'")
@@ -268,7 +267,7 @@ def _choose_device(backend: str | None, device: str | torch.device | None) -> to
 def _set_gloo_interface(master: str) -> None:
     """Set Gloo's network interface to the one that leads to the host `master`, unless the user has set one.
 
-    Raises PenstockError if the user's is not there.
+    Raises PenstockError if the user's does not exist.
     """
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return check_interfaces(names)
@@ -280,9 +279,9 @@ def _set_gloo_interface(master: str) -> None:
 
 @contextmanager
 def convert_to_lost_rank_error(topology: Topology, purpose: str, ranks: Collection[int]) -> Iterator[None]:
-    """Around a wait for `ranks`: the transport's RuntimeError becomes a LostRankError that names the lost or silent rank.
+    """Raise a RuntimeError of the block, which waits for `ranks`, as a LostRankError that names the lost or silent rank.
 
-    `purpose`: what the rank waited for, as text: `to send a (2, 3) float32 tensor to rank 1`.
+    `purpose`: of the wait, as text: `to send a (2, 3) float32 tensor to rank 1`.
     """
     try:
         yield
@@ -297,6 +296,6 @@ def convert_to_lost_rank_error(topology: Topology, purpose: str, ranks: Collecti
 
 
 def describe_transport_error(error: BaseException, timeout: timedelta) -> str:
-    """Return how a wait ended badly, by the transport's text: no answer within the timeout, or a closed connection."""
+    """Return why a wait failed, by the transport's `error`: `no answer within 60 s`, or `the connection is closed`."""
     timed_out = "timed out" in str(error).lower()
     return f"no answer within {timeout.total_seconds():g} s" if timed_out else "the connection is closed"

@@ -1,11 +1,11 @@
-"""Ranks on this machine: started, monitored, and started again when one has failed.
+"""Start ranks on this machine, monitor them, and restart them when one has failed.
 
-launcher          runs a function on ranks, in as many attempts as it takes
-rank_processes    the processes of one attempt: from their start until all have ended
-attempt           what became of one attempt, and which ranks failed
-rank_main         what the process of a rank runs
-pickling          the function and its arguments as bytes
-pipe_store        the store where the ranks meet, reached through inherited pipes only
+launcher          run a function on ranks, and restart it after a failure
+rank_processes    the processes of one attempt, from their start until all have ended
+attempt           the outcome of one attempt, and which ranks failed
+rank_main         the main function of a rank's process
+pickling          pickle the function and its arguments
+pipe_store        the rendezvous store, reached through inherited pipes only
 forkserver        the process that ranks are forked from
-forkserver_child  the code in that process which ends it with its program
+forkserver_child  code in that process that ends it together with its program
 """

@@ -1,8 +1,8 @@
-"""What became of one attempt (one start of all ranks), and which ranks failed by themselves.
+"""The outcome of one attempt (one start of all ranks), and which ranks failed by themselves.
 
-Exit codes and a rank's own errors count more than what ranks say about each other. The results of the ranks are given in the
-order in which they came: the pipe of a killed rank closes before its connections do, so its death is known before the errors
-that it causes on other ranks.
+Exit codes and a rank's own errors count more than reports of ranks about each other. Results of ranks are in the order in which
+they arrived: the pipe of a killed rank closes before its connections do, so its death is known before the errors that it causes
+on other ranks.
 """
 
 import re
@@ -15,7 +15,7 @@ from penstock.comms.launch.rank_main import EarlyExitError, RankResult
 from penstock.errors import LostRankError, PenstockError
 
 T = TypeVar("T")
-UNGUARDED_EXIT_CODE = 86  # of a rank that launches ranks while it imports the program
+UNGUARDED_EXIT_CODE = 86  # of a rank that would launch ranks while it imports the program
 SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # not caused by a crash
 MAX_ERROR_CHARACTERS = 400
 
@@ -23,7 +23,7 @@ MAX_ERROR_CHARACTERS = 400
 class RankDiedError(LostRankError):
     """The process of a rank ended without a result.
 
-    `crashed`: by a crash, which may come again, and not by a signal from outside.
+    `crashed`: True for a crash, which may happen again; False for a signal from outside.
     """
 
     def __init__(self, text: str, crashed: bool = False) -> None:
@@ -32,17 +32,15 @@ class RankDiedError(LostRankError):
 
 
 class Attempt(NamedTuple):
-    """One start of all ranks, and what became of it."""
+    """One start of all ranks, and its outcome."""
 
     ranks: int
-    error: BaseException | None = None  # None: all ranks returned
-    failed_ranks: tuple[int, ...] = ()  # those that failed by themselves; empty where none in particular did
-    steps_done: int | None = None  # by the pipelines of its ranks; None: no rank has reported a step
+    error: BaseException | None = None  # None if all ranks returned
+    failed_ranks: tuple[int, ...] = ()  # ranks that failed by themselves; empty if none in particular did
+    steps_done: int | None = None  # training steps of the ranks' pipelines; None if no rank has reported a step
     traceback: str = ""  # of the error, on its rank
-    mistake: str = (
-        ""  # the error without its numbers, equal if the program makes the same mistake on another rank; "" for a signal
-    )
-    died: bool = False  # a rank's process ended without a result
+    mistake: str = ""  # the error without its numbers, so that the same mistake on another rank is equal; empty for a signal
+    died: bool = False  # whether a rank's process ended without a result
 
     def error_in_one_line(self) -> str:
         """Return the error in one line."""
@@ -52,7 +50,7 @@ class Attempt(NamedTuple):
 
 
 class LaunchResults(list[T]):
-    """The list of what a function returned on each rank, and the `attempts` that it took."""
+    """The list of a function's results by rank, and the `attempts` that it took."""
 
     def __init__(self, values: Sequence[T], attempts: Sequence[Attempt]) -> None:
         super().__init__(values)
@@ -60,14 +58,15 @@ class LaunchResults(list[T]):
 
 
 def would_fail_again(attempts: Sequence[Attempt]) -> bool:
-    """Return whether another attempt would end like the last: the program wanted to exit, or repeats the same mistake."""
+    """Return whether another attempt would fail like the last: the program called `sys.exit`, or repeats the same mistake."""
     return isinstance(attempts[-1].error, SystemExit | EarlyExitError) or count_same_failures(attempts) > 0
 
 
 def count_same_failures(attempts: Sequence[Attempt]) -> int:
-    """Return how many of the last attempts failed by the same mistake at the same step, if it is the program's own; else 0.
+    """Return how many of the last attempts failed by the same mistake at the same step; 0 if the program may not be at fault.
 
-    An error that was raised twice is the program's own. A crash may come from outside: it must come three times, and at a step.
+    An error that was raised twice is a mistake of the program. A crash may have another cause: it must happen three times,
+    after a step.
     """
     last_attempt = attempts[-1]
     needed = 3 if last_attempt.died else 2
@@ -90,7 +89,7 @@ def exit_error(rank: int, exitcode: int | None) -> PenstockError:
 
 
 def diagnose_attempt(ranks: int, results: Mapping[int, RankResult]) -> Attempt:
-    """Return the attempt whose ranks came to these `results` (rank -> result, in the order in which they came).
+    """Return the attempt whose ranks had these `results` (rank -> result, in the order in which they arrived).
 
     | the first rank that failed, and not because others are lost | the attempt's error                           |
     |---------------------------------------------------------------|-----------------------------------------------|
@@ -113,7 +112,7 @@ def diagnose_attempt(ranks: int, results: Mapping[int, RankResult]) -> Attempt:
 
 
 def _attempt_with_error(ranks: int, failed: Mapping[int, RankResult], first_rank: int) -> Attempt:
-    """Rank `first_rank` raised an error: its own, or that of a rank it names, which may have ended before."""
+    """Return the attempt in which `first_rank` raised an error: its own, or that of a rank that its error names."""
     origins = failed[first_rank].ranks
     origin = next((rank for rank in origins if rank in failed and _raised_own_error(failed[rank])), first_rank)
     error = failed[origin].value
@@ -133,7 +132,10 @@ def _raised_own_error(result: RankResult) -> bool:
 
 
 def _attempt_with_dead_ranks(ranks: int, failed: Mapping[int, RankResult], first_rank: int) -> Attempt:
-    """Rank `first_rank` died. Others that were killed failed too; one that crashed may have done so because a rank was gone."""
+    """Return the attempt in which `first_rank` died.
+
+    Other ranks that were killed by a signal have failed too. A rank that crashed may have done so because a rank was gone.
+    """
     error = failed[first_rank].value
     deaths = {rank: result.value for rank, result in failed.items() if isinstance(result.value, RankDiedError)}
     failed_ranks = (first_rank, *[rank for rank, death in deaths.items() if rank != first_rank and not death.crashed])
@@ -151,7 +153,7 @@ def _attempt_with_dead_ranks(ranks: int, failed: Mapping[int, RankResult], first
 
 
 def _attempt_with_lost_ranks(ranks: int, failed: Mapping[int, RankResult], ranks_with_result: Collection[int]) -> Attempt:
-    """All errors say that other ranks are lost. Those of the blamed ranks failed that sent no result."""
+    """Return the attempt in which all errors say that other ranks are lost. Of these ranks, those without a result failed."""
     blamed = [rank for result in failed.values() for rank in result.ranks]
     silent = tuple(dict.fromkeys(rank for rank in blamed if rank not in ranks_with_result))
     witnesses = [result for result in failed.values() if isinstance(result.value, LostRankError)]

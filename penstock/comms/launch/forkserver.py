@@ -1,7 +1,7 @@
-"""The fork server: a process that has imported torch once, and runs nothing else. Ranks are forked from it.
+"""The fork server: a process that only imports torch. Ranks are forked from it.
 
-A plain fork of a program that has run a backward may hang. The server runs until the program that started it ends;
-`forkserver_child` sees to that.
+A plain fork of a program that has run a backward may hang. The server ends when the program that started it ends
+(`forkserver_child`).
 """
 
 import multiprocessing
@@ -15,28 +15,28 @@ from penstock.comms.preemption import PREEMPTION_SIGNALS, catches_preemption
 from penstock.comms.system import DESCRIPTOR_TABLE_FULL
 from penstock.errors import LostRankError, PenstockError
 
-# The last two are imported by torch's first backward and first optimizer: two seconds, once instead of on every rank.
+# torch's first backward and first optimizer import the last two, in two seconds: here that is done once for all ranks.
 PRELOAD = [
     *("penstock.comms.launch.forkserver_child", "penstock.pipeline", "penstock.checkpoint"),
     *("torch.fx.experimental.symbolic_shapes", "torch._dynamo"),
 ]
-FORKSERVER_ENDED_EXIT_CODE = 255  # Python's, for a process whose fork server has ended
+FORKSERVER_ENDED_EXIT_CODE = 255  # Python's code for a process whose fork server has ended
 HELD_SIGNALS = {signal.SIGINT, *PREEMPTION_SIGNALS}
 GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under Windows
 
 
 class ForkserverEndedError(LostRankError):
-    """The fork server has ended before the program, and with it all ranks."""
+    """The fork server and all ranks have ended before the program."""
 
     def __init__(self) -> None:
         super().__init__("the server process that the ranks were forked from was killed")
 
 
 def start_forkserver_early() -> None:
-    """Start the fork server, which imports torch while this process does the same, so that `launch` has ranks sooner.
+    """Start the fork server now, so that it imports torch while this process does, and `launch` starts ranks sooner.
 
     Call it before torch is imported, once it is clear that ranks will be launched. Does nothing under torchrun, which has
-    started the ranks, and where there may be a GPU.
+    started the ranks, or if there may be a GPU.
     """
     under_torchrun, may_have_gpu = "RANK" in os.environ, any(map(os.path.exists, GPU_DEVICE_FILES))
     if not under_torchrun and not may_have_gpu and "forkserver" in multiprocessing.get_all_start_methods():
@@ -44,15 +44,15 @@ def start_forkserver_early() -> None:
 
 
 def forkserver_context() -> Any:
-    """Return the multiprocessing context whose processes are forked from the server; start the server if it does not run.
+    """Start the server unless it runs; return the multiprocessing context whose processes are forked from it.
 
-    Ctrl-C never reaches the server: it ends with this process.
+    Ctrl-C does not reach the server; it ends with this process.
     """
     from multiprocessing import forkserver, resource_tracker
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    resource_tracker.ensure_running()  # the server would start it too, without the signals held
+    resource_tracker.ensure_running()  # else the server would start it, with signals unblocked
     try:
         with block_signals_in_children():
             forkserver.ensure_running()
@@ -66,9 +66,9 @@ def forkserver_context() -> Any:
 
 @contextmanager
 def block_signals_in_children() -> Iterator[None]:
-    """Block signals in processes that are started inside: a rank unblocks them once it has its own handlers.
+    """Block signals in processes that the block starts: a rank unblocks them once it has set its handlers.
 
-    Preemption signals only if this program catches them: the server also forks the program's own processes.
+    Preemption signals are blocked only if this program catches them: the server also forks other processes of the program.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS if catches_preemption() else {signal.SIGINT})
     try:

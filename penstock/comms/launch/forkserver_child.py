@@ -1,8 +1,8 @@
-"""Runs in the fork server, and ends it with its program. Imported there, and nowhere else.
+"""Code in the fork server that ends it together with its program. Imported only there.
 
-Python's server ends when no rank is left, and leaves it to the program to remove the server's socket. A program that is killed
-does not do that, and a suspended rank would stay for ever. So this server checks twice a second: it ends with the program, its
-ranks end with it (`rank_main`), and it removes the socket.
+Python's server ends when no rank is left, and the program removes the server's socket. A program that is killed does not do
+that, and a suspended rank would stay forever. So this server checks twice a second whether the program has ended. If so, it
+removes the socket and ends, and its ranks end too (`rank_main`).
 """
 
 import atexit
@@ -23,7 +23,7 @@ def _is_orphaned() -> bool:
 
 
 def _end_if_orphaned(*_: object) -> None:
-    """Handle the timer's signal."""
+    """Remove the socket and end this process if its program has ended. Handles the timer's signal."""
     if _is_orphaned():
         if socket_path:
             _remove_socket_if_orphaned(socket_path)
@@ -31,7 +31,7 @@ def _end_if_orphaned(*_: object) -> None:
 
 
 def _find_listening_socket() -> str | None:
-    """Return the path of the socket that this process has been given to listen at."""
+    """Return the path of the listening socket that this process has inherited; None if it has none."""
     for fd in os.listdir("/dev/fd"):
         with suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
@@ -49,13 +49,13 @@ def _remove_socket_if_orphaned(path: str) -> None:
 
 
 def _freeze_imported_objects() -> None:
-    """Before the first fork: exclude what the imports created, and is never deleted, from every rank's garbage collections."""
+    """Exclude the objects of imports, which are never deleted, from every rank's garbage collections. Called before a fork."""
     if os.getpid() == SERVER_PID:
         gc.freeze()
         gc.enable()
 
 
-gc.disable()  # imports take a quarter less then
+gc.disable()  # this makes imports a quarter faster
 os.register_at_fork(before=_freeze_imported_objects)
 if socket_path := _find_listening_socket():
     atexit.register(_remove_socket_if_orphaned, socket_path)

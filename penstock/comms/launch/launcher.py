@@ -1,8 +1,8 @@
-"""Run a function on ranks of this machine: a small torchrun in the program. Raise the failed rank's error, or start again.
+"""Run a function on ranks of this machine, as a small torchrun in the program; restart them, or raise the failed rank's error.
 
-Ranks are forked from the fork server (forkserver.py); where torch sees a GPU they are spawned instead. They get the
-environment variables that torchrun would set, and meet at a store that this process keeps. When a rank fails, all are ended.
-If restarts are left, the remaining ranks begin again: another attempt, from the same server with a new store.
+Ranks are forked from the fork server (forkserver.py), or spawned if torch sees a GPU. They get the environment variables that
+torchrun would set, and a rendezvous store in this process. When a rank fails, all are ended. If restarts are left, the others
+are started again from the same server, with a new store: another attempt.
 """
 
 import inspect
@@ -32,23 +32,23 @@ T = TypeVar("T")
 
 
 class RankTraceback(Exception):
-    """The cause of an error that `launch` raises again: the traceback on the rank where it happened, as text."""
+    """The cause of an error that `launch` raises: the traceback on the rank where it happened, as text."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0, least: int | None = None) -> LaunchResults[T]:
-    """Run `function(*args)` on `ranks` processes of this machine at once; return the list of their results, by rank.
+    """Run `function(*args)` on `ranks` processes of this machine; return the list of their results, by rank.
 
-    `function`: what every rank runs. In a script it is defined at the top level, and the script launches under
+    `function`: runs on every rank. In a script, define it at the top level, and call `launch` under
     `if __name__ == "__main__":`, as ranks import the script. A function that was typed in a notebook or at a prompt, or given
     to `python -c`, is copied to the ranks with the globals that it uses. Arguments and results must pickle.
     `ranks`: the number of ranks, 1 or more.
-    `restarts`: how often the ranks begin again after one of them has died, was suspended or raised. All others are ended, and
+    `restarts`: how often all ranks are started again after one has died, was suspended or raised. The others are ended, and
     the function is called again with the same arguments: it calls `init_distributed()`, builds its pipeline, and resumes from
     its last checkpoint (docs/howto/recovery.md).
-    `least`: begin again without the ranks that failed, but with this number at least; None: with all of them.
+    `least`: restart without the ranks that failed, but with at least this number; None restarts all of them.
 
         def work(steps):
             return ps.comms.init_distributed().rank * steps
@@ -57,11 +57,11 @@ def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0
 
     Ranks have the environment variables and working directory that this process has now, and TORCHELASTIC_RESTART_COUNT. Each
     computes on one thread unless OMP_NUM_THREADS says otherwise, so that bits do not depend on the number of ranks. The list's
-    `attempts` have `ranks`, `failed_ranks`, `error` and `steps_done` of each start; a line for each that failed goes to stderr.
+    `attempts` have `ranks`, `failed_ranks`, `error` and `steps_done` of each attempt. A failed attempt prints a line on stderr.
 
     Raises the error of the rank that failed first, with that rank's traceback as its cause; LostRankError if the rank died, or
-    waits for one that has returned. With restarts it is the error of the last attempt, which has the `attempts`. An error of
-    the program that comes twice at the same step is not tried again. No rank outlives the call.
+    waits for one that has returned. With restarts the last attempt's error is raised, with `attempts` as an attribute. An error
+    of the program that is raised twice at the same step is not tried again. No rank outlives the call.
     """
     _exit_if_imported_by_rank()
     _check_arguments(function, ranks, restarts, least)
@@ -94,7 +94,7 @@ def _check_arguments(function: Any, ranks: Any, restarts: Any, min_ranks: Any) -
 
 @convert_os_errors("ranks cannot be started")
 def _run_attempt(call: bytes, ranks: int, number: int, may_restart: bool) -> tuple[list[Any], Attempt]:
-    """Run `call` on all ranks once; return what it returned on each (empty if a rank failed), and the attempt."""
+    """Run `call` on all ranks once; return its results by rank (empty if a rank failed), and the attempt."""
     from torch.distributed import HashStore
 
     context = multiprocessing.get_context("spawn") if _sees_gpu() else forkserver_context()
@@ -113,7 +113,7 @@ def _run_attempt(call: bytes, ranks: int, number: int, may_restart: bool) -> tup
 
 
 def _raise_last_error(attempts: Sequence[Attempt]) -> NoReturn:
-    """Raise the error of the last of the `attempts`; print why there is no other attempt, if restarts are left."""
+    """Raise the error of the last attempt; print why it is not tried again if it is a mistake of the program."""
     last_attempt = attempts[-1]
     assert last_attempt.error is not None
     if times := count_same_failures(attempts):
@@ -126,7 +126,7 @@ def _raise_last_error(attempts: Sequence[Attempt]) -> NoReturn:
 
 
 def _exit_if_imported_by_rank() -> None:
-    """End this process if it is a rank that imports the program, which launches ranks without a guard."""
+    """End this process if it is a rank, and the program that it imports launches ranks without a `__main__` guard."""
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
             os._exit(UNGUARDED_EXIT_CODE)

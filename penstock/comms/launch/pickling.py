@@ -1,7 +1,7 @@
-"""The function that ranks run, and its arguments, as bytes.
+"""Pickle the function that ranks run, and its arguments.
 
-A script's function is pickled by name: ranks import the script. A function that was typed in a notebook or at a prompt, piped
-in, or given to `python -c`, is in no file: cloudpickle pickles it by value, with the globals that it uses.
+A script's function is pickled by name, as ranks import the script. A function that was typed in a notebook or at a prompt,
+piped in, or given to `python -c`, is in no file. cloudpickle pickles it by value, with the globals that it uses.
 """
 
 import inspect
@@ -22,7 +22,7 @@ def pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     by_value = _is_in_no_file(function)
     try:
         return choose_pickle_dumps(by_value)((function, args, _interactive_source_lines() if by_value else None))
-    except Exception as error:  # any: objects run code when they are pickled
+    except Exception as error:  # of any class: objects run code when they are pickled
         name = getattr(function, "__qualname__", repr(function))
         hint = "define it at the top level of a module, and pass arguments that pickle"
         if by_value:
@@ -32,24 +32,24 @@ def pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def unpickle_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], bool]:
-    """Return the function, its arguments, and whether it was pickled by value: then results are, too."""
+    """Return the function, its arguments, and whether it was pickled by value, as results then must be too."""
     try:
         function, args, source_lines = pickle.loads(data)
-    except Exception as error:  # it is of a module that this process cannot import
+    except Exception as error:  # this process may be unable to import its module
         problem = f"ranks cannot read the function that they are to run, or its arguments ({' '.join(str(error).split())})"
         raise PenstockError(f"{problem}: define it in a file, and import it from there") from error
     if source_lines is None:
         return function, args, False
 
     linecache.cache.update(source_lines)  # for tracebacks
-    if function.__module__ == "__main__":  # where the classes of messages between stages are looked up by name
+    if function.__module__ == "__main__":  # `encoding` looks up classes of messages there by name
         names = getattr(inspect.unwrap(function), "__globals__", {})
         vars(sys.modules["__main__"]).update({name: value for name, value in names.items() if not name.startswith("__")})
     return function, args, True
 
 
 def choose_pickle_dumps(by_value: bool) -> Callable[[Any], bytes]:
-    """Return the `dumps` that pickles functions and classes by value (cloudpickle's), or by name (pickle's)."""
+    """Return cloudpickle's `dumps`, which pickles functions and classes by value, or pickle's, which does so by name."""
     if not by_value:
         return pickle.dumps
     import cloudpickle  # slow to import, and rarely needed
@@ -59,7 +59,7 @@ def choose_pickle_dumps(by_value: bool) -> Callable[[Any], bytes]:
 
 @contextmanager
 def hide_missing_main_file() -> Iterator[None]:
-    """Processes started inside import this program's file, but not if it does not exist (`<stdin>`)."""
+    """Keep processes that the block starts from importing the program's main file if it does not exist (`<stdin>`)."""
     main = sys.modules["__main__"]
     hidden = {} if _main_can_be_imported(main) or not hasattr(main, "__file__") else {"__file__": main.__file__}
     for name in hidden:
@@ -71,7 +71,7 @@ def hide_missing_main_file() -> Iterator[None]:
 
 
 def _is_in_no_file(function: Any) -> bool:
-    """Return whether ranks cannot import `function`: the program, or the function's own code, is in no file."""
+    """Return whether ranks cannot import `function`, as the program, or the function's code, is in no file."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     typed_at_prompt = code is not None and function.__module__ == "__main__" and not os.path.isfile(code.co_filename)
     return not _main_can_be_imported(sys.modules["__main__"]) or typed_at_prompt
@@ -85,14 +85,14 @@ def _main_can_be_imported(main: Any) -> bool:
 
 
 def _interactive_source_lines() -> dict[str, Any]:
-    """Return the entries of linecache with the source of notebook cells: entries without a time belong to no file."""
+    """Return the entries of linecache with the source of notebook cells. Such an entry has no modification time."""
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
 
 def _unpicklable_names(function: Any) -> list[str]:
     """Return the names of globals and closure variables that `function` uses and whose values do not pickle."""
     names = []
-    with suppress(TypeError):  # it is no Python function
+    with suppress(TypeError):  # `function` may be no Python function
         variables = inspect.getclosurevars(inspect.unwrap(function))
         for name, value in {**variables.globals, **variables.nonlocals}.items():
             try:

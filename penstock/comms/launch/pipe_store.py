@@ -1,7 +1,7 @@
-"""The store where launched ranks meet: the launching process keeps it, and each rank has one pipe to it.
+"""The rendezvous store of launched ranks: it is in the launching process, and each rank has a pipe to it.
 
-The pipe is inherited and has no name. So there is no port that another user of the machine could connect to, as torch's
-TCPStore has, which checks no identity; and nothing is left when the processes have ended, however they do.
+The pipe is inherited and has no name. So there is no port that another user of the machine could connect to, as with torch's
+TCPStore, which does not authenticate. And nothing is left over, however the processes end.
 """
 
 import os
@@ -33,7 +33,7 @@ def _answer_calls(store: dist.HashStore, pipe: Connection) -> None:
             while True:
                 method, *args = decode(pipe.recv_bytes())
                 pipe.send_bytes(encode(SERVED_METHODS[method](store, *args)))
-        except Exception:  # the rank is gone, or has sent a call that none of ours sends: end its connection
+        except Exception:  # the rank is gone, or has sent an invalid call: end its connection
             return
 
 
@@ -43,7 +43,7 @@ def _remote_method(method: str) -> Any:
 
 
 class PipeStore(dist.Store):
-    """A rank's side of the store, for Python and for torch's C++, from any thread.
+    """A rank's end of the store, usable from Python, from torch's C++, and from any thread.
 
     Raises DistNetworkError, which is a RuntimeError, once the launching process is gone, as TCPStore does.
     """
@@ -62,7 +62,7 @@ class PipeStore(dist.Store):
                 return decode(self._pipe.recv_bytes())
             except (OSError, EOFError) as error:
                 raise dist.DistNetworkError("the store is gone, with the process that launched the ranks") from error
-            except BaseException:  # a signal handler's: the answer that is still to come must not be read by the next call
+            except BaseException:  # from a signal handler: the next call must not read the answer to this one
                 self._pipe.close()
                 raise
 
@@ -78,7 +78,7 @@ class PipeStore(dist.Store):
                 return
         raise dist.DistStoreError(f"timed out: nobody has set {', '.join(keys)}")
 
-    # As torch's, under the names that its C++ calls. torch makes the other methods of a store from these.
+    # Methods with the names that torch's C++ calls. torch derives the store's other methods from them.
     set, add, compare_set, check = (
         _remote_method("set"),
         _remote_method("add"),

@@ -1,4 +1,4 @@
-"""What the process of a rank runs: the function. Its result, or the error that it raised, is sent to the launching process."""
+"""The main function of a rank's process: run the user's function, and send its result or error to the launching process."""
 
 import ctypes
 import gc
@@ -30,9 +30,9 @@ class RankResult(NamedTuple):
     succeeded: bool
     value: Any  # what the function returned, or the error
     traceback: str = ""
-    lost_others: bool = False  # it failed only because other ranks are lost
-    ranks: tuple[int, ...] = ()  # those that its error names as its origin
-    steps_done: int | None = None  # by its pipelines
+    lost_others: bool = False  # whether it failed only because other ranks are lost
+    ranks: tuple[int, ...] = ()  # ranks that its error names as its origin
+    steps_done: int | None = None  # training steps of its pipelines
 
 
 class EarlyExitError(PenstockError):
@@ -40,13 +40,13 @@ class EarlyExitError(PenstockError):
 
 
 class LaunchSpec(NamedTuple):
-    """What every rank of an attempt is started with."""
+    """The input of `rank_main`, the same for every rank of an attempt."""
 
     call: bytes  # the function and its arguments, from `pickle_call`
     ranks: int
-    environment: dict[str, str]  # of the launching process at that moment; its working directory is inherited
-    catches_preemption: bool = False  # as the launching process does
-    start_method: str | None = None  # that the launching process has set for its children; None: the platform's
+    environment: dict[str, str]  # of the launching process; its working directory is inherited
+    catches_preemption: bool = False  # whether the launching process does
+    start_method: str | None = None  # of multiprocessing, as set in the launching process; None for the platform's default
 
 
 def rank_main(spec: LaunchSpec, rank: int, result_pipe: Connection, store_pipe: Connection) -> None:
@@ -60,7 +60,7 @@ def rank_main(spec: LaunchSpec, rank: int, result_pipe: Connection, store_pipe: 
 
     store = PipeStore(store_pipe)
     torch_private.set_env_rendezvous(store)
-    os.register_at_fork(after_in_child=result_pipe.close)  # in a process that the rank forks it would hide the rank's death
+    os.register_at_fork(after_in_child=result_pipe.close)  # an open copy in a forked child would hide the rank's death
     gc.freeze()  # exclude what torch's import created, and is never deleted, from garbage collections
     torch.set_num_threads(_num_threads())
 
@@ -74,7 +74,7 @@ def rank_main(spec: LaunchSpec, rank: int, result_pipe: Connection, store_pipe: 
 
     if context := current_context():
         context.publish_departure(departure)
-    publish_departure(store, rank, departure)  # also for ranks that this one has not joined
+    publish_departure(store, rank, departure)  # also for ranks that wait in this store, before they have joined
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # its reader is gone, or there is none
             stream.flush()
@@ -83,7 +83,7 @@ def rank_main(spec: LaunchSpec, rank: int, result_pipe: Connection, store_pipe: 
 
 
 def _set_up_process(spec: LaunchSpec, rank: int) -> None:
-    """Set signal handlers and environment, and end this process with the launching one."""
+    """Set signal handlers and environment variables, and make this process end together with the launching one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process ends its ranks
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # instead of the fork server's handler
     if spec.catches_preemption:
@@ -94,8 +94,7 @@ def _set_up_process(spec: LaunchSpec, rank: int) -> None:
     if sys.platform == "linux":  # also while suspended: the fork server, its parent, ends with the launching process
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    # A DataLoader's workers start as in a program without ranks, not as this process did: by the fork server each would import
-    # torch again.
+    # Start a DataLoader's workers as in a program without ranks. By this process's start method each would import torch again.
     multiprocessing.set_start_method(spec.start_method, force=True)
 
     os.environ.clear()  # of the fork server
@@ -113,7 +112,7 @@ def _exit_with_launcher() -> None:
 
 
 def _num_threads() -> int:
-    """Return the caller's OMP_NUM_THREADS, or 1: torch has read the variable of the fork server."""
+    """Return the launching process's OMP_NUM_THREADS, or 1. torch itself has read the fork server's."""
     text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(text) if text.isdecimal() and int(text) else 1
 
@@ -127,7 +126,7 @@ def _pickle_value(value: Any, rank: int, by_value: bool) -> bytes:
 
 
 def _pickle_error(error: BaseException, rank: int, by_value: bool) -> bytes:
-    """Return the RankResult of a function that raised `error`, as bytes; with a PenstockError if `error` does not pickle."""
+    """Return the RankResult of a function that raised `error`, as bytes; a PenstockError replaces one that does not pickle."""
     from penstock.comms.process_groups import is_transport_error
 
     if isinstance(error, SystemExit) and not error.code:  # raised again it would end the launching program without an error

@@ -1,4 +1,4 @@
-"""The processes of the ranks of one attempt: started, their results or errors collected, those that are left killed."""
+"""The processes of the ranks of one attempt: start them, collect their results and errors, kill the remaining ones."""
 
 import os
 import pickle
@@ -30,10 +30,10 @@ from penstock.errors import PenstockError
 
 @contextmanager
 def start_ranks(spec: LaunchSpec, context: Any, store: Any) -> Iterator[tuple[list[Any], list[Connection]]]:
-    """Start the processes of all ranks; kill those that are left afterwards, whatever happens.
+    """Start the processes of all ranks for the block; afterwards kill those that still run.
 
-    `context`: of multiprocessing. `store`: a HashStore of this process, where the ranks meet.
-    Yields the processes, and the connections through which their results come.
+    `context`: of multiprocessing. `store`: a HashStore of this process, for the ranks' rendezvous.
+    Yields the processes, and the connections that receive their results.
     """
     from penstock.comms.launch.pipe_store import serve_store  # imports torch
 
@@ -47,7 +47,7 @@ def start_ranks(spec: LaunchSpec, context: Any, store: Any) -> Iterator[tuple[li
 
             args = (spec, rank, sender, rank_end)
             process = context.Process(target=rank_main, args=args, name=f"rank {rank}", daemon=False)
-            processes.append(process)  # before a Ctrl-C, which is held until the process has started
+            processes.append(process)  # before it starts: a Ctrl-C during the start is blocked until it has
             try:
                 with block_signals_in_children(), hide_missing_main_file():
                     process.start()
@@ -58,7 +58,7 @@ def start_ranks(spec: LaunchSpec, context: Any, store: Any) -> Iterator[tuple[li
             forward_signals_to(process.pid)
         yield processes, receivers
     finally:
-        with block_signals_in_children():  # a second Ctrl-C must leave no rank behind
+        with block_signals_in_children():  # so that a second Ctrl-C leaves no rank behind
             _kill_ranks([process for process in processes if process.pid is not None])
             for receiver in receivers:
                 receiver.close()
@@ -83,10 +83,10 @@ def join_finished_ranks(processes: Sequence[Any]) -> None:
 def collect_results_and_errors(
     processes: Sequence[Any], receivers: Sequence[Connection], may_restart: bool
 ) -> dict[int, RankResult]:
-    """Wait for the results of all ranks; return rank -> result in the order in which they came.
+    """Wait for the results of all ranks; return rank -> result in the order in which they arrived.
 
     Once one rank has failed or died, the others have ERROR_REPORT_SECONDS to send theirs; less if the failed rank is known and
-    the ranks `may_restart`. A rank that did not end in that time is absent. A suspended rank is killed.
+    the ranks `may_restart`. A rank that has not ended in that time is missing in the result. A suspended rank is killed.
     """
     results: dict[int, RankResult] = {}
     server, deadline = read_parent_process(processes[0].pid), float("inf")
@@ -101,7 +101,7 @@ def collect_results_and_errors(
                 selector.unregister(key.fileobj)
                 try:
                     data = receivers[rank].recv_bytes()
-                except (EOFError, OSError):  # OSError: in the middle of its result
+                except (EOFError, OSError):  # OSError if it ended while it sent its result
                     processes[rank].join()
                     error = killer.errors.get(rank) or _exit_or_forkserver_error(rank, processes[rank].exitcode, server)
                     results[rank] = RankResult(False, error)
@@ -120,7 +120,7 @@ def _unpickle_result(data: bytes, rank: int) -> RankResult:
     """Return the result that `rank` has sent; a failed one with a PenstockError if it does not unpickle."""
     try:
         result: RankResult = pickle.loads(data)
-    except Exception as error:  # any: it is of a class of the program
+    except Exception as error:  # of any class: unpickling runs code of the program
         problem = f"what rank {rank} returned does not unpickle ({explain_error(error)})"
         return RankResult(False, PenstockError(f"{problem}: return values that do, such as numbers and tensors"))
     return result
@@ -133,14 +133,14 @@ def _exit_or_forkserver_error(rank: int, exitcode: int | None, server: ProcessRe
 
 
 class _SuspendedRankKiller:
-    """A thread that kills ranks which are suspended, as one may be while it sends its result.
+    """A thread that kills suspended ranks: one may be suspended while it sends its result.
 
-    Counted in checks, not in seconds: the whole job may have been suspended.
+    It counts checks, not seconds, as the whole job may have been suspended.
     """
 
     def __init__(self, processes: Sequence[Any]) -> None:
         self.records = [read_process(process.pid) for process in processes]
-        self.errors: dict[int, RankDiedError] = {}  # by rank that was killed
+        self.errors: dict[int, RankDiedError] = {}  # rank that was killed -> its error
         self._checks_suspended, self._stopping = [0] * len(processes), threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-stops", daemon=True)
 
@@ -157,7 +157,7 @@ class _SuspendedRankKiller:
             self.check()
 
     def check(self) -> None:
-        """Kill ranks that KILL_SUSPENDED_AFTER_CHECKS in a row have found suspended."""
+        """Kill ranks that were found suspended in KILL_SUSPENDED_AFTER_CHECKS checks in a row."""
         for rank, record in enumerate(self.records):
             self._checks_suspended[rank] = self._checks_suspended[rank] + 1 if record.state() == SUSPENDED else 0
             if self._checks_suspended[rank] == KILL_SUSPENDED_AFTER_CHECKS:

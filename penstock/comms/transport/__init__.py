@@ -1,9 +1,9 @@
-"""Messages between stages: sent without waiting, received into posted receives, described once and then only their bytes.
+"""Messages between stages: sent without waiting, received by receives posted early, and described only in the first step.
 
 channels          the messages from one rank to a neighbour, in order, over a transport
-memory_transport  between two processes of one machine: memory that both see, and how the two ends find each other
-group_transport   over process groups: between machines, between GPUs
-message_spec      the description of a message: a tree of tensors, their shapes and layouts
-shared_memory     memory that two processes see, and blocks in it
-send_thread       a thread that sends while the rank computes, and the first error of it
+memory_transport  between two processes of one machine, through shared memory
+group_transport   through process groups: between machines, between GPUs
+message_spec      the description of a message: its tree, and shapes and layouts of its tensors
+shared_memory     memory that two processes share, and the allocation of blocks in it
+send_thread       a thread that sends while the rank computes, and its first error
 """

@@ -1,12 +1,11 @@
-"""Channels: messages from one rank to a neighbour, in the order of the schedule, over the transport that is chosen here.
+"""Channels: messages from one rank to a neighbour, in the order of the schedule, over a transport that is chosen here.
 
-There is one channel for each direction between two ranks, over a transport that no other channel uses (its order:
-`schedule/program.py`; why it cannot deadlock: `schedule/verify.py`). A transport takes and gives tensors on its
-`transport_device`: for stages on other devices, GPUs whose messages go through host memory, the channel copies. All transports
-are opened before anything is sent.
+There is one channel for each direction between two ranks, with a transport of its own (its order: `schedule/program.py`; why it
+cannot deadlock: `schedule/verify.py`). A transport sends and receives tensors on its `transport_device`. For stages on GPUs
+whose messages go through host memory, the channel copies them. All transports are opened before anything is sent.
 
-The first step with a new batch signature sends a description before every message. Both ends remember them, and every later
-step with that signature sends bare memory into receives that were posted early:
+The first step with a new batch signature sends a description before every message. Both ends keep the descriptions. Later steps
+with that signature send only the bytes, into receives that were posted early:
 
     first step:    description, bytes; description, bytes; ..
     later steps:   bytes; bytes; ..
@@ -34,17 +33,17 @@ from penstock.schedule.program import Program, Transfer
 from penstock.trees import flatten
 
 MessageSpecs = dict[Transfer, MessageSpec]
-PostedReceives = list[tuple[Any, TensorSpec]]  # (posted receive, what it will be)
+PostedReceives = list[tuple[Any, TensorSpec]]  # (posted receive, description of its tensor)
 Sender = MemorySender | GroupSender
 Receiver = MemoryReceiver | GroupReceiver
 
 
 class Channels:
-    """All channels of one rank, for one pipeline. `groups`: None in a world of one, which has no channels."""
+    """All channels of one rank for one pipeline. `groups`: None in a world of one, which has no channels."""
 
     def __init__(self, program: Program, topology: Topology, groups: ProcessGroups | None) -> None:
-        self.outgoing: dict[int, SendChannel] = {}  # by rank of the pipeline
-        self.incoming: dict[int, ReceiveChannel] = {}
+        self.outgoing: dict[int, SendChannel] = {}  # destination rank in the pipeline -> channel
+        self.incoming: dict[int, ReceiveChannel] = {}  # source rank in the pipeline -> channel
         self.transports: dict[str, Sender | Receiver] = {}  # by the ranks at their ends, as `0-1`
         self._pending: PendingSends | None = None
         if groups is None:
@@ -52,7 +51,7 @@ class Channels:
 
         pending = self._pending = PendingSends(SendFailure(groups))
         rank, number = groups.topology.rank, next(groups.channels_count)
-        for source, destination in opening_order(program.channels):  # the same order on all ranks: opening waits for the peer
+        for source, destination in opening_order(program.channels):  # in one order on all ranks: opening waits for the peer
             sender, receiver = topology.get_global_rank(source), topology.get_global_rank(destination)
             name, key = f"{sender}-{receiver}", f"{number}/{sender}-{receiver}"
             with (
@@ -70,23 +69,23 @@ class Channels:
             groups.world_group.barrier().wait()  # else a rank could begin the step while another fails to open a transport
 
     def set_message_specs(self, specs: MessageSpecs) -> None:
-        """Set the specs of a step's messages. A message without one is sent with its description, which is added to `specs`."""
+        """Set the known descriptions of a step's messages. Another message is sent with its own, which is added to `specs`."""
         for outgoing in self.outgoing.values():
             outgoing.specs = specs
         for incoming in self.incoming.values():
             incoming.specs = specs
 
     def end_step(self) -> None:
-        """Delete what was sent: the step is over on all ranks. Raises ResourceError if this rank could not send something."""
+        """Free sent messages, once the step is over on all ranks. Raises ResourceError if this rank could not send one."""
         if self._pending is not None:
             self._pending.failure.raise_if_failed()
             self._pending.finish_step()
 
 
 def opening_order(channels: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the channels (source, destination) in an order in which many are opened at once: in rounds.
+    """Return the channels (source, destination) in an order in which many are opened at the same time: in rounds.
 
-    In a round each rank opens one channel at most. Along a pipeline that takes four rounds, whatever its length:
+    In each round a rank opens one channel at most. A pipeline takes four rounds, whatever its length:
 
         round 0:  0-1  2-3        round 1:  1-0  3-2        round 2:  1-2        round 3:  2-1
     """
@@ -113,7 +112,7 @@ def open_receiver(groups: ProcessGroups, name: str, peer: int) -> Receiver:
 
 
 def _open_description_and_tensor_groups(groups: ProcessGroups, name: str, rank: int) -> tuple[Any, Any, torch.device]:
-    """Open and return the group for descriptions, the group for tensors, and the device that those must be on."""
+    """Open the group for descriptions and the group for tensors; return both, and the device for tensors."""
     gloo = groups.open_gloo_group(name, rank, 2)
     if groups.topology.backend != "nccl":
         return gloo, gloo, CPU
@@ -131,7 +130,7 @@ class SendChannel:
         """Send `value` as the message of `transfer`, without waiting.
 
         Raises MismatchError if it does not match its known description, ResourceError if this rank cannot send it, or could not
-        send an earlier one. A lost receiver raises nothing here: a rank that waits for it reports it.
+        send an earlier one. A lost receiver raises nothing here: ranks that wait for it report it.
         """
         self._failure.raise_if_failed()
         try:
@@ -148,7 +147,7 @@ class SendChannel:
                 raise
 
     def _send_tree(self, transfer: Transfer, value: Any, known_spec: MessageSpec | None) -> None:
-        """Send a message that is no bare tensor, or of which the description is not known."""
+        """Send a message that is not a single tensor, or does not match its known description, or has none yet."""
         leaves, tree = flatten(value)
         spec = message_spec.message_spec_of(leaves, tree)
         if known_spec is None:
@@ -167,7 +166,7 @@ class SendChannel:
 
 
 def _leaves_in_known_spec(transfer: Transfer, leaves: list[Any], spec: MessageSpec, known_spec: MessageSpec) -> list[Any]:
-    """Return `leaves` as `known_spec` describes them, if only the layout differs or a gradient is None; else MismatchError."""
+    """Return `leaves`, with zeros for a gradient that is None. Raises MismatchError if other things than strides differ."""
     matched = []
     for leaf, leaf_spec, known_leaf_spec in zip(leaves, spec.leaves, known_spec.leaves, strict=False):
         if isinstance(known_leaf_spec, TensorSpec) and leaf is None:
@@ -194,11 +193,11 @@ class ReceiveChannel:
     def __init__(self, transport: Receiver, rank: int, source: int) -> None:
         self.transport, self.rank, self.source = transport, rank, source
         self.specs: MessageSpecs = {}
-        self.posted: deque[tuple[Transfer, PostedReceives | None]] = deque()  # None: not before a description has come
-        self.early: dict[Transfer, Any] = {}  # messages that arrived before their stage needs them; rarely any
+        self.posted: deque[tuple[Transfer, PostedReceives | None]] = deque()  # None until a description has arrived
+        self.early: dict[Transfer, Any] = {}  # messages that arrived before one that is needed first; rarely any
 
     def post_receive(self, transfer: Transfer) -> None:
-        """Post the receives for the message of `transfer`, the next of this channel. Raises as `receive`."""
+        """Post the receives for the message of `transfer`, the next in this channel. Raises as `receive`."""
         try:
             waits = transfer not in self.specs or (self.posted and self.posted[-1][1] is None)
             self.posted.append((transfer, None if waits else self._post_tensor_receives(self.specs[transfer])))
@@ -229,9 +228,9 @@ class ReceiveChannel:
         return self.early.pop(transfer)
 
     def _receive_description(self, transfer: Transfer) -> PostedReceives:
-        """Receive the description of a message unless it is known, and post its receives; then those that waited for it.
+        """Receive the description of a message unless it is known; post and return its receives, and post those behind it.
 
-        A transport gives messages out in the order in which receives were posted, so none is posted past an unknown one.
+        A transport delivers messages in the order of posted receives. So none is posted behind a message without a description.
         """
         if transfer not in self.specs:
             self.specs[transfer] = message_spec.unpack_spec(self.transport.receive_description())
@@ -244,7 +243,7 @@ class ReceiveChannel:
         return posted
 
     def _convert_error(self, transfer: Transfer, error: Exception) -> PenstockError:
-        """Return Penstock's error for a receive that ended with `error`."""
+        """Return Penstock's error for a receive that raised `error`: ResourceError or WaitError."""
         if is_out_of_resources(error):
             return ResourceError(f"rank {self.rank} could not receive the {transfer}: {explain_error(error)}")
         return WaitError(f"for the {transfer} from rank {self.source}", self.source, error)

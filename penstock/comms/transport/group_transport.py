@@ -1,4 +1,4 @@
-"""The transport over process groups: between machines by Gloo, between GPUs by NCCL."""
+"""The transport through process groups: between machines by Gloo, between GPUs by NCCL."""
 
 from contextlib import suppress
 from typing import Any
@@ -28,7 +28,7 @@ class GroupSender:
         self.medium = f"a {tensor_group.name()} group of their own"
 
     def send_description(self, packed: Tensor) -> None:
-        """Send the description of a message, as bytes: first its size, then itself."""
+        """Send the description of a message, `packed` as bytes, after its size."""
         for tensor in (torch.tensor([packed.numel()], device="cpu"), packed):
             self.pending.send(self._description_group, tensor, message_spec.tensor_spec_of(tensor), "description")
 
@@ -46,7 +46,7 @@ class GroupReceiver:
         self.medium = f"a {tensor_group.name()} group of their own"
 
     def receive_description(self) -> Tensor:
-        """Wait for the description of a message, and return it as bytes. Raises MismatchError if its size is impossible."""
+        """Wait for the description of a message; return its bytes (uint8). Raises MismatchError if its size is impossible."""
         size = torch.empty(1, dtype=torch.int64, device="cpu")
         self._description_group.recv([size], SOURCE_RANK, 0).wait()
         packed = torch.empty(check_value_size(int(size)), dtype=torch.uint8, device="cpu")
@@ -56,8 +56,8 @@ class GroupReceiver:
     def post_receive(self, spec: TensorSpec) -> tuple[Tensor, Any]:
         """Post the receive of a tensor of `spec`; return the buffer and the work, for `wait_receive`.
 
-        Where a rank fails, a GPU goes on to compute with a tensor that never came, and breaks on an integer that is no valid
-        index. So buffers of integers are filled with 0, which is one.
+        After another rank has failed, a GPU may compute with a tensor that never arrived. An invalid index in it would break the
+        GPU. So buffers of integers are filled with 0, a valid index.
         """
         buffer = message_spec.empty_tensor(spec, self.transport_device)
         is_nccl = self._tensor_group is not self._description_group
@@ -77,13 +77,13 @@ class GroupReceiver:
 
 
 class PendingSends:
-    """The messages that a rank is sending through groups, kept alive until they are gone.
+    """The messages that a rank is sending through groups. Their tensors are kept alive until they are sent.
 
     | group | message | kept alive                                                                  |
     |-------|---------|-----------------------------------------------------------------------------|
-    | NCCL  | any     | until its work says that it is done, which is checked at the next send      |
+    | NCCL  | any     | until its work is completed, which is checked at the next send              |
     | Gloo  | small   | as a copy until the step is over, MAX_COPIED_BYTES_PER_STEP at most         |
-    | Gloo  | large   | by a thread that waits: Gloo's work does not say that it is done            |
+    | Gloo  | large   | by a thread that waits, as Gloo's work does not show that it is completed   |
     """
 
     def __init__(self, failure: SendFailure) -> None:
@@ -117,7 +117,7 @@ class PendingSends:
 
 
 def _wait_and_publish_failure(work: Any, data: Tensor, group: Any, message: object, failure: SendFailure) -> None:
-    """Wait until `data` is sent; report an error of this rank's own. A rank that waits for a lost receiver reports that one."""
+    """Wait until `data` is sent; publish this rank's own error. A lost receiver is reported by ranks that wait for it."""
     try:
         work.wait()
     except Exception as error:

@@ -1,16 +1,16 @@
-"""The transport between two processes of one machine: memory that both see, and a pipe that says where a message lies in it.
+"""The transport between two processes of one machine: shared memory, and a pipe with the positions of messages in it.
 
     sender                                             receiver
     1. copies the tensor into a free block
-    2. writes the block's start into the pipe   ->     3. waits at the pipe
-                                                       4. small message: copies it out, marks the block free
-                                                          large message: its tensor *is* the block; when the tensor is
-                                                          deleted, in the microbatch's backward, marks the block free
+    2. writes the block's start into the pipe   ->     3. waits for the pipe
+                                                       4. small message: copies it out, and marks the block free
+                                                          large message: returns a tensor that views the block, and marks
+                                                          the block free when it is deleted, in the microbatch's backward
     5. uses the block again
 
-Sockets take two copies instead of one, and wake two threads instead of one process.
+Sockets would take two copies instead of one, and wake two threads instead of one process.
 
-Messages of any length share the blocks (shared_memory.py), so there is one mapping, whatever the number of messages. Neither
+Messages of all sizes share the blocks (shared_memory.py), so there is one mapping, whatever the number of messages. Neither
 the memory nor the pipe has a name: the sender sends its pid and descriptors, and the receiver opens them through the sender's
 /proc entry. A pipe whose sender has died reads as closed.
 """
@@ -46,11 +46,11 @@ from penstock.comms.transport.shared_memory import (
 
 MAX_COPIED_BYTES = 2**16  # the receiver copies a message of up to this size out of its block
 MIN_THREAD_BYTES = 2**20  # the sender copies a larger message in a thread
-PIPE_RECORD = struct.Struct("qq")  # the start of a block, and the bytes of its message
+PIPE_RECORD = struct.Struct("qq")  # the start of a block, and the size of its message in bytes
 
 OPENING_TAG = 3  # of the messages by which the two ends open a transport
 OFFER_NUMBERS = 3 + SECRET.size // 8  # the sender's pid, its descriptors of the memory and the pipe, the secret
-NO_PID = -1  # in place of the pid: the sender has no memory to share
+NO_PID = -1  # instead of the pid if the sender has no memory to share
 
 
 def open_memory_sender(groups: ProcessGroups, peer: int, failure: SendFailure) -> "MemorySender | None":
@@ -107,7 +107,7 @@ _pipe_ends: "weakref.WeakSet[_PipeEnd]" = weakref.WeakSet()
 
 
 def _close_pipes_in_child() -> None:
-    """Close the pipes in a process that a rank forks, for instance a data loader's: else a dead rank's pipe stays open."""
+    """Close the pipes in a forked child of a rank, for instance a DataLoader's worker: else a dead rank's pipe stays open."""
     for end in list(_pipe_ends):
         end.close_pipe()
 
@@ -117,7 +117,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _free_block(memory: mmap.mmap, start: int, pid: int) -> None:
-    """Mark the block of a deleted tensor as free; do nothing in a process that was forked while the tensor existed."""
+    """Mark the block of a deleted tensor as free; do nothing in a child that was forked while the tensor existed."""
     if os.getpid() == pid:
         memory[start] = FREE
 
@@ -131,7 +131,7 @@ class BlockViews:
         self._last_view: dict[int, tuple[TensorSpec, Tensor]] = {}  # start of a block -> its last view
 
     def view(self, start: int, spec: TensorSpec) -> Tensor:
-        """Return the message in the block at `start` as a tensor of `spec`: nearly always the last view of that block."""
+        """Return the message in the block at `start` as a tensor of `spec`: the block's last view if its layout is the same."""
         last_spec, view = self._last_view.get(start, (None, self._bytes))
         same_layout = last_spec is spec or (last_spec is not None and last_spec.layout == spec.layout)
         if not same_layout:
@@ -150,11 +150,11 @@ class _PipeEnd:
     def __init__(self, pipe_fd: int) -> None:
         self._pipe_fd = pipe_fd
         self._close_fd = weakref.finalize(self, os.close, pipe_fd)
-        self._close_fd.atexit = False  # the system closes it then; a `__del__` could run after its module is gone
+        self._close_fd.atexit = False  # the system closes it at exit
         _pipe_ends.add(self)
 
     def close(self) -> None:
-        """Send and receive no more; the other end sees that. Messages that have been received stay."""
+        """Close this end, which the other end sees. Messages that have been received stay valid."""
         self.close_pipe()
 
     def abort_waits(self) -> None:
@@ -198,14 +198,14 @@ class MemorySender(_PipeEnd):
         return start
 
     def _write_to_pipe(self, start: int, num_bytes: int) -> None:
-        """Tell the receiver that a message lies in the block at `start`. If it is gone, another wait will show that."""
+        """Tell the receiver that there is a message in the block at `start`. If it is gone, a later wait will show that."""
         try:  # noqa: SIM105 - this runs for every message
             os.write(self._pipe_fd, PIPE_RECORD.pack(start, num_bytes))
         except BrokenPipeError:
             pass
 
     def _send_in_thread(self, tensor: Tensor, spec: TensorSpec, message: object) -> None:
-        """As `_send_now`, but report an error instead of raising it; one that follows from closing the transport is none."""
+        """Do as `_send_now` unless the transport is closed; publish an error instead of raising it."""
         try:
             if not self._closed.is_set():
                 start = self._copy_into_block(tensor, spec)
@@ -221,7 +221,7 @@ class MemorySender(_PipeEnd):
                 self.close()
 
     def close(self) -> None:
-        """Send no more; the receiver sees that. If the thread is writing, it closes the pipe itself: it uses the descriptor."""
+        """Close this end, which the receiver sees. If the thread is writing to the pipe, the thread closes it afterwards."""
         self._closed.set()
         if self._pipe_lock.acquire(blocking=False):
             self.close_pipe()
@@ -229,7 +229,7 @@ class MemorySender(_PipeEnd):
 
 
 class MemoryReceiver(_PipeEnd):
-    """The receiving end. The message lies in its block in any case, so posting a receive does nothing."""
+    """The receiving end. Messages wait in their blocks, so posting a receive does nothing."""
 
     def __init__(self, memory: mmap.mmap, pipe_fd: int, timeout: timedelta) -> None:
         super().__init__(pipe_fd)
@@ -239,7 +239,7 @@ class MemoryReceiver(_PipeEnd):
         self._poll.register(pipe_fd, select.POLLIN)
 
     def receive_description(self) -> Tensor:
-        """Wait for the description of a message, and return it as bytes."""
+        """Wait for the description of a message; return its bytes (uint8)."""
         start, num_bytes = self._read_from_pipe()
         return self._take_message(start, TensorSpec((num_bytes,), (1,), torch.uint8, False, num_bytes))
 
@@ -265,7 +265,7 @@ class MemoryReceiver(_PipeEnd):
         return start, num_bytes
 
     def _take_message(self, start: int, spec: TensorSpec) -> Tensor:
-        """Return the message in the block at `start`: a copy, or the block itself, marked free when the tensor is deleted."""
+        """Return the message in the block at `start`: a copy, or a view that marks the block free when it is deleted."""
         if spec.bytes <= MAX_COPIED_BYTES:
             tensor = self._views.view(start, spec).clone()
             self._memory[start] = FREE

@@ -1,4 +1,4 @@
-"""The description of a message between two stages: a tree of tensors, whose bytes are sent without any header."""
+"""The description of a message between stages: its tree, and shapes and layouts of its tensors, sent without headers."""
 
 import json
 import math
@@ -15,17 +15,17 @@ from penstock.trees import flatten, unflatten
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of a message: what the receiver needs for a buffer of the same memory layout, for the same bits."""
+    """The description of a tensor, from which the receiver creates a buffer with the same memory layout."""
 
     shape: tuple[int, ...]
-    stride: tuple[int, ...]  # dense: a permutation of contiguous
+    stride: tuple[int, ...]  # dense: that of a contiguous tensor with its dimensions permuted
     dtype: torch.dtype
     requires_grad: bool
     bytes: int
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """Shape, stride and dtype: how its bytes are read."""
+        """The shape, stride and dtype, by which the bytes are read."""
         return self[:3]
 
     def __str__(self) -> str:
@@ -33,10 +33,10 @@ class TensorSpec(NamedTuple):
 
 
 class ConstantSpec(NamedTuple):
-    """A leaf of a message that is no tensor (a number, None, a string): its value is part of the description."""
+    """The description of a leaf that is no tensor (a number, None, a string), with its value."""
 
     value: Any
-    kind: type  # as 1, 1.0 and True are equal
+    kind: type  # compared too, as 1, 1.0 and True are equal
 
     def __str__(self) -> str:
         return repr(self.value)
@@ -53,11 +53,11 @@ class MessageSpec(NamedTuple):
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        """The leaves whose bytes are sent."""
+        """The descriptions of the tensors, whose bytes are sent."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
     def describes(self, tensor: Tensor) -> bool:
-        """Return whether the message `tensor` has this description: `message_spec_of([tensor], leaf) == self`, but quick."""
+        """Return whether this is the description of a message of one `tensor`, faster than by `message_spec_of`."""
         spec = self.leaves[0] if len(self.leaves) == 1 else None
         return (
             isinstance(spec, TensorSpec)
@@ -82,7 +82,7 @@ def tensor_spec_of(tensor: Tensor) -> TensorSpec:
 
 
 def flat_memory(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """Return a contiguous tensor of the bytes of `tensor` in the layout of `spec`; `tensor` itself if it is that."""
+    """Return the memory of `tensor` in the layout of `spec` as a contiguous tensor, copied only if the strides differ."""
     tensor = tensor.detach().resolve_conj().resolve_neg()  # conjugation and negation are flags, not bytes
     if tensor.stride() != spec.stride:
         tensor = empty_tensor(spec, tensor.device).copy_(tensor)
@@ -111,9 +111,9 @@ def tensor_from_bytes(data: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def pack_spec(spec: MessageSpec) -> Tensor:
-    """Return `spec` as a tensor of bytes; its tree is encoded as an example of it, with the leaves 0, 1, ..
+    """Return `spec` as a uint8 tensor. Its tree is encoded as an example value with the leaves 0, 1, ..
 
-    One tensor without a tree around it, the common case, is a short JSON: a receiver of new shapes waits for its description.
+    A single tensor, the common case, becomes a short JSON, as receivers wait for descriptions of new shapes.
     Raises MismatchError for a value that cannot be sent.
     """
     if spec.tree.is_leaf() and isinstance(spec.leaves[0], TensorSpec):
@@ -125,13 +125,13 @@ def pack_spec(spec: MessageSpec) -> Tensor:
 
 
 def unpack_spec(data: Tensor) -> MessageSpec:
-    """Return the description that `pack_spec` made these bytes of. Raises MismatchError for any other bytes."""
+    """Return the description that `pack_spec` encoded as `data`. Raises MismatchError for any other bytes."""
     return _unpack_bytes(tensor_bytes(data))
 
 
 @lru_cache(64)  # many messages of a step have the same description
 def _unpack_bytes(data: bytes) -> MessageSpec:
-    if b"\0" not in data[:8]:  # no length of `encode`, which ends with zeros
+    if b"\0" not in data[:8]:  # so these bytes do not begin with the length in 8 bytes that `encode` writes
         leaf = _parse_tensor_spec(data)
         if leaf is not None and _is_valid_leaf(leaf):
             return MessageSpec(flatten(0)[1], (leaf,))
@@ -146,7 +146,7 @@ def _unpack_bytes(data: bytes) -> MessageSpec:
 
 
 def _parse_tensor_spec(data: bytes) -> TensorSpec | None:
-    """Return the description of one tensor, which is yet to be checked; None if these bytes are none."""
+    """Return the description of one tensor, not yet checked; None if these bytes are no description."""
     try:
         shape, stride, dtype_name, requires_grad = json.loads(data)
         dtype = DTYPES[dtype_name]
@@ -160,7 +160,7 @@ def _invalid_description_error() -> MismatchError:
 
 
 def _is_valid_leaf(leaf: Any) -> bool:
-    """Return whether `leaf` is a constant in a list, or the TensorSpec of a possible tensor."""
+    """Return whether `leaf` is a list with one constant, or a TensorSpec that is possible."""
     if not isinstance(leaf, TensorSpec):
         return isinstance(leaf, list) and len(leaf) == 1
 

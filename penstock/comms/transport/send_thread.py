@@ -1,4 +1,4 @@
-"""A thread that sends while the rank computes, and the first error of it."""
+"""A thread that sends while the rank computes, and its first error."""
 
 import queue
 import threading
@@ -12,7 +12,7 @@ from penstock.errors import ResourceError
 
 
 class TaskThread:
-    """A thread that runs functions one after the other. They must not raise. It ends when this object is deleted."""
+    """A thread that runs functions one after the other; they must not raise. It ends when this object is deleted."""
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -29,14 +29,14 @@ class TaskThread:
 def _run_tasks(tasks: "queue.SimpleQueue[Any]") -> None:
     while (task := tasks.get()) is not None:
         task[0](*task[1:])
-        task = None  # let the tensor go before waiting for the next
+        task = None  # frees its tensor before the next wait
 
 
 class SendFailure:
-    """The first error of this rank's own in sending; other ranks read it from the store at once.
+    """The first error of this rank's sends. It is published in the store at once.
 
-    The thread that sends reports its error here, and closes its transport. That wakes the rank that waits at the other end. It
-    finds the report, and ends the step; so ends whatever this rank's main thread waits for.
+    The thread that sends records its error here, and closes its transport. That wakes the rank that waits at the other end. It
+    reads the report and ends the step, which also ends any wait of this rank's main thread.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
@@ -44,7 +44,7 @@ class SendFailure:
         self._first_error: ResourceError | None = None
 
     def record_and_publish(self, message: object, error: Exception) -> None:
-        """Note, and publish to the other ranks, that `message` could not be sent because of `error`."""
+        """Record, and publish to the other ranks, that `message` could not be sent because of `error`."""
         if self._first_error is None:
             rank = self._groups.topology.rank
             self._first_error = ResourceError(f"rank {rank} could not send the {message}: {explain_error(error)}")

@@ -1,12 +1,12 @@
 """Memory that processes of one machine share, and blocks in it, one for each message.
 
-The memory is a file without a name, which the other process opens through its creator's /proc entry. The file is gone when the
-processes are, however they end. Each process holds one descriptor of it, that of its mapping.
+The memory is a file without a name, which the other process opens through its creator's /proc entry. The file is deleted when
+the processes have ended, however they end. Each process has one descriptor of it, that of its mapping.
 
-The size of a block is a power of two, and a block is used for any message that fits. The mapping has more addresses than the
-machine has memory, and is made once; only pages that have been written take memory. Free blocks keep their pages, so that the
-next message causes no page faults, but together never more than SPARE_BYTES or twice what is in flight: else they are given
-back.
+The size of a block is a power of two, and a block is used for any message that fits. The mapping is created once, with more
+addresses than the machine has memory; only pages that have been written take memory. Free blocks keep their pages, so that the
+next message causes no page faults. If they exceed both SPARE_BYTES and twice the bytes of busy blocks, their pages are returned
+to the system.
 
     | page 0: secret | block of 4 KB | block of 64 KB | block of 4 KB | not used yet ..
                        header, message
@@ -23,16 +23,16 @@ from itertools import chain
 from penstock.comms.system import DESCRIPTOR_TABLE_FULL
 
 FILE_NAME = "penstock"
-SECRET = struct.Struct("8q")  # at the beginning: by it a process knows that it has opened the right file
+SECRET = struct.Struct("8q")  # at the start of the memory, by which a process checks that it has opened the right file
 CAN_SHARE = hasattr(os, "memfd_create")  # Linux
 
-HEADER_BYTES = 64  # before a block's message; its first byte says whether the block is in use
+HEADER_BYTES = 64  # before a block's message; the first byte is FREE or BUSY
 FREE, BUSY = 0, 1
 PAGE_BYTES = mmap.PAGESIZE  # the smallest block
 MIN_BLOCK_POWER = PAGE_BYTES.bit_length() - 1  # PAGE_BYTES == 2**MIN_BLOCK_POWER
 SPARE_BYTES = 2**24
 MAX_FREE_TO_BUSY_RATIO = 2
-MAPPINGS_WITHIN_LIMIT = 16  # mappings that must fit where the addresses of a process are limited
+MAPPINGS_WITHIN_LIMIT = 16  # mappings that must fit into the limit on a process's addresses (`ulimit -v`)
 
 
 def create_shared_memory(num_bytes: int) -> tuple[mmap.mmap | None, int]:
@@ -58,9 +58,9 @@ def create_shared_memory(num_bytes: int) -> tuple[mmap.mmap | None, int]:
 
 
 def open_shared_memory(pid: int, fd: int, secret: bytes) -> mmap.mmap | None:
-    """Return the memory that process `pid` has created, where its descriptor is `fd`.
+    """Return the memory of which process `pid` has the descriptor `fd`, if it begins with `secret`.
 
-    None if that process is on another machine (in containers many have the same pid), or this system has no memory files.
+    None if that process is on another machine (a container may have the same pid), or if this system has no memory files.
     """
     path = f"/proc/{pid}/fd/{fd}"
     try:
@@ -68,9 +68,9 @@ def open_shared_memory(pid: int, fd: int, secret: bytes) -> mmap.mmap | None:
             return None
         own_fd = os.open(path, os.O_RDWR)
         try:
-            if os.fstat(own_fd).st_uid != os.geteuid():  # the offer did not come from one of our ranks
+            if os.fstat(own_fd).st_uid != os.geteuid():  # then the offer is not from a rank of this user
                 return None
-            memory = mmap.mmap(own_fd, 0)  # as long as it is
+            memory = mmap.mmap(own_fd, 0)  # the whole file
             memory.madvise(mmap.MADV_DONTDUMP)
         finally:
             os.close(own_fd)
@@ -87,14 +87,14 @@ def _raise_if_descriptor_table_is_full(error: Exception) -> None:
 
 @dataclass(slots=True)
 class SharedBlock:
-    """A place for a message."""
+    """A block of the shared memory, for one message at a time."""
 
     start: int
-    written_bytes: int = 0  # that have taken memory since the block was given back, or created
+    written_bytes: int = 0  # bytes from its start that take memory: written since it was created, or last returned
 
 
 class BlockAllocator:
-    """The blocks of a transport's memory. Its sender allocates them; the receiver marks them FREE."""
+    """The blocks of a transport's memory. The sender allocates them; the receiver marks them FREE."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory, self._end = memory, PAGE_BYTES
@@ -120,7 +120,7 @@ class BlockAllocator:
         return self._memory[block.start] == FREE
 
     def _new_block(self, power: int) -> SharedBlock:
-        """Return a new block of 2**power bytes; if there is no room for one, a larger one that is free."""
+        """Return a new block of 2**power bytes; if there is no room for one, a larger block that is free."""
         if self._end + 2**power > len(self._memory):
             for block in chain(*self._blocks_of_power[power:]):
                 if self._is_free(block):
@@ -134,7 +134,7 @@ class BlockAllocator:
         return block
 
     def _give_back_free_memory(self) -> None:
-        """Give the memory of free blocks back to the system, if it is too much."""
+        """Return the memory of free blocks to the system if it exceeds the limit (see the module's text)."""
         free = [block for block in self.blocks if block.written_bytes and self._is_free(block)]
         free_bytes = sum(block.written_bytes for block in free)
         if free_bytes > max(SPARE_BYTES, MAX_FREE_TO_BUSY_RATIO * (self.written_bytes - free_bytes)):
@@ -150,12 +150,12 @@ class BlockAllocator:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of memory that all blocks take."""
+        """The bytes of memory that all blocks take."""
         return sum(block.written_bytes for block in self.blocks)
 
 
 def mapping_bytes_to_reserve() -> int:
-    """Return the size of a mapping: twice this machine's memory, or less where the addresses of a process are limited."""
+    """Return the size of a mapping in bytes: twice this machine's memory, or less if a process's addresses are limited."""
     import resource  # Windows has none
 
     size = 2 * os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES

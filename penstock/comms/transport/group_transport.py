@@ -56,8 +56,8 @@ class GroupReceiver:
     def post_receive(self, spec: TensorSpec) -> tuple[Tensor, Any]:
         """Post the receive of a tensor of `spec`; return the buffer and the work, for `wait_receive`.
 
-        After another rank has failed, a GPU may compute with a tensor that never arrived. An invalid index in it would break the
-        GPU. So buffers of integers are filled with 0, a valid index.
+        After another rank has failed, a GPU may compute with a tensor that never arrived. An invalid index in it would be an
+        error of the GPU. So buffers of integers are filled with 0, a valid index.
         """
         buffer = message_spec.empty_tensor(spec, self.transport_device)
         is_nccl = self._tensor_group is not self._description_group

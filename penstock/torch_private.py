@@ -230,7 +230,7 @@ def safe_softmax(scores: Tensor, dim: int) -> Tensor:
 
 
 # ---- autograd -------------------------------------------------------------------------------------------------------
-# DisableTorchFunctionSubclass: a context in which no tensor subclass's `__torch_function__` is called; torch documents this name.
+# DisableTorchFunctionSubclass: a context in which no subclass's `__torch_function__` is called; torch documents this name.
 # DisableTorchFunction: nor that of a mode.
 
 

@@ -24,7 +24,7 @@ from penstock.stage.dtensor import gather_full_tensor, shard_like
 
 T = TypeVar("T")
 MODEL_PREFIX = "model."  # of the names of the model's tensors in a checkpoint
-_control_group_numbers = itertools.count()  # of this process's control groups for checkpoints, the same on every rank
+_control_group_numbers = itertools.count()  # number the control groups for checkpoints, the same on every rank
 _control_groups: WeakKeyDictionary[Pipeline, ControlGroup] = WeakKeyDictionary()
 
 
@@ -52,7 +52,7 @@ class SaveHandle:
         return not self._was_waited_for and self._future is not None and self._future.done() and bool(self._future.exception())
 
     def wait_unless_reported(self) -> None:
-        """As `wait`, but do not raise an error again that `wait` has raised."""
+        """Wait as `wait` does, but do not raise an error again that `wait` has raised."""
         if not self._was_waited_for:
             self.wait()
 
@@ -77,7 +77,7 @@ def control_group_for_call(pipe: Pipeline, call: str) -> ControlGroup:
 def same_error_on_all_ranks(control: ControlGroup, action: str, wait: bool = True) -> Iterator[None]:
     """Run the block on all ranks; if it fails on one, raise the same error on all: "rank 1 could not {action}: ..".
 
-    `wait`: False lets a rank that has finished go on at once, to the next exchange over `control`.
+    `wait`: False returns without waiting for the other ranks. An error of theirs is raised at the next exchange over `control`.
     """
     control.open_groups()
     try:
@@ -138,7 +138,7 @@ def gather_state_mismatches(control: ControlGroup, pipe: Pipeline, shapes: Mappi
 
 @torch.no_grad()
 def copy_into_model(pipe: Pipeline, named_values: Iterable[tuple[str, Any]]) -> None:
-    """Copy values into this rank's part of the model, one after the other, so that no second copy of the model is made."""
+    """Copy values into this rank's part of the model, one at a time, so that no second copy of the model is in memory."""
     model_state, new_state = pipe.state_dict(strict=False), {}
     for name, value in named_values:
         current = model_state[name]

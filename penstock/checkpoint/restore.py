@@ -45,7 +45,7 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
 
     `folder`: a folder of checkpoints, or one checkpoint. To resume from a checkpoint that is not the newest, give its path, and
         save to another folder. Of a list of folders the newest checkpoint is taken; at the same step, the one in the earlier
-        folder. Use a list if you save every step in memory (`/dev/shm/run`), and some on a disk, which survive the machine.
+        folder. Use a list if you save often in memory (`/dev/shm/run`), and sometimes on a disk, in case the machine fails.
         A folder need not exist yet.
     `pipe`: gets the parameters and buffers, the `step_count` and the state of its `scaler`. The random generators of Python,
         numpy and torch continue from this rank's saved states, or from rank 0's if there were fewer ranks.

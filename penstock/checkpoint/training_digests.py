@@ -54,7 +54,7 @@ def digests(pipe: Pipeline, optimizer: Any = None) -> Digests:
 
 
 def value_digest(value: Any) -> str:
-    """Return the digest of tensors, numbers and texts, also nested. All ranks that have a shard of a DTensor call it."""
+    """Return the digest of a tensor, or of nested tensors, numbers and texts. All ranks that have a shard of it call this."""
     tensors: dict[str, Tensor] = {}
     crc = zlib.crc32(json.dumps(pack(value, "", tensors)).encode())
     for tensor in tensors.values():

@@ -29,7 +29,7 @@ from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 from penstock.schedule.memory import parse_bytes
 
-_WEIGHTS_FILE_PATTERN = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # the files of such a folder
+_WEIGHTS_FILE_PATTERN = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # files of a folder of weights
 
 
 def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") -> None:

@@ -36,13 +36,13 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def choose_backend(uuids: Sequence[str]) -> str:
-    """Return "nccl" if each rank has a GPU of its own, by their `gpu_uuid`s; else "gloo": NCCL refuses two ranks on one GPU."""
+    """Return "nccl" if the ranks' `gpu_uuid`s are different GPUs, else "gloo": NCCL refuses two ranks on one GPU."""
     return "nccl" if NO_GPU not in uuids and len(set(uuids)) == len(uuids) else "gloo"
 
 
-def agree_on_backend(device: torch.device, store: Any, rank: int, ranks: int, timeout: timedelta) -> str:
-    """Return "nccl" or "gloo". All `ranks` call it, each with its own `device`. Raises RuntimeError after `timeout`."""
-    keys, uuid = [f"gpu-{peer}" for peer in range(ranks)], gpu_uuid(device)
+def agree_on_backend(device: torch.device, store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return "nccl" or "gloo". All ranks call it, each with its own `device`. Raises RuntimeError after `timeout`."""
+    keys, uuid = [f"gpu-{peer}" for peer in range(world_size)], gpu_uuid(device)
     store.set(keys[rank], uuid)
     if uuid == NO_GPU:  # then it is Gloo, whatever the others have
         return choose_backend([uuid])

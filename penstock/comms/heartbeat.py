@@ -114,11 +114,11 @@ def _make_launcher_check() -> Callable[[], bool]:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent
         agent = os.getppid()
         return lambda: os.getppid() != agent
-    return lambda: False  # it may outlive its shell
+    return lambda: False  # started by hand: it may outlive its shell
 
 
 class PeerMonitor:
-    """Beats for `rank`, and monitors its peers. `ranks`: their number; `store`: they share it.
+    """Beats for `rank`, and monitors its peers. `num_ranks`: of the job. `store`: shared by all ranks.
 
     `abort_waits`: called once, when any rank is lost.
     `on_heartbeat`: called with the store at each beat.
@@ -128,12 +128,12 @@ class PeerMonitor:
         self,
         store: Any,
         rank: int,
-        ranks: int,
+        num_ranks: int,
         activity: Activity,
         abort_waits: Callable[[], None],
         on_heartbeat: Callable[[Any], None],
     ) -> None:
-        self.store, self.rank, self.ranks = store, rank, ranks
+        self.store, self.rank, self.num_ranks = store, rank, num_ranks
         self._abort_waits, self._on_heartbeat = abort_waits, on_heartbeat
         self._beats = 0
         self._peers: list[MonitoredRank] = []  # once all ranks have published their processes
@@ -145,9 +145,9 @@ class PeerMonitor:
         self._beats += 1
         self.store.set(_beat_key(self.rank), str(self._beats))
 
-        if not self._peers and have_published_processes(self.store, range(self.ranks)):
-            machines = [read_process_of_rank(self.store, rank).machine or str(rank) for rank in range(self.ranks)]
-            self._peers = [MonitoredRank(self.store, rank, self.ranks) for rank in ranks_to_monitor(self.rank, machines)]
+        if not self._peers and have_published_processes(self.store, range(self.num_ranks)):
+            machines = [read_process_of_rank(self.store, rank).machine or str(rank) for rank in range(self.num_ranks)]
+            self._peers = [MonitoredRank(self.store, rank, self.num_ranks) for rank in ranks_to_monitor(self.rank, machines)]
         for peer in self._peers:
             peer.check_and_publish_loss()
 
@@ -168,8 +168,8 @@ def ranks_to_monitor(rank: int, machines: Sequence[str]) -> list[int]:
 class MonitoredRank:
     """A rank that this one monitors."""
 
-    def __init__(self, store: Any, rank: int, ranks: int) -> None:
-        self.store, self.rank, self.ranks = store, rank, ranks
+    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+        self.store, self.rank, self.num_ranks = store, rank, num_ranks
         self.process = read_process_of_rank(store, rank)
         self._last_beat, self._missed_beats = "", 0
 
@@ -182,7 +182,7 @@ class MonitoredRank:
         if state == ENDED:
             publish_and_read_departures(self.store, [self.rank])
         elif self._missed_beats >= SUSPENDED_AFTER_MISSED_BEATS:
-            lost_ranks = describe_suspended_ranks(self.store, range(self.ranks)) or self._describe_silence(state)
+            lost_ranks = describe_suspended_ranks(self.store, range(self.num_ranks)) or self._describe_silence(state)
             for rank, reason in lost_ranks.items():
                 publish_departure(self.store, rank, reason)
             if lost_ranks:

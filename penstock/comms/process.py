@@ -151,7 +151,7 @@ def read_own_process(activity: Activity) -> ProcessRecord:
 def _read_proc_stat(pid: int) -> tuple[str, str, str]:
     """Return state, parent's pid and start time of a process. Raises OSError if it is gone, or there is no /proc."""
     text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    fields = text.rpartition(")")[2].split()  # behind its name, which may contain anything
+    fields = text.rpartition(")")[2].split()  # behind the process's name, which may contain any character
     return fields[0], fields[1], fields[19]
 
 

@@ -73,13 +73,13 @@ def agree_on_run_id(store: Any, rank: int, world_size: int, timeout: timedelta) 
     raise LostRankError(f"rank {rank} waited {seconds:g} s for the other ranks to start")
 
 
-def wait_for_all(store: Any, ranks: int, timeout: timedelta, has_failed: Callable[[], bool] = lambda: False) -> None:
-    """Wait until this number of `ranks` have called it. Raises DistError on all of them after `timeout`, or if `has_failed()`.
+def wait_for_all(store: Any, num_ranks: int, timeout: timedelta, has_failed: Callable[[], bool] = lambda: False) -> None:
+    """Wait until `num_ranks` ranks have called it. Raises DistError on all of them after `timeout`, or if `has_failed()`.
 
     Call it before Gloo connects, which cannot be interrupted. The first rank that sees a result of the wait sets it for all, so
     that no rank begins to connect to one that has given up.
     """
-    is_last = store.add("come", 1) == ranks
+    is_last = store.add("come", 1) == num_ranks
     for _ in poll(timeout.total_seconds()):
         if has_failed():
             store.compare_set(WAIT_RESULT_KEY, "", "another rank has failed")

@@ -5,7 +5,7 @@ from datetime import timedelta
 # A wait for another rank.
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # torch's own 30 minutes are a long wait for a job that hangs
 LONG_WAIT_HEARTBEATS = 60  # 30 s: then a rank prints which rank it waits for
-ABORT_CHECK_MILLISECONDS = 500.0  # between two checks whether to go on waiting for a message in shared memory
+ABORT_CHECK_MILLISECONDS = 500.0  # between two checks whether a wait for a message in shared memory was aborted
 
 # The store.
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 2e-4, 5e-3  # between two reads; the longer a wait has lasted, the fewer

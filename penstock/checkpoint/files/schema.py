@@ -64,7 +64,7 @@ _MANIFEST = {
 
 
 def validate_and_list_tensors(content: Any) -> list[str]:
-    """Return the names of the tensors in a manifest's `content`. Raises ValueError, with the place, if it is no manifest."""
+    """Return the names of the tensors in a manifest's `content`. Raises ValueError, with the location, if it is no manifest."""
     return list(_tensor_names(content, _MANIFEST, "it"))
 
 

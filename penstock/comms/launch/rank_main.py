@@ -97,7 +97,7 @@ def _set_up_process(spec: LaunchSpec, rank: int) -> None:
     # Start a DataLoader's workers as in a program without ranks. By this process's start method each would import torch again.
     multiprocessing.set_start_method(spec.start_method, force=True)
 
-    os.environ.clear()  # of the fork server
+    os.environ.clear()  # the variables of the fork server
     os.environ.update(
         spec.environment, RANK=str(rank), WORLD_SIZE=str(spec.ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.ranks),
         MASTER_ADDR="127.0.0.1",
@@ -129,7 +129,7 @@ def _pickle_error(error: BaseException, rank: int, by_value: bool) -> bytes:
     """Return the RankResult of a function that raised `error`, as bytes; a PenstockError replaces one that does not pickle."""
     from penstock.comms.process_groups import is_transport_error
 
-    if isinstance(error, SystemExit) and not error.code:  # raised again it would end the launching program without an error
+    if isinstance(error, SystemExit) and not error.code:  # `launch` would raise it, and end the program without an error
         error = EarlyExitError(f"rank {rank} called sys.exit() before its function was done")
 
     text = f"\n\nrank {rank}:\n" + "".join(traceback.format_exception(error))

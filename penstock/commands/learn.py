@@ -13,7 +13,7 @@ from penstock.learn.puzzles.check_helpers import CheckFailed
 from penstock.learn.puzzles.puzzle_files import FAST_TRACK, PUZZLE_NUMBERS, LearnerFolder, Puzzle, load_puzzle
 from penstock.learn.timeline_parts import draw_in_parts
 from penstock.schedule import Timeline
-from penstock.view.terminal import colors, terminal_width
+from penstock.view.terminal import terminal_width, use_colors
 
 PuzzleAction = Literal["check", "watch", "hint", "reset", "solution"]
 POLL_SECONDS = 0.2  # between checks whether a watched file has changed
@@ -134,7 +134,7 @@ def _draw(timeline: Timeline | None, html: Path | None) -> None:
 
     if timeline is None:
         return
-    print(draw_in_parts(timeline, terminal_width(), colors()))
+    print(draw_in_parts(timeline, terminal_width(), use_colors()))
     for path in write([Record((timeline,))], html) if html is not None else ():
         print(f"wrote {path}")
 

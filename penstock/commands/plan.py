@@ -22,7 +22,7 @@ from penstock.learn.python_schedule import USER_CODE_ERRORS
 from penstock.plan import ModelProfile, Plan, parse_memory_size, plan, robustness
 from penstock.plan.estimating import COSTS_FILE
 from penstock.schedule.memory import format_bytes
-from penstock.view.files import writing
+from penstock.view.files import report_write_errors
 
 TRANSFORMERS = "transformers:"
 LARGER_MEMORY_FACTORS = (1.1, 1.25, 1.5)  # of the limit, also tried
@@ -87,7 +87,7 @@ class PlanCommand:
         check_writable(self.save_costs, self.out)
         layers = self._layers()
         if self.save_costs is not None:
-            with writing(self.save_costs):
+            with report_write_errors(self.save_costs):
                 layers.save(self.save_costs)
             print(f"wrote {self.save_costs}")
         limit = parse_memory_size(self.memory)
@@ -95,7 +95,7 @@ class PlanCommand:
             plans = self._plans(layers, limit, self.effort, bar)
         best = plans[0]
         if self.out is not None:  # before printing: a reader like `head` may end the output early
-            with writing(self.out):
+            with report_write_errors(self.out):
                 best.save(self.out)
         print(plans_table(plans, limit))
         print(f"\n{best}")

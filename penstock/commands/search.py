@@ -10,7 +10,7 @@ from penstock.errors import PenstockError
 from penstock.plan import ModelProfile, parse_memory_size
 from penstock.schedule import Costs, search, simulate
 from penstock.schedule.table import PLACEMENTS
-from penstock.view.files import writing
+from penstock.view.files import report_write_errors
 from penstock.view.terminal import summary
 
 
@@ -60,7 +60,7 @@ class SearchCommand:
                 costs, placement, self.microbatches, limit, self.effort, self.seed, progress=progress, slices=self.slices
             )
         if self.csv is not None:  # before printing: a reader like `head` may end the output early
-            with writing(self.csv):
+            with report_write_errors(self.csv):
                 result.schedule.to_csv(self.csv)
         print(summary(simulate(result.schedule, costs)))
         bound = f"no table within the limit is below {1e3 * result.bound:.4g} ms"

@@ -32,10 +32,10 @@ from penstock.schedule import (
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.table import pause_garbage_collection
 from penstock.view.differences import differences
-from penstock.view.files import write, writing
+from penstock.view.files import report_write_errors, write
 from penstock.view.reading import load
 from penstock.view.record import Record
-from penstock.view.terminal import colors, draw, summary, terminal_width
+from penstock.view.terminal import draw, summary, terminal_width, use_colors
 
 WORK_OPTIONS = ("model", "batch", "layers", "width", "context")  # options of a run that make its steps longer
 SLOW_FORWARDS = 10**6  # above this many forwards, proving and timing take minutes
@@ -202,7 +202,7 @@ class ShowCommand(SimulationOptions):
         with pause_garbage_collection():  # a large schedule has millions of actions
             record, lines = self._load_record() if is_timeline_source(self.schedule) else self._simulate()
             if self.json is not None:
-                with writing(self.json):
+                with report_write_errors(self.json):
                     record.save(self.json)
                 lines.append(f"wrote {self.json}")
             files = write([record], self.html, self.perfetto, self.svg, self.png, self.embed, self._figure_extras())
@@ -217,13 +217,13 @@ class ShowCommand(SimulationOptions):
             print("millions of actions are proved and timed one by one: that takes minutes", flush=True)
         schedule, proof = self.build_and_verify(self.schedule)
         timeline, lines = self.simulate_with_options(schedule), [proof, *([str(schedule)] if self.table else [])]
-        lines += [draw(timeline, terminal_width(), colors()), summary(timeline)]
+        lines += [draw(timeline, terminal_width(), use_colors()), summary(timeline)]
         if (parts := schedule.stages / schedule.ranks) > 1:
             rank_costs = self.simulate_with_options(schedule, parts)
             result = f"makespan {rank_costs.makespan:g}, memory at most {max(rank_costs.peak_memory):g} on a rank"
             lines.append(f"these costs are of a stage; at those of a rank, as in `penstock compare`: {result}")
         if self.csv is not None:
-            with writing(self.csv):
+            with report_write_errors(self.csv):
                 schedule.to_csv(self.csv)
             lines.append(f"wrote {self.csv}")
         return Record((timeline,)), lines
@@ -235,7 +235,7 @@ class ShowCommand(SimulationOptions):
         record, lines = load_record(self.schedule, self.stages_per_rank)
         timelines = {f"{record.name}, {record.label}": record.usual} | ({"planned": record.planned} if record.planned else {})
         for label, timeline in timelines.items():
-            picture = draw(timeline, terminal_width(), colors(), list(timelines.values()))
+            picture = draw(timeline, terminal_width(), use_colors(), list(timelines.values()))
             lines += [label, picture, summary(timeline, record.unit)]
         if record.explanation:
             lines.append(f"verdict: {record.explanation.verdict_text}")
@@ -271,7 +271,7 @@ class CompareCommand(SimulationOptions):
         files = [*write(records, self.html)]
         for record in records:
             print(record.name)
-            print(draw(record.usual, terminal_width(), colors(), [record.usual for record in records]))
+            print(draw(record.usual, terminal_width(), use_colors(), [record.usual for record in records]))
         print("\n".join(report))
         for path in files:
             print(f"wrote {path}")

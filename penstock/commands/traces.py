@@ -12,7 +12,7 @@ from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces, read_record, trace_files
 from penstock.plan import LayerCost, ModelProfile
 from penstock.schedule import Kind, Measurement
-from penstock.view.files import writing
+from penstock.view.files import report_write_errors
 from penstock.view.reading import load
 from penstock.view.record import Record
 
@@ -63,6 +63,6 @@ class ExportCostsCommand:
             raise PenstockError(f"--rows {self.rows} is too small: use 1 or more")
         record, notes = read_traces(self.source) if is_traces(self.source) else (load(self.source), list[str]())
         layers = layer_costs(record, self.rows)
-        with writing(self.out):
+        with report_write_errors(self.out):
             layers.save(self.out)
         print("\n".join([*notes, f"wrote {self.out}: {len(layers.layer_names)} stages; memory and parameters are not in it"]))

@@ -19,7 +19,7 @@ from penstock.integrations.rank_trace import RankTrace, TimedAction, read_rank
 from penstock.integrations.trace_causes import describe, find_causes
 from penstock.schedule import Action, Event, Kind, MeasuredTimeline, Schedule, ScheduleError, build, from_rows, names
 from penstock.view.reading import check_timeline
-from penstock.view.record import FILE, Record
+from penstock.view.record import TIMELINE_FILE, Record
 
 ENDINGS = (".json", ".json.gz")
 
@@ -87,7 +87,9 @@ def read_record(
 def is_traces(path: Path) -> bool:
     """Return whether `path` is a trace, or a folder of traces that is not the folder of a run."""
     if path.is_dir():
-        return not (path / FILE).exists() and any(is_trace(file) for file in path.iterdir() if file.name.endswith(ENDINGS))
+        return not (path / TIMELINE_FILE).exists() and any(
+            is_trace(file) for file in path.iterdir() if file.name.endswith(ENDINGS)
+        )
     return path.is_file() and (path.name.endswith(".json.gz") or (path.name.endswith(".json") and is_trace(path)))
 
 

@@ -37,13 +37,13 @@ def write(
     )
     for path, writer in writers:
         if path is not None:
-            with writing(path):
+            with report_write_errors(path):
                 writer(path)
             yield path
 
 
 @contextmanager
-def writing(path: str | Path) -> Iterator[None]:
+def report_write_errors(path: str | Path) -> Iterator[None]:
     """Turn an OSError of the block, which writes `path`, into a PenstockError."""
     try:
         yield

@@ -11,10 +11,10 @@ from penstock.errors import PenstockError
 from penstock.schedule import Action, ActivationSize, Event, Improvement, MeasuredTimeline, MessageCost, ScheduleError, Timeline
 from penstock.schedule.table import dependencies
 from penstock.view.data.timeline import Data
-from penstock.view.record import FILE, FORMAT, Record
+from penstock.view.record import FORMAT, TIMELINE_FILE, Record
 
 MAX_FILE_BYTES = 2**28
-SETTINGS = "run.json"  # in the folder of a run: its options, and at the end its results
+SETTINGS_FILE = "run.json"  # in the folder of a run: its options, and at the end its results
 MAX_REASON_CHARACTERS = 300
 
 
@@ -23,7 +23,7 @@ def load(path: str | PathLike[str]) -> Record:
 
     Raises PenstockError if the file does not exist, or is not a timeline of Penstock.
     """
-    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    file = Path(path) / TIMELINE_FILE if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise PenstockError(f"{path} has no timeline: there is no file {file}{_why_missing(Path(path))}")
     with file.open("rb") as opened:
@@ -36,7 +36,7 @@ def load(path: str | PathLike[str]) -> Record:
 def _why_missing(folder: Path) -> str:
     """Return why the folder of a run has no timeline, and how to get one; for another folder, that it has no traces either."""
     try:
-        is_finished = "losses" in json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        is_finished = "losses" in json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return ", nor are there traces of torch.profiler (.json or .json.gz, one for each rank)" if folder.is_dir() else ""
     if not is_finished:

@@ -1,4 +1,4 @@
-"""Record the timelines of a run's steps, or of a schedule. Every picture is drawn from a record."""
+"""Hold the timelines of a run's steps, or of a schedule, and save them. Every picture is drawn from a record."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from penstock.schedule import Explanation, Improvement, MeasuredTimeline, Measur
 from penstock.view.data.timeline import Data, timeline_data, verdict_data
 
 FORMAT = "penstock timeline 1"
-FILE = "timeline.json"  # in the folder of a run
+TIMELINE_FILE = "timeline.json"  # in the folder of a run
 
 
 @dataclass(frozen=True)

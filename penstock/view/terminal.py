@@ -172,6 +172,6 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((100, 24)).columns
 
 
-def colors() -> bool:
+def use_colors() -> bool:
     """Return whether to use colours: on a terminal, unless NO_COLOR is set."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ

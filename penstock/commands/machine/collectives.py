@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from penstock import comms
 from penstock.comms.launch.launcher import launch
-from penstock.view.files import writing
+from penstock.view.files import report_write_errors
 
 WARM_UP, FEWEST_SAMPLES, MOST_SAMPLES = 3, 5, 400
 OPERATIONS = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
@@ -60,7 +60,7 @@ def bench(
     rows = launch(run_on_rank, ranks, operations, sizes, seconds)[0]
     print(NOTES)
     if table is not None:
-        with writing(table), table.open("w", newline="", encoding="utf-8") as file:
+        with report_write_errors(table), table.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
             writer.writerows([*row[:-1], f"{row.seconds:.9f}", *(f"{speed:.6g}" for speed in row.speeds)] for row in rows)
@@ -69,7 +69,7 @@ def bench(
         series = {name: [(row.bytes, row.speeds[-1]) for row in rows if row.operation == name] for name in operations}
         ticks = {float(row.bytes): f"{row.bytes / 1024:g} KB" for row in rows[:: max(1, len(sizes) // 5)]}
         picture = curves(f"Collectives over {ranks} ranks", series, "bytes", "bus GB/s", ticks)
-        with writing(plot):
+        with report_write_errors(plot):
             save_png(picture, plot) if plot.suffix == ".png" else plot.write_text(svg(picture), encoding="utf-8")
         print(f"wrote {plot}")
 

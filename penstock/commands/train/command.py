@@ -16,7 +16,7 @@ from penstock.comms.launch.forkserver import start_forkserver_early
 from penstock.comms.preemption import catch_preemption
 from penstock.comms.system import read_torchrun_integer
 from penstock.errors import PenstockError
-from penstock.view.files import writing
+from penstock.view.files import report_write_errors
 
 
 @command(
@@ -49,7 +49,7 @@ class TrainCommand(TrainConfig):
         config.check()
         if os.environ.get("RANK", "0") == "0":
             folder = self.resume or self.out
-            with writing(folder):
+            with report_write_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
         start_forkserver_early()
         from penstock.commands.train.job import train

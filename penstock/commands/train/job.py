@@ -31,7 +31,7 @@ from penstock.plan import load
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.schedule.timing.measurement import Measurement
 from penstock.view.files import write
-from penstock.view.record import FILE, Record, save
+from penstock.view.record import TIMELINE_FILE, Record, save
 from penstock.view.watch.server import serve_in_background
 
 EXPLAINED_STEPS = 5  # at the end, whose timelines are written and explained
@@ -190,7 +190,7 @@ def _save_timeline(setup: Setup, step: int) -> None:
     """Write this step's timeline to the run's folder, for its page. All ranks call this."""
     timeline = setup.pipe.timeline()
     if setup.is_writer and setup.folder is not None:
-        with manifest.atomic_replacement(setup.folder / FILE) as temporary:
+        with manifest.atomic_replacement(setup.folder / TIMELINE_FILE) as temporary:
             save(timeline, None, temporary, (f"step {step}",), setup.pipe.balance.stage_costs if setup.pipe.balance else ())
 
 
@@ -273,7 +273,7 @@ def _explanation(setup: Setup, timelines: list[Timeline]) -> str:
     labels = tuple(f"step {config.steps - len(timelines) + 1 + number}" for number in range(len(timelines)))
     record = Record(tuple(timelines), measured.predict(measured.schedule), "s", labels, measured.layers)
     if folder is not None and config.timeline:
-        record.save(folder / FILE)
+        record.save(folder / TIMELINE_FILE)
         list(write([record], html=folder / "timeline.html"))
     explanation = record.explanation
     better_plan = advice(config, folder, balance, setup.parameters, measured) if folder is not None and balance else ""

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.files import json_lines
-from penstock.view.files import writing
-from penstock.view.watch.live_run import METRICS
+from penstock.view.files import report_write_errors
+from penstock.view.watch.live_run import METRICS_FILE
 
 
 def read_records(folder: Path, steps: int) -> list[dict[str, Any]]:
     """Return the records of a run's first `steps` steps; an unfinished last line is left out."""
-    return [record for record in json_lines.read(folder / METRICS) if record["step"] <= steps]
+    return [record for record in json_lines.read(folder / METRICS_FILE) if record["step"] <= steps]
 
 
 class Metrics:
@@ -19,7 +19,7 @@ class Metrics:
 
     def __init__(self, folder: Path, steps: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / METRICS
+        self._path = folder / METRICS_FILE
         json_lines.write(self._path, read_records(folder, steps))
         self._board = _board(folder / "tensorboard", steps)
 
@@ -32,7 +32,7 @@ class Metrics:
 
     def write(self, record: Mapping[str, float]) -> None:
         """Append the record of the step `record["step"]` to the file. Raises PenstockError if it cannot be written."""
-        with writing(self._path):
+        with report_write_errors(self._path):
             json_lines.append(self._path, record)
         if self._board is not None:
             for name, value in record.items():

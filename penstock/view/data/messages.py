@@ -1,4 +1,4 @@
-"""The messages of a timeline: which action of which rank an event needed, and when that arrived."""
+"""Find the messages of a timeline: which actions of other ranks an event needed, and when their messages arrived."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The playground: one local page on which schedules are chosen, priced, edited, proved and timed.
+"""The studio: a local page to choose, price, edit, prove and time schedules.
 
 `answers`      answers the page's questions, JSON in and out
 `costs`        turns the page's costs into `Costs`, and simulates a table at them

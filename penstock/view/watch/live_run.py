@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from penstock.view.record import FILE
+from penstock.view.record import TIMELINE_FILE
 
-METRICS = "metrics.jsonl"  # in the run's folder: a line for each step
+METRICS_FILE = "metrics.jsonl"  # in the run's folder: a line for each step
 MAX_CURVE_POINTS = 400
 
 
@@ -27,7 +27,7 @@ class LiveRun:
 
     def state(self) -> dict[str, Any]:
         """Return the last step's record, at most 400 of the losses, and when the timeline was last written (ns), or None."""
-        timeline = self._folder / FILE
+        timeline = self._folder / TIMELINE_FILE
         with self._lock:
             self._read_new_lines()
             return {
@@ -38,7 +38,7 @@ class LiveRun:
             }
 
     def _read_new_lines(self) -> None:
-        path = self._folder / METRICS
+        path = self._folder / METRICS_FILE
         if not path.is_file():
             return
         with path.open("rb") as file:

@@ -1,19 +1,19 @@
 """A schedule is a table of actions: built, proved, lowered, timed and explained. Plain Python, no torch.
 
-A table goes this way: family -> table -> verify -> program -> simulate, or the engine.
+A table goes through these steps: family -> table -> verify -> program -> simulate, or the engine.
 
 `table`         actions, what each waits for, and the table of them
-`memory`        what activations take, and how many are in flight
-`program`       a table lowered: what each rank does, and which transfers it posts and waits for when
-`verify`        that a table has every action once, and the proof that it cannot stop, or the circle in which it does
-`schedule`      a schedule: a table from rows or a CSV file, and into one
+`memory`        the memory of activations, and how many are in flight
+`program`       a lowered table: what each rank does, and when it posts and waits for which transfers
+`verify`        the check that a table has every action once, and the proof that it cannot deadlock
+`schedule`      a schedule: a table from rows or a CSV file
 `pytorch_csv`   PyTorch's lowered tables, to be proved
 `rank_program`  what one rank does of a program, for each kind of batch and call
 `transform`     tables made from tables
-`microbatch_order`  the order in which unequal microbatches make a step short
+`microbatch_order`  the order of unequal microbatches that makes a step short
 `families/`     the rules by which tables are made
-`catalog`       the families there are, by name
-`searching/`    tables that are searched for, for any costs within a limit on memory
+`catalog`       the families by name
+`searching/`    the search for tables, for any costs within a limit on memory
 `timing/`       when every action runs or ran, and why a rank waits
 """
 

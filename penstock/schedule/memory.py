@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
 
-MAX_LISTED_RANKS = 16  # up to this many ranks, the amount of each is printed
+MAX_LISTED_RANKS = 16  # of more, the range of the amounts is printed instead of each
 
 
 class ActivationSize(NamedTuple):
@@ -28,12 +28,12 @@ Row = Iterable[Action | tuple[Action, ...]]  # the cells of one rank: an action,
 def memory_after_actions(
     row: Row, sizes: Sequence[ActivationSize] = (), microbatch_factors: Sequence[float] = (), slices: int = 1
 ) -> Iterator[tuple[Action, float]]:
-    """Yield the actions of a rank, each with the memory of the rank's activations once it has ended.
+    """Yield each action of a rank with the memory of the rank's activations after it.
 
     In a pair the forward counts first, because it begins before the backward ends.
 
-    `sizes`: of an activation of each stage; without, each counts 1. `microbatch_factors`: how many times that each
-    microbatch takes; without, once. Each of `slices` takes its share of that.
+    `sizes`: of an activation of each stage; by default 1. `microbatch_factors`: a multiplier of that for each microbatch; by
+    default 1. Each of K `slices` counts 1/K.
     """
     unit, memory, share = ActivationSize(), 0.0, 1.0 / slices
     for cell in row:
@@ -51,7 +51,7 @@ def changes_memory_at_end(action: Action) -> bool:
 def peaks_in_flight(rows: Iterable[Row], slices: int = 1) -> tuple[float, ...]:
     """Return for every rank the most (stage, microbatch) activations held at once, from F to the end of B or W.
 
-    Each of `slices` is its share of one: 7 of 4 slices are 1.75 activations.
+    Each of K `slices` counts 1/K: with K = 4, 7 slices are 1.75 activations.
     """
     peaks = tuple(int(max((memory for _, memory in memory_after_actions(row)), default=0)) for row in rows)
     return peaks if slices == 1 else tuple(peak / slices for peak in peaks)
@@ -75,6 +75,6 @@ def format_bytes(size: float) -> str:
 
 
 def parse_bytes(text: str) -> float | None:
-    """Return the number of bytes that `text` says, such as `2GB`, `2GiB` or `2e9`; None if it says none."""
+    """Return the number of bytes written as `text` (`2GB`, `2GiB`, `2e9`); None if it cannot be read."""
     match = re.fullmatch(r"\s*(\d+\.?\d*(?:E\d+)?)\s*(?:(?:([TGMK])(I?))?B)?\s*", text.upper())
     return float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else None

@@ -1,14 +1,14 @@
-"""The program: a table lowered to what each rank does - actions, and which transfers it posts and waits for when.
+"""The program: a table lowered to what each rank does: its actions, and when it posts and waits for which transfers.
 
-A *channel* carries the transfers from one rank to another, one channel for each direction. Its order is the order in
-which the sender's table makes them; the receiver posts its receives in that same order, whatever order it needs them in.
-So both ends of a channel agree by construction, which is what a first-in-first-out transport asks for (NCCL: a
-communicator runs its operations in the order they were posted).
+A *channel* carries the transfers from one rank to another; each direction has its own. Its order is the order in which
+the sender's table makes them. The receiver posts its receives in the same order, whatever order it needs them in.
+First-in-first-out transports require this agreement (NCCL: a communicator runs its operations in the order they were
+posted).
 
-Every stage sends to the next one. A model that is no chain has *skips* as well: what one stage makes goes straight to a
-later one, past those in between, and its gradient the same way back.
+Every stage sends to the next one. A model that is not a chain also has *skips*: a stage's output goes straight to a later
+stage, and its gradient straight back.
 
-A *script* is what `prove` runs: the same, post by post. A program is read as one; a lowered table of somebody else is one.
+A *script* is what `prove` runs: the same, post by post. A program is read as one; PyTorch's lowered tables are scripts.
 """
 
 from collections import defaultdict
@@ -19,23 +19,23 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.table import Action, Cell, Kind, Skip, Table, pause_garbage_collection, receiving_stages
 
-RECEIVES_AHEAD = 2  # of one channel: the one being waited for, and one that travels while the rank computes
+RECEIVES_AHEAD = 2  # receives of a channel: one that is waited for, one that travels while the rank computes
 
 
 class Transfer(NamedTuple):
-    """What `source` gives `destination` after `action`: the stage's output after F, its input's gradient after B or I.
+    """A tensor that `source` gives `destination` after `action`: the stage's output after F, its input's gradient after B or I.
 
-    A rank that gives to itself hands over, and sends nothing.
+    If both are the same rank, nothing is sent.
     """
 
     action: Action
     source: int
     destination: int
-    skip_stage: int | None = None  # the stage it is for, if that is not the neighbour
+    skip_stage: int | None = None  # the receiving stage, if it is not the neighbour
 
     @property
     def is_remote(self) -> bool:
-        """Whether it goes to another rank."""
+        """Return whether it goes to another rank."""
         return self.source != self.destination
 
     def __str__(self) -> str:
@@ -44,39 +44,39 @@ class Transfer(NamedTuple):
 
 
 class ProgramLine(NamedTuple):
-    """One action of a rank's program: post `receives`, wait for `needs`, run `action`, post `outputs`."""
+    """An action in a rank's program: post `receives`, wait for `needs`, run `action`, post `outputs`."""
 
     action: Action
     receives: tuple[Transfer, ...]
-    needs: tuple[Transfer, ...]  # one for each stage it takes something from, in stage order
-    outputs: tuple[Transfer, ...]  # one for each stage it makes something for, in stage order
+    needs: tuple[Transfer, ...]  # one for each stage that it receives from, in stage order
+    outputs: tuple[Transfer, ...]  # one for each stage that it sends to, in stage order
 
 
 class Compute(NamedTuple):
-    """Wait for `needs`, then run `cell`: an action, a pair at once, or nothing."""
+    """An instruction to wait for `needs` and then run `cell`: an action, a pair at once, or nothing."""
 
     cell: Cell | None
     needs: tuple[Transfer, ...]
 
 
-Instruction = Transfer | Compute  # a transfer: post it, that is its send on its source and its receive on its destination
+Instruction = Transfer | Compute  # a transfer: post its send on its source, its receive on its destination
 
 
 @dataclass(frozen=True)
 class Script:
-    """What every rank does, one after the other: it runs its table, and posts its end of each transfer once, in time."""
+    """The instructions of every rank. They run the table, and post each end of every transfer once, before it is needed."""
 
     schedule: Table
     rows: tuple[tuple[Instruction, ...], ...]
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
-        """What `rank` does."""
+        """Return the instructions of `rank`."""
         return iter(self.rows[rank])
 
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank does, in order, and the transfers of every channel (source, destination), in order."""
+    """The program lines of every rank, and the transfers of every channel (source, destination), both in order."""
 
     schedule: Table
     lines: tuple[tuple[ProgramLine, ...], ...]
@@ -84,7 +84,7 @@ class Program:
     skips: frozenset[Skip] = frozenset()
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
-        """What `rank` does, post by post. A pair runs after the receives, and before the sends, of both its actions."""
+        """Yield the instructions of `rank`. A pair runs after the receives, and before the sends, of both its actions."""
         steps = iter(self.lines[rank])
         for cell in self.schedule.cells(rank):
             _, receives, needs, gives = next(steps)
@@ -97,23 +97,23 @@ class Program:
 
 
 def remote_transfers(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
-    """Return those of `transfers` that go to another rank."""
+    """Return the transfers that go to another rank."""
     return tuple([transfer for transfer in transfers if transfer.is_remote])
 
 
 def check_skips(skips: Collection[Skip], num_stages: int) -> None:
-    """Raises ScheduleError for a skip that is none of a model of `stages` stages."""
+    """Raise ScheduleError for a skip that a model of `num_stages` stages cannot have."""
     for start, end in skips:
         if not 0 <= start < end - 1 < num_stages - 1:
             raise ScheduleError(f"no skip goes from stage {start} to stage {end} of {num_stages}: it passes at least one by")
 
 
 class TransferTable:
-    """All transfers of a table: what each action makes and needs, and by channel in the order in which the table makes them."""
+    """The transfers of a table: by the action that makes or needs them, and by channel in the order in which they are made."""
 
     def __init__(self, schedule: Table, skips: Collection[Skip] = ()) -> None:
         self.channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-        # From stage, to stage: by microbatch, and by microbatch + M x slice.
+        # (stage, receiving stage) -> microbatch + M x slice -> transfer
         self.by_stages: dict[tuple[int, int], dict[int, Transfer]] = defaultdict(dict)
         self._microbatches = schedule.microbatches
         ways, goes = self.by_stages, receiving_stages(schedule.num_stages, skips)
@@ -131,23 +131,23 @@ class TransferTable:
                         self.channels[source, destination].append(transfer)
 
     def outputs_of(self, action: Action) -> tuple[Transfer, ...]:
-        """What takes what `action` makes to the stages that need it."""
+        """Return the transfers of what `action` makes, one for each stage that needs it."""
         number = action.microbatch + action.slice * self._microbatches
         return tuple([way[number] for _, way in self._makes[action.kind][action.stage]])
 
     def inputs_of(self, action: Action) -> tuple[Transfer, ...]:
-        """What brings what `action` works on, as far as the table makes it."""
+        """Return the transfers of what `action` needs, as far as the table makes it."""
         number = action.microbatch + action.slice * self._microbatches
         return tuple([way[number] for way in self._needs[action.kind][action.stage] if number in way])
 
 
 @pause_garbage_collection()
 def lower(schedule: Table, ahead: int = RECEIVES_AHEAD, skips: Collection[Skip] = ()) -> Program:
-    """The program of `schedule`, whose actions must be in range (`verify` checks that first).
+    """Return the program of `schedule`, whose actions must be in range (`verify` checks that first).
 
-    `ahead`: how many receives of a channel may be posted and not yet consumed; 0 posts each when it is needed. More are
-    posted only where the table consumes a channel in another order than it is filled. What an overlapping pair needs is
-    posted with its first action, so that the pair can wait for both.
+    `ahead`: the most receives of a channel that may be posted and not yet consumed; 0 posts each when it is needed. More are
+    posted only where the table consumes a channel in another order than it is filled. The inputs of an overlapping pair are
+    posted before its first action, so that the pair can wait for both.
     `skips`: of the model, as in `verify`.
     """
     transfers, together = TransferTable(schedule, skips), dict(schedule.overlaps)
@@ -160,7 +160,7 @@ def lower(schedule: Table, ahead: int = RECEIVES_AHEAD, skips: Collection[Skip] 
 
 
 class _ReceiveQueue:
-    """The receiving end of one channel while its rank's program is written. It says which receives to post when."""
+    """The receiving end of one channel while its rank's program is written. It decides which receives to post when."""
 
     def __init__(self, queue: list[Transfer], ahead: int) -> None:
         self.queue, self.ahead = queue, ahead
@@ -168,17 +168,17 @@ class _ReceiveQueue:
         self.posted = self.consumed = 0
 
     def take_receives_up_to(self, end_position: int) -> list[Transfer]:
-        """Return the receives that are not posted yet up to `end_position` of the queue, and count them as posted."""
+        """Return the receives up to `end_position` of the queue that are not posted yet, and count them as posted."""
         fresh = self.queue[self.posted : end_position]
         self.posted += len(fresh)
         return fresh
 
     def take_receives_before(self, transfer: Transfer) -> list[Transfer]:
-        """Before `transfer` can be waited for."""
+        """Return the receives to post before `transfer` can be waited for."""
         return self.take_receives_up_to(self.position[transfer] + 1)
 
     def take_receives_after_use(self) -> list[Transfer]:
-        """When one more transfer has been used."""
+        """Return the receives to post after one more transfer has been used."""
         self.consumed += 1
         return self.take_receives_up_to(self.consumed + self.ahead)
 

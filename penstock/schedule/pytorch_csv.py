@@ -1,11 +1,11 @@
-"""PyTorch's lowered tables, which say themselves what is sent and received when, as scripts that can be proved.
+"""PyTorch's lowered tables, which contain their sends and receives, as scripts that can be proved.
 
-Besides the cells of a table (`0F0`, `1I0`, `(0F1;3B0)OVERLAP_F_B`) a rank's row has `0SEND_F0`, the output of 0F0, with
-`1RECV_F0` on the rank of stage 1; and `3SEND_B1`, the gradient of 3B1 or 3I1, with `2RECV_B1` on the rank of stage 2.
-`0WAIT_SEND_F0` waits until rank 1 receives it (torch 2.15 and later write it; to those before, a send takes no waiting).
-What concerns sharded weights only is passed over. `prove(script, shared=True)` then proves whether the table can stop
-where both directions between two ranks share one queue, as on NCCL; `prove(script)`, with a queue for each direction as
-on Gloo, whether something that is sent lands in the place of something else.
+Besides the cells of a table (`0F0`, `1I0`, `(0F1;3B0)OVERLAP_F_B`) a rank's row has `0SEND_F0`, which sends the output of
+0F0, with `1RECV_F0` on the rank of stage 1; and `3SEND_B1`, which sends the gradient of 3B1 or 3I1, with `2RECV_B1` on the
+rank of stage 2. `0WAIT_SEND_F0` waits until the rank of stage 1 has received it (torch 2.15 and later write it; before, a
+send needs no wait). Cells for sharded weights are skipped. `prove(script, shared=True)` proves that the table cannot
+deadlock if both directions between two ranks share one queue, as on NCCL. `prove(script)`, with a queue for each direction
+as on Gloo, proves that no receive gets the tensor of another.
 """
 
 import re
@@ -23,7 +23,7 @@ _POST = re.compile(r"([0-9]{1,9})(SEND|RECV|WAIT_SEND)_([FB])([0-9]{1,9})")
 
 
 class _CommunicationCell(NamedTuple):
-    """A cell that sends or receives what `stage` makes or takes, or waits until what it sent is received."""
+    """A cell that sends what `stage` makes, receives what it needs, or waits until what it sent is received."""
 
     text: str
     sends: bool
@@ -42,11 +42,10 @@ def script_from_compute_comms_csv(path: FilePath, name: str | None = None) -> Sc
 
 
 def script_from_compute_comms_rows(name: str, rows: Sequence[Iterable[str]]) -> Script:
-    """The script that the texts of a lowered table's cells describe, a row for each rank.
+    """Return the script of a lowered table, given the texts of its cells, a row for each rank. It is not proved yet.
 
-    Raises ScheduleError for a cell that cannot be read, a table that is not complete, a send before there is anything to
-    send, a wait before its send, an action before its receive, and for a send, a receive or a partner that is missing or
-    there twice. It is not proved yet.
+    Raises ScheduleError for a cell that cannot be read, a table that is incomplete, a send before its action, a wait before
+    its send, an action before its receive, and for a send or a receive that is missing, duplicated or without a partner.
     """
     parsed = [[cell for text in row for cell in _parse_cell_text(text)] for row in rows]
     table = [[cell for cell in row if not isinstance(cell, _CommunicationCell)] for row in parsed]
@@ -106,7 +105,7 @@ def _instructions_of_rank(
 
 
 def _find_transfer(rank: int, post: _CommunicationCell, schedule: Schedule, transfers: TransferTable) -> Transfer:
-    """The transfer whose send or receive `post` is."""
+    """Return the transfer that `post` sends or receives. Raises ScheduleError if there is none."""
     if not post.stage < schedule.num_stages or schedule.placement[post.stage] != rank:
         raise ScheduleError(f"rank {rank} has {post.text}, but not stage {post.stage}")
     onward = 1 if post.forward else -1

@@ -1,4 +1,4 @@
-"""One rank's rows of a program, with what its stages must know beforehand."""
+"""One rank's lines of a program, and what its stages must know before they run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,30 +9,30 @@ from penstock.schedule.program import Program, ProgramLine, lower
 from penstock.schedule.table import Action, Kind, Table
 from penstock.schedule.verify import prove
 
-MAX_CACHED_PROGRAMS = 64  # programs: a batch may come in any number of microbatches, any of them without a backward
-MAX_LARGER_PROGRAMS = 8  # of all ranks, for more microbatches than the pipeline's
+MAX_CACHED_PROGRAMS = 64  # batches differ in the number of microbatches, and in which of them have a backward
+MAX_LARGER_PROGRAMS = 8  # programs of all ranks, for more microbatches than the pipeline has
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """The program lines of a rank, and what follows from them for each action."""
+    """The program lines of a rank, and facts that follow from them."""
 
     lines: tuple[ProgramLine, ...]
     split_backwards: frozenset[tuple[int, int, int]]  # (stage, microbatch, slice) whose backward is I and W: F prepares for it
-    weight_microbatches: dict[Action, tuple[int, ...]]  # W -> the microbatches, or slices by number, whose gradients it adds
+    weight_microbatches: dict[Action, tuple[int, ...]]  # W -> the microbatches, or slices by index, whose gradients it adds
     last_backwards: frozenset[Action]  # the B or W with which a stage's gradients of this step are complete
 
     @cached_property
     def stages(self) -> list[int]:
-        """The rank's stages, in the order in which they come into use."""
+        """The rank's stages, in the order of their first actions."""
         return list(dict.fromkeys(step.action.stage for step in self.lines))
 
 
 class RankPrograms:
-    """What a rank does of a proved program: all of it, or what a batch and a call need of it. That is proved as well.
+    """The programs of a rank, one for each kind of batch and call. Each is a part of a proved program, and proved as well.
 
-    `merge_weight_gradients`: the last of several W of one stage that stand next to each other does for all.
-    `build_larger(microbatches)`: a proved program of the same rule for more microbatches than `program` has.
+    `merge_weight_gradients`: of several adjacent W of one stage, the last computes the gradients of all.
+    `build_larger(microbatches)`: builds a proved program of the same rule for more microbatches than `program` has.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class RankPrograms:
         forward_only_microbatches: frozenset[int] = frozenset(),
         in_one_slice: bool = False,
     ) -> RankProgram:
-        """What is done for the first `microbatches` (None: all); if not training, the forwards of each.
+        """Return the program for the first `num_microbatches` (None: all); if not training, for their forwards only.
 
-        `forward_only_microbatches`: those without a backward. `in_one_slice`: whatever slices the table has.
-        Programs that were not used for long are made again.
+        `forward_only_microbatches`: those without a backward. `in_one_slice`: microbatches are whole, whatever slices the table
+        has. Programs are cached; one that was not used for long is built again.
         """
         if num_microbatches is None:
             num_microbatches = self.program.schedule.microbatches
@@ -98,7 +98,7 @@ class RankPrograms:
 
 
 def _weight_microbatches(row: Sequence[Action], merge_weight_gradients: bool, slices: int) -> dict[Action, tuple[int, ...]]:
-    """Return the microbatches whose gradients each W computes; if merged, the last W of a run computes those of all of it."""
+    """Return W -> the microbatches whose gradients it computes; if merged, the last W of a run computes all of the run."""
     weights: dict[Action, tuple[int, ...]] = {}
     for _, run in groupby(row, key=lambda action: action[:2] if merge_weight_gradients else action):
         actions = list(run)

@@ -1,4 +1,4 @@
-"""A schedule: the table that somebody wrote down, as rows or as a file in the form that PyTorch calls compute-only."""
+"""Schedules: tables made from rows, or read from a CSV file in PyTorch's compute-only form."""
 
 import csv
 import io
@@ -10,24 +10,24 @@ from penstock.errors import ScheduleError
 from penstock.schedule.table import PLACEMENTS, Action, Cell, Table, actions_of
 from penstock.schedule.verify import verify
 
-MAX_CSV_BYTES = 2**25  # bytes of a file
+MAX_CSV_BYTES = 2**25  # of a file
 MAX_TABLE_CELLS, MAX_TABLE_ROWS = 500_000, 10_000
 FilePath = str | PathLike[str]
-Placement = str | Sequence[int] | None  # `loop`, `V`, the rank of every stage, or where the stage's first action stands
+Placement = str | Sequence[int] | None  # `loop`, `V`, the rank of every stage, or None: read off the rows
 
 
 class Schedule(Table):
-    """A table as people have it: built by a rule, from rows or from a file. It is not proved until `verify` did that."""
+    """A table built by a rule, from rows or from a file. It is not proved until `verify` accepts it."""
 
     @classmethod
     def from_csv(cls, path: FilePath, placement: Placement = None, name: str | None = None) -> "Schedule":
-        """Read a table from the file at `path` and prove it. Empty cells (bubbles) are passed over.
+        """Read a table from the CSV file at `path` and prove it. Empty cells (bubbles) are skipped.
 
         `placement`: as in `from_rows`.
-        `name`: what it is called, by default `path`.
+        `name`: the name of the schedule, by default `path`.
 
-        Raises OSError without that file, ScheduleError for one that is no text, for a cell that is no action and
-        for a table that `verify` refuses: one that is not complete, or that would stop.
+        Raises OSError if the file cannot be read. Raises ScheduleError for a file that is not text, for a cell that is not an
+        action, and for a table that `verify` refuses: one that is incomplete or deadlocks.
         """
         schedule = from_rows(name or str(path), read_csv_cells(path), placement)
         verify(schedule)
@@ -35,7 +35,7 @@ class Schedule(Table):
 
 
 def read_csv_cells(path: FilePath) -> list[list[str]]:
-    """The cells of the CSV file at `path`, a row for each line. Raises ScheduleError for a file that is no text."""
+    """Return the cells of the CSV file at `path`, a row for each line. Raises ScheduleError if it is too large or not text."""
     with open(path, "rb") as file:
         data = file.read(MAX_CSV_BYTES + 1)
     if len(data) > MAX_CSV_BYTES:
@@ -47,7 +47,7 @@ def read_csv_cells(path: FilePath) -> list[list[str]]:
 
 
 def parse_csv_cells(name: str, text: str) -> list[list[str]]:
-    """The cells of a table as CSV, a row for each line. Raises ScheduleError for what is none."""
+    """Return the cells of CSV `text`, a row for each line. Raises ScheduleError, with `name`, if it is too large or not CSV."""
     rows, count = list[list[str]](), 0
     try:
         for row in csv.reader(io.StringIO(text, newline="")):
@@ -62,12 +62,12 @@ def parse_csv_cells(name: str, text: str) -> list[list[str]]:
 
 
 def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placement = None) -> Schedule:
-    """A schedule from its rows; the numbers of stages, microbatches and slices are read off the actions.
+    """Return a schedule with these rows; the numbers of stages, microbatches and slices follow from the actions.
 
     `rows`: the cells of each rank: an action, a pair of actions that may overlap, or the text of either.
-    `placement`: `loop`, `V`, or the rank of every stage; without it a stage lives where the first of its actions stands.
+    `placement`: `loop`, `V`, or the rank of every stage; by default a stage is on the first rank that has an action of it.
 
-    Raises ScheduleError for a text that is no action, and for a stage that stands nowhere.
+    Raises ScheduleError for text that is not an action, and for a stage without actions.
 
         >>> from_rows("mine", [["0F0", "0B0"], ["1F0", "1B0"]]).placement
         (0, 1)
@@ -99,7 +99,7 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
 
 
 def _placement_from_rows(name: str, table: Sequence[Sequence[Action]], stages: int) -> list[int]:
-    """The rank of every stage, read off the table."""
+    """Return the rank of every stage: the first that has an action of it. Raises ScheduleError for a stage without actions."""
     homes = {action.stage: rank for rank in reversed(range(len(table))) for action in table[rank]}
     for stage in range(stages):
         if stage not in homes:
@@ -109,11 +109,11 @@ def _placement_from_rows(name: str, table: Sequence[Sequence[Action]], stages: i
 
 
 _OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
-_SHARDING_CELL = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)[0-9]*")  # PyTorch's notes on sharded weights
+_SHARDING_CELL = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)[0-9]*")  # PyTorch's cells for sharded weights
 
 
 def parse_pytorch_csv_cell(text: str) -> Iterator[Cell]:
-    """Yield the cell that PyTorch's compute-only form writes as `text`; nothing for a bubble, or what is left to the engine."""
+    """Yield the cell that PyTorch's compute-only form writes as `text`; nothing for a bubble, or for sharding of weights."""
     text = text.strip()
     if overlap := _OVERLAP.fullmatch(text):
         yield Action.parse(overlap[1]), Action.parse(overlap[2])

@@ -1,4 +1,4 @@
-"""Actions, and the table of them that a schedule is: plain data, that can be proved, lowered, timed and run."""
+"""Actions, and the table of actions that is a schedule: plain data that can be proved, lowered, timed and run."""
 
 import csv
 import enum
@@ -17,7 +17,7 @@ from penstock.errors import ScheduleError
 
 
 class Kind(enum.Enum):
-    """What an action does. `B` is `I` and `W` at once."""
+    """The kind of work that an action does. `B` is `I` and `W` at once."""
 
     F = "F"  # forward
     B = "B"  # full backward
@@ -31,9 +31,9 @@ class Kind(enum.Enum):
 
 
 class Action(NamedTuple):
-    """One cell of a table: `kind` of work for one microbatch on one stage. Its text is `2F3`.
+    """An action: `kind` of work for one microbatch on one stage, written `2F3`.
 
-    Where microbatches are cut along their sequence, for one slice of it: `2F3` for slice 0, `2F3.1` for slice 1.
+    If microbatches are cut along their sequence, an action is for one slice: `2F3` for slice 0, `2F3.1` for slice 1.
     """
 
     kind: Kind
@@ -46,16 +46,16 @@ class Action(NamedTuple):
 
     @property
     def microbatch_text(self) -> str:
-        """The microbatch, or which slice of which: `3`, `3.1`."""
+        """The microbatch as text, with its slice unless that is 0: `3`, `3.1`."""
         return f"{self.microbatch}.{self.slice}" if self.slice else f"{self.microbatch}"
 
     def index_among_slices(self, slices: int) -> int:
-        """The number of its slice among those of all microbatches, each of K `slices`; of one, that of the microbatch."""
+        """Return the slice's index among those of all microbatches, each of K = `slices`; if K = 1, the microbatch."""
         return self.microbatch * slices + self.slice
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action written as stage, kind, microbatch: `2F3`, or `2F3.1`. Raises ScheduleError for anything else."""
+        """Return the action written as stage, kind, microbatch: `2F3`, or `2F3.1`. Raises ScheduleError for other text."""
         if cell := re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", text.strip()):
             return cls(Kind(cell[2]), int(cell[1]), int(cell[3]), int(cell[4] or 0))
         quoted = repr(text) if len(text) < 60 else f"{text[:57]!r}.."
@@ -63,12 +63,12 @@ class Action(NamedTuple):
 
 
 OverlappedPair = tuple[Action, Action]  # two actions that may run at the same time
-Cell = Action | OverlappedPair  # what stands in one place of a table
-Skip = tuple[int, int]  # from a stage to a later one that does not follow it
+Cell = Action | OverlappedPair  # one entry of a rank's row
+Skip = tuple[int, int]  # (stage, later stage that is not the next one)
 
 
 def actions_of(cell: Cell) -> tuple[Action, ...]:
-    """The actions that stand in one place of a table."""
+    """Return the actions of a cell: one, or the two of a pair."""
     return (cell,) if isinstance(cell, Action) else cell
 
 
@@ -78,7 +78,7 @@ def cell_text(cell: Cell) -> str:
 
 
 def receiving_stages(num_stages: int, skips: Collection[Skip] = ()) -> dict[Kind, list[list[int]]]:
-    """Return kind -> stage -> the stages that take what that action makes, in order: outputs go onward, gradients back."""
+    """Return kind -> stage -> the stages that receive that action's result, ascending: outputs go forward, gradients back."""
     forward, backward, nowhere = ([list[int]() for _ in range(num_stages)] for _ in range(3))
     for start, end in sorted({*pairwise(range(num_stages)), *skips}):
         forward[start].append(end)
@@ -89,11 +89,11 @@ def receiving_stages(num_stages: int, skips: Collection[Skip] = ()) -> dict[Kind
 def dependencies(
     action: Action, num_stages: int, skips: Collection[Skip] = (), slices: int = 1
 ) -> Iterator[tuple[Action, ...]]:
-    """What `action` waits for: for each dependency, the alternatives that satisfy it (I stands for B).
+    """Yield what `action` waits for: for each dependency, the alternatives that satisfy it (I stands for B).
 
-    F(s,m) waits for F(s-1,m); B or I(s,m) for F(s,m) and for B or I(s+1,m); W(s,m) for I(s,m). With a skip (s,t) also F(t,m)
-    for F(s,m), and B or I(s,m) for B or I(t,m). All of them are of one slice. Of K `slices`, a token attends to those before
-    it: F(s,m,k) waits for F(s,m,k-1) too, B or I(s,m,k) for B or I(s,m,k+1), and that of the last slice for its F.
+    F(s,m) waits for F(s-1,m). B or I(s,m) waits for F(s,m), and for B or I(s+1,m). W(s,m) waits for I(s,m). With a skip (s,t),
+    F(t,m) also waits for F(s,m), and B or I(s,m) for B or I(t,m). All of these are of one slice. With K `slices`, a token
+    attends to earlier ones: F(s,m,k) also waits for F(s,m,k-1), and B or I(s,m,k) for B or I(s,m,k+1).
     """
     kind, stage, microbatch, slice_ = action
     if kind is Kind.F:
@@ -118,12 +118,12 @@ def dependencies(
 
 
 def loop_placement(num_stages: int, ranks: int) -> tuple[int, ...]:
-    """Stage s lives on rank s mod P."""
+    """Return stage -> rank, round robin: stage s is on rank s mod P."""
     return tuple(stage % ranks for stage in range(num_stages))
 
 
 def v_placement(num_stages: int, ranks: int) -> tuple[int, ...]:
-    """Down the ranks and back up, again and again: 0, 1, .., P-1, P-1, .., 1, 0."""
+    """Return stage -> rank, down the ranks and back up, repeatedly: 0, 1, .., P-1, P-1, .., 1, 0."""
     fold = (*range(ranks), *reversed(range(ranks)))
     return tuple(fold[stage % (2 * ranks)] for stage in range(num_stages))
 
@@ -133,14 +133,14 @@ PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"loop": loop_pla
 
 @dataclass(frozen=True)
 class Table:
-    """For every rank the ordered actions it runs, and which rank every stage lives on. Frozen, hashable, comparable."""
+    """The ordered actions of every rank, and the rank of every stage. Frozen, hashable, comparable."""
 
     name: str
     placement: tuple[int, ...]  # stage -> rank
     microbatches: int
     actions: tuple[tuple[Action, ...], ...]  # rank -> its actions, in order
-    overlaps: frozenset[OverlappedPair] = frozenset()  # actions that stand next to each other and may run at the same time
-    slices: int = 1  # K, into how many every microbatch is cut along its sequence
+    overlaps: frozenset[OverlappedPair] = frozenset()  # adjacent actions that may run at the same time
+    slices: int = 1  # K, the slices of a microbatch along its sequence
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", tuple(self.placement))
@@ -149,33 +149,33 @@ class Table:
 
     @property
     def ranks(self) -> int:
-        """P, the number of ranks."""
+        """The number of ranks, P."""
         return len(self.actions)
 
     @property
     def num_stages(self) -> int:
-        """S, the number of stages on all ranks together."""
+        """The number of stages on all ranks together, S."""
         return len(self.placement)
 
     @property
     def stages(self) -> int:
-        """Return S: the same as `num_stages`."""
+        """The number of stages, S: the same as `num_stages`."""
         return self.num_stages
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that live on `rank`, ascending."""
+        """Return the stages on `rank`, ascending."""
         return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
 
     def has_weights_in_backward_order(self, stage: int) -> bool:
-        """Whether the microbatches' W on `stage` come in the order of their I, and so do those that have a B instead."""
+        """Return whether W on `stage` come in the order of I; a B counts as both."""
         row = [action for action in self.actions[self.placement[stage]] if action.stage == stage]
         inputs, weights = ([act[2:] for act in row if act.kind in (Kind.B, half)] for half in (Kind.I, Kind.W))
         return inputs == weights
 
     def filter_actions(self, is_included: Callable[[Action], bool]) -> Self:
-        """The same table with only the `is_included` actions, e.g. the forwards alone for an evaluation.
+        """Return the same table with only the `is_included` actions, e.g. the forwards for an evaluation.
 
-        Leaving out actions together with all that depends on them never creates a deadlock, so what was proved stays proved.
+        Leaving out actions together with all that depends on them never creates a deadlock, so a proved table stays proved.
         """
         return replace(
             self,
@@ -184,7 +184,7 @@ class Table:
         )
 
     def cells(self, rank: int) -> Iterator[Cell]:
-        """The actions of `rank` in order, those that may overlap as one pair."""
+        """Yield the cells of `rank` in order: single actions, and actions that may overlap as a pair."""
         row = iter(self.actions[rank])
         for action in row:
             yield (action, next(row)) if action in self._first_actions_of_pairs else action
@@ -194,38 +194,38 @@ class Table:
         return frozenset(first for first, _ in self.overlaps)
 
     def csv_rows(self) -> list[list[str]]:
-        """The cells of every rank as PyTorch's compute-only form writes them: `2F3`, `(2F3;5B1)OVERLAP_F_B`."""
+        """Return the cells of every rank in PyTorch's compute-only form: `2F3`, `(2F3;5B1)OVERLAP_F_B`."""
         return [
             [str(cell) if isinstance(cell, Action) else f"({cell[0]};{cell[1]})OVERLAP_F_B" for cell in self.cells(rank)]
             for rank in range(self.ranks)
         ]
 
     def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write `csv_rows` to the file at `path`, a line for each rank. Raises OSError where that cannot be written."""
+        """Write `csv_rows` to the file at `path`, a line for each rank. Raises OSError if it cannot be written."""
         with open(path, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(self.csv_rows())
 
     def digest(self) -> str:
-        """A fingerprint of placement and table, the same in every process."""
+        """Return a fingerprint of placement, microbatches and cells, the same in every process."""
         text = f"{self.placement};{self.microbatches};{self.csv_rows()}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def __str__(self) -> str:
-        """The table as an aligned grid, a row for each rank, overlapping pairs in braces."""
+        """Return the table as an aligned grid: a row for each rank, overlapping pairs in braces."""
         rows = [[cell_text(cell) for cell in self.cells(rank)] for rank in range(self.ranks)]
         width = max((len(cell) for row in rows for cell in row), default=1)
         return "\n".join(f"rank {rank} | {' '.join(cell.rjust(width) for cell in row)}" for rank, row in enumerate(rows))
 
 
 def check_is_table(schedule: object) -> None:
-    """Raises ScheduleError for what is no table, as the name of one."""
+    """Raise ScheduleError unless `schedule` is a table; its name, for example, is not."""
     if not isinstance(schedule, Table):
         raise ScheduleError(f"{schedule!r} is no table: penstock.schedule.build(name, ranks=.., microbatches=..) makes one")
 
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """No garbage collection inside: tables are many small tuples without a circle; looking for one takes half of the time."""
+    """Pause garbage collection inside: it takes half of the time, and the many small tuples of a table have no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Tables made from tables."""
+"""Functions that make a table from another table."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,10 +7,10 @@ from penstock.schedule.table import Action, Cell, Kind, OverlappedPair
 
 
 def with_full_backwards(schedule: Schedule) -> Schedule:
-    """`schedule` with each I and the W right behind it as one B, where nothing is lost.
+    """Return `schedule` with each I and the W right after it merged into one B, unless that delays another rank.
 
-    Something would be lost where another rank waits for the gradient that I makes: it would wait for W too. A proved table
-    stays proved: B stands where I stood, needs what I needed, and only this rank waits for it.
+    They are not merged if another rank waits for I's gradient: it would also wait for W. A proved table stays proved: B has the
+    place and the inputs of I, and only this rank waits for it.
     """
     return from_rows(
         schedule.name, [list(_cells_with_full_backwards(schedule, rank)) for rank in range(schedule.ranks)], schedule.placement
@@ -24,15 +24,15 @@ def _cells_with_full_backwards(schedule: Schedule, rank: int) -> Iterator[Cell]:
         cell = cells[at]
         at += 1
         if isinstance(cell, Action) and cell.kind is Kind.I and cell._replace(kind=Kind.W) in cells[at : at + 1]:
-            stays = cell.stage == 0 or schedule.placement[cell.stage - 1] == rank  # the gradient that I makes
+            stays = cell.stage == 0 or schedule.placement[cell.stage - 1] == rank  # I's gradient is needed by no other rank
             cell, at = (cell._replace(kind=Kind.B), at + 1) if stays else (cell, at)
         yield cell
 
 
 def with_weights_last(schedule: Schedule) -> Schedule:
-    """`schedule` with an I for every B, and all W of a rank at the end of its row, stage by stage.
+    """Return `schedule` with an I for every B, and all W of a rank at the end of its row, stage by stage.
 
-    Gradients travel earlier, and with `Pipeline(merge_weight_gradients=True)` each weight's gradient is one product over all
+    Gradients are sent earlier, and with `Pipeline(merge_weight_gradients=True)` each weight's gradient is one product over all
     microbatches. The price: every microbatch stays in flight to the end.
     """
     return from_rows(
@@ -55,7 +55,7 @@ def _as_input_backward(action: Action) -> Action:
 
 
 def with_overlapped_pairs(table: Schedule, makespan_of: Callable[[Schedule], float], tries: int) -> Schedule:
-    """`table` with neighbours made pairs where the makespan does not get longer; at most `tries` are tried."""
+    """Return `table` with adjacent actions made pairs where the makespan does not grow; at most `tries` pairs are tried."""
     rows, best = [list(table.cells(rank)) for rank in range(table.ranks)], makespan_of(table)
     for row in rows:
         for at in reversed(range(len(row) - 1)):
@@ -72,7 +72,7 @@ def with_overlapped_pairs(table: Schedule, makespan_of: Callable[[Schedule], flo
 
 
 def _as_pair(first: Cell, second: Cell) -> OverlappedPair | None:
-    """The two if they are a forward and a backward of different microbatches."""
+    """Return the two as a pair if they are a forward and a backward of different microbatches or slices; else None."""
     if not (isinstance(first, Action) and isinstance(second, Action)) or first[2:] == second[2:]:
         return None
     kinds = {first.kind, second.kind}

@@ -1,19 +1,19 @@
-"""The proof: a table is complete, and its program runs to the end with nothing buffered - or what exactly is wrong.
+"""The proof that a table is complete and that its program runs to the end with nothing buffered, or the exact error.
 
-The proof is an execution of the program on an abstract execution (docs/explanation/proof.md says why one decides for all).
-Each end of a channel is a queue of what its rank has posted there, and a transfer happens when it stands in front of both.
-Compute goes on meanwhile; it waits for what it receives and never for a send. Two kinds of channels can be asked about:
+The proof runs the program on an abstract machine (docs/explanation/proof.md says why one execution decides for all).
+Each end of a channel is a queue of what its rank has posted; a transfer happens when it is first in both queues.
+Compute goes on meanwhile: it waits for receives and never for a send. There are two kinds of channels:
 
-* *directed*, what Penstock has: a channel for each direction between two ranks, receives posted ahead. With NCCL each is
-  a communicator and a stream of its own, on which operations run in the order they were posted, each blocking that stream
-  - and only that stream - until its partner has been posted too. That is the execution above, so a proved program cannot
-  hang there, as long as all of a rank's channels have room to be resident on the GPU at once (a few blocks each).
-* *shared*: one queue for both directions between two ranks, each receive posted when it is needed. That is what PyTorch
-  makes of plain `isend` and `irecv` on NCCL: one communicator and one stream for each pair of ranks. Two ranks that both
-  have a send in front there have stopped for good.
+* *directed*, as Penstock has them: a channel for each direction between two ranks, receives posted ahead. With NCCL each is
+  a communicator and a stream of its own; operations run in the order they were posted, and each blocks only that stream
+  until its partner has been posted too. That is the machine above, so a proved program cannot hang there, as long as all
+  of a rank's channels have room to be resident on the GPU at once (a few blocks each).
+* *shared*: one queue for both directions between two ranks, each receive posted when it is needed. PyTorch makes this of
+  plain `isend` and `irecv` on NCCL: one communicator and one stream for each pair of ranks. Two ranks that both have a
+  send first in this queue are deadlocked.
 
-Two actions that overlap start together, when what either of them needs has arrived. An engine that runs the pair one after
-the other posts the same in the same order and only waits less, so the proof holds for it too.
+Two overlapping actions start together, once the inputs of both have arrived. An engine that runs the pair one after the
+other posts the same transfers in the same order and only waits less, so the proof holds for it too.
 """
 
 from collections import Counter, defaultdict, deque
@@ -43,7 +43,7 @@ CHANNEL_MODES = ("directed", "shared")
 
 @dataclass(frozen=True)
 class Proof:
-    """That a table was proved, and what was counted on the way."""
+    """The result of `verify`: the proved program, and what was counted in it."""
 
     name: str
     ranks: int
@@ -74,18 +74,18 @@ def verify(
     channels: str = "directed",
     skips: Collection[Skip] = (),
 ) -> Proof:
-    """Prove that `schedule` is complete, keeps its memory bound and cannot stop.
+    """Prove that `schedule` is complete, keeps its memory bound and cannot deadlock.
 
-    `max_in_flight`: the most (stage, microbatch) activations a rank may hold, one number or one for each rank; a slice is its
-    share of one.
+    `max_in_flight`: the most (stage, microbatch) activations that a rank may hold, one number or one for each rank; each of K
+    slices counts 1/K.
     `sends`: `async` (compute goes on while a send waits for its receive), or `blocking` (a rank waits for each send before
     its next action).
     `channels`: `directed` (one for each direction between two ranks), or `shared` (one for both).
-    With async sends and directed channels receives are posted ahead, as Penstock does; else each is posted when it is
-    needed, together with those of its channel that come before it.
-    `skips`: pairs of stages, what the first makes goes straight to the second, past those in between; of the model's cut.
+    With async sends and directed channels receives are posted ahead, as Penstock does. Otherwise each is posted when it is
+    needed, after those that come before it in its channel.
+    `skips`: the model's skip connections, as (stage, later stage): the first one's output goes straight to the second.
 
-    Raises ScheduleError with the reason: what is missing, which rank holds too much, or the circle in which ranks wait.
+    Raises ScheduleError with the reason: the missing action, the rank that holds too much, or the cycle in which ranks wait.
 
         verify(build("1f1b", 2, 2)).peak_in_flight  # (2, 1)
         verify(build("1f1b", 2, 2), sends="blocking")  # raises: rank 0 waits for rank 1 to receive ..; rank 1 waits for ..
@@ -118,7 +118,7 @@ def _check_memory(schedule: Table, peaks: Sequence[float], bound: float | Sequen
 
 @pause_garbage_collection()
 def prove(program: Program | Script, blocking: bool = False, shared: bool = False) -> None:
-    """Run `program` on the abstract machine. Raises ScheduleError if it stops, with the circle.
+    """Run `program` on the abstract machine. Raises ScheduleError with the cycle of waits if it deadlocks.
 
     `blocking`: ranks wait for each send. `shared`: one channel for both directions between two ranks.
     """
@@ -133,7 +133,7 @@ def prove(program: Program | Script, blocking: bool = False, shared: bool = Fals
 
 
 def _check_local_order(table: Table) -> None:
-    """Check that an action's inputs from its own rank come before it, and not in the same pair."""
+    """Raise ScheduleError if an input from an action's own rank comes after it, or in the same pair."""
     for rank, row in enumerate(table.actions):
         stages, done = set(table.stages_of(rank)), set[Action]()
         for cell in table.cells(rank):
@@ -150,7 +150,7 @@ def _check_local_order(table: Table) -> None:
 
 
 def _with_waits_after_sends(row: Iterator[Instruction], rank: int) -> Iterator[Instruction]:
-    """`row` of `rank` with a wait after every send."""
+    """Return `row` of `rank` with a wait after every send."""
     reversed_row: list[Instruction] = []
     following: Cell | None = None
     for instruction in reversed(list(row)):
@@ -163,7 +163,7 @@ def _with_waits_after_sends(row: Iterator[Instruction], rank: int) -> Iterator[I
 
 
 class _ProofExecution:
-    """Ranks that go through their rows, and channels: at each end a queue of what was posted there and has not happened."""
+    """An execution of all rows. Each end of a channel is a queue of the transfers posted there that have not happened."""
 
     def __init__(self, name: str, rows: Sequence[Iterator[Instruction]], shared: bool) -> None:
         self.name, self.rows, self.shared = name, rows, shared
@@ -173,7 +173,7 @@ class _ProofExecution:
         self.runnable = deque(range(len(rows)))
 
     def run(self) -> None:
-        """Let every rank go on until none can."""
+        """Run every rank until it has finished or is blocked."""
         while self.runnable:
             rank = self.runnable.popleft()
             for instruction in self.rows[rank]:
@@ -184,7 +184,7 @@ class _ProofExecution:
                     break
 
     def _post(self, rank: int, transfer: Transfer) -> None:
-        """Put `transfer` into the queue at the end of `rank`; whatever then stands in front of both ends happens."""
+        """Append `transfer` to the queue at the end of `rank`; complete transfers while both ends have the same in front."""
         own_queue, peer_queue, peer = self._queues_of(rank, transfer)
         own_queue.append(transfer)
         while own_queue and peer_queue and own_queue[0] == peer_queue[0]:
@@ -200,7 +200,7 @@ class _ProofExecution:
             raise ScheduleError(f"{self.name} mixes up what it sends: {problem}")
 
     def _queues_of(self, rank: int, transfer: Transfer) -> tuple[deque[Transfer], deque[Transfer], int]:
-        """The channel of `transfer`: the queue at the end of `rank`, the one at the other end, and whose that is."""
+        """Return the channel of `transfer`: the queue at the end of `rank`, the queue at the other end, and the rank there."""
         _, source, destination, _ = transfer
         peer = destination if rank == source else source
         if self.shared and source > destination:
@@ -209,7 +209,7 @@ class _ProofExecution:
         return ends[rank], ends[peer], peer
 
     def deadlock_cycle(self) -> list[str]:
-        """Return the circle of waits that unfinished ranks run into, a sentence for each rank; empty if all are done."""
+        """Return the cycle of waits among blocked ranks, a sentence for each rank; empty if all have finished."""
         if not self.blocked:
             return []
         wait_of_rank: dict[int, str] = {}
@@ -217,17 +217,17 @@ class _ProofExecution:
         while rank not in wait_of_rank:
             own_queue, peer_queue, peer = self._queues_of(rank, self._missing_transfer(rank))
             wait_of_rank[rank] = self._describe_wait(rank, peer, own_queue[0])
-            if peer_queue:  # another transfer is in front there: each keeps the other from getting there
+            if peer_queue:  # another transfer is first there: each blocks the other
                 return [wait_of_rank[rank], self._describe_wait(peer, rank, peer_queue[0])]
             rank = peer
         return list(wait_of_rank.values())[list(wait_of_rank).index(rank) :]
 
     def _missing_transfer(self, rank: int) -> Transfer:
-        """The first transfer that `rank` waits for."""
+        """Return the first transfer that `rank` waits for."""
         return next(transfer for transfer in self.blocked[rank].needs if transfer not in self.completed)
 
     def _describe_wait(self, rank: int, peer: int, front: Transfer) -> str:
-        """Say what `rank` waits for, and, if both directions share a channel, what is first in its queue with `peer`."""
+        """Return what `rank` waits for as text; if both directions share a channel, also what is first in its queue."""
         post = f"the {'send' if front.source == rank else 'receive'} of the {front} in front of its queue with rank {peer}"
         awaited, cell = self._missing_transfer(rank), self.blocked[rank].cell
         following = f"before {'the end' if cell is None else cell_text(cell)}"
@@ -241,7 +241,7 @@ class _ProofExecution:
 
 
 def check_table(table: Table) -> None:
-    """Raises ScheduleError unless every action and every pair is well formed, in its place, and none is missing."""
+    """Raise ScheduleError unless every action and every pair is well formed and in its place, and none is missing."""
     wrong = next(chain(_unknown_or_misplaced_action_errors(table), _completeness_errors(table), _overlap_errors(table)), None)
     if wrong is not None:
         raise ScheduleError(wrong)
@@ -286,7 +286,7 @@ def _completeness_errors(table: Table) -> Iterator[str]:
 
 
 def _missing_actions(stage: int, slices_by_kind: dict[Kind, set[int]], table: Table) -> Iterator[Action]:
-    """Yield the actions that `stage` lacks. Raise ScheduleError for a backward that is there both in full and in halves."""
+    """Yield the actions that `stage` lacks. Raises ScheduleError for a backward that is there both in full and in halves."""
     forwards, full, inputs, weights = (slices_by_kind[kind] for kind in Kind)
     for part in sorted(full & (inputs | weights)):
         kinds = Kind.B, Kind.I if part in inputs else Kind.W
@@ -302,7 +302,7 @@ def _missing_actions(stage: int, slices_by_kind: dict[Kind, set[int]], table: Ta
 
 
 def _overlap_errors(table: Table) -> Iterator[str]:
-    """Where overlapping actions do not stand next to each other, one a forward and one a backward, each in one pair."""
+    """Yield an error for each pair that is not adjacent or not a forward and a backward, and for an action in several pairs."""
     neighbours = {pair for row in table.actions for pair in pairwise(row)} if table.overlaps else set()
     for first, second in sorted(table.overlaps - neighbours, key=str):
         yield f"{first} and {second} are no pair: no rank has {second} right after {first}"

@@ -1,4 +1,4 @@
-"""The schedules there are, by name."""
+"""The catalog: the families of schedules, by name."""
 
 import difflib
 import inspect
@@ -15,14 +15,14 @@ from penstock.schedule.verify import verify
 
 @dataclass(frozen=True)
 class Family:
-    """One rule that makes a table for any P and M, with what a reader wants to know before choosing it."""
+    """A rule that makes a table for any P and M, and the properties by which a reader chooses it."""
 
     rule: Callable[..., Iterable[Cell]]  # (rank, P, M, options) -> the cells of that rank
-    stages_per_rank: int  # V, unless the rule takes another
-    bubble: str  # idle time of a rank, T = its forward and backward of one microbatch, no send cost
+    stages_per_rank: int  # V by default
+    bubble: str  # idle time of a rank; T: its forward and backward of one microbatch; sends cost nothing
     in_flight: str  # activations in flight on rank r, in microbatches
     placement: str = "loop"
-    min_stages_per_rank: int = 1  # the smallest V that the rule is for
+    min_stages_per_rank: int = 1  # the smallest V that the rule supports
 
     @property
     def summary(self) -> str:
@@ -31,19 +31,19 @@ class Family:
 
     @property
     def options(self) -> list[str]:
-        """Return the options of `build` besides P and M."""
+        """The options of `build` for this family, besides P and M."""
         parameters = inspect.signature(self.rule).parameters.values()
         return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
     @property
     def stages_per_rank_text(self) -> str:
-        """V in words: `1`, `2, V` with the stages down and back up, or a range."""
+        """The number of stages on a rank as text: `1`, `2, in a V`, or `2 or more`."""
         if "stages_per_rank" in self.options:
             return f"{self.min_stages_per_rank} or more"
         return f"{self.stages_per_rank}, in a V" if self.placement == "V" else str(self.stages_per_rank)
 
 
-MAX_CELLS = 10**8  # ranks x microbatches: a table of more takes tens of gigabytes
+MAX_CELLS = 10**8  # ranks x microbatches: a larger table takes tens of gigabytes
 
 FAMILIES: dict[str, Family] = {
     "naive": Family(one_f_one_b.naive, 1, "(P-1) M T", "1"),
@@ -64,7 +64,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def names() -> list[str]:
-    """The names `build` knows."""
+    """Return the names that `build` knows."""
     return list(FAMILIES)
 
 
@@ -91,16 +91,16 @@ def _find_family(name: str) -> Family:
 
 @pause_garbage_collection()
 def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:
-    """The table of a schedule of the catalog.
+    """Return the table of a schedule of the catalog.
 
     `name`: one of `names()`.
-    `ranks`: P, how many ranks the stages are placed on.
-    `microbatches`: M, into how many a batch is split.
-    `stages_per_rank`: V, by default what the family is made for: S = P x V stages in all.
-    `options`: of the family, `group_size` of the interleaved ones: how many microbatches pass through a rank's stages together;
-    `slices`: K, into how many a microbatch is cut along its sequence (1 with any family).
+    `ranks`: P, the number of ranks.
+    `microbatches`: M, the number of microbatches of a batch.
+    `stages_per_rank`: V, by default that of the family: S = P x V stages in all.
+    `options`: of the family. `group_size`, of the interleaved ones: how many microbatches pass through a rank's stages
+    together; `slices`: K, the slices of a microbatch along its sequence (1 with any family).
 
-    Raises ScheduleError, with the nearest value that works, for a name, a number or an option it cannot build.
+    Raises ScheduleError, with the nearest value that works, for a name, a number or an option that it cannot build.
 
         print(build("1f1b", ranks=2, microbatches=3))
         # rank 0 | 0F0 0F1 0B0 0F2 0B1 0B2
@@ -147,7 +147,7 @@ def _check_stages_per_rank(name: str, family: Family, stages_per_rank: int) -> N
 
 
 def _check_group_size(build_schedule: Callable[[int], Schedule], microbatches: int, group_size: int) -> None:
-    """Raises ScheduleError, with the nearest number of microbatches that works, for groups that no proof accepts."""
+    """Raise ScheduleError, with the nearest number of microbatches that works, for groups that no proof accepts."""
     if reason := _proof_failure(build_schedule(microbatches)):
         by_distance = sorted(range(1, 2 * microbatches + group_size), key=lambda m: (abs(m - microbatches), m))
         nearest = next((m for m in by_distance if not _proof_failure(build_schedule(m))), None)
@@ -156,7 +156,7 @@ def _check_group_size(build_schedule: Callable[[int], Schedule], microbatches: i
 
 
 def _proof_failure(schedule: Schedule) -> str:
-    """Why `schedule` cannot be proved; empty if it can."""
+    """Return why `schedule` cannot be proved; empty if it can."""
     try:
         verify(schedule)
     except ScheduleError as error:
@@ -165,6 +165,6 @@ def _proof_failure(schedule: Schedule) -> str:
 
 
 def did_you_mean(text: str, choices: list[str]) -> str:
-    """` (did you mean 1f1b?)` when a choice is near `text`, else nothing."""
+    """Return ` (did you mean 1f1b?)` when a choice is near `text`, else nothing."""
     near = difflib.get_close_matches(str(text).lower().replace("_", "-"), choices, n=1, cutoff=0.5)
     return f" (did you mean {near[0]}?)" if near else ""

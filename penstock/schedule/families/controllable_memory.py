@@ -1,9 +1,9 @@
 """V-Half and V-Min: two stages on each rank, down and back up, for about a half or a third of 1F1B's memory where P is large.
 
 Both are made alike (Qi et al. 2024, arXiv 2405.15362). First every microbatch gets the same pattern of unit slots, six
-slots after the one before, in which no two actions meet; each W falls into the first free slot after its I. That is the
-steady state. Then the ends are tightened: the actions before the first microbatch has come back and after the last one
-has entered move to the earliest free slot that raises no memory. At last every rank runs its forwards and backwards in
+slots after the one before, in which no two actions collide; each W gets the first free slot after its I. That is the
+steady state. Then the ends are tightened: the actions before the first microbatch returns, and those after the last one
+enters, move to the earliest free slot that raises no memory. Finally every rank runs its forwards and backwards in
 the order of the slots as soon as they can run, and a W whenever none can.
 """
 
@@ -18,17 +18,17 @@ from penstock.schedule.table import Action, Kind, dependencies
 from penstock.schedule.timing.simulate import Costs
 
 SLOTS_PER_MICROBATCH = 6  # unit slots of a microbatch on a rank: F, I, W of two stages
-UNIT_SIZE = ActivationSize()  # what is in flight from F to W
+UNIT_SIZE = ActivationSize()  # one activation, from F to W
 
-Slots = dict[int, Action]  # of one rank
+Slots = dict[int, Action]  # slot -> action, of one rank
 Rows = tuple[tuple[Action, ...], ...]  # rank -> its actions, in order
 
 
 def v_half(rank: int, ranks: int, microbatches: int) -> Sequence[Action]:
-    """About half of 1F1B's memory where P is large, and a bubble in between (Qi et al. 2024, arXiv 2405.15362).
+    """About half of 1F1B's memory where P is large, and a bubble between ZB-V's and V-Min's (Qi et al. 2024, arXiv 2405.15362).
 
     Any P, any M; rank r has the stages r and 2P-1-r. Slots of the first microbatch's F0, F1, I1, I0 on rank r, with
-    o = 3 where P is even: 2r, 3P-2-r, 3P+o+2r-1, 6P+o-2-r. floor((P+2)/2) microbatches in flight: 3 of 1F1B's 4 for P = 4.
+    o = 3 for even P, else 0: 2r, 3P-2-r, 3P+o+2r-1, 6P+o-2-r. floor((P+2)/2) microbatches in flight: 3 of 1F1B's 4 for P = 4.
     Bubble at F = I = W, in actions: 5 for P = 4, 17 for P = 8 (1F1B: 18 and 42 of the same unit).
     """
     late = 0 if ranks % 2 else 3
@@ -37,18 +37,18 @@ def v_half(rank: int, ranks: int, microbatches: int) -> Sequence[Action]:
 
 
 def v_min(rank: int, ranks: int, microbatches: int) -> Sequence[Action]:
-    """About a third of 1F1B's memory where P is large, the least there is in a V (Qi et al. 2024, arXiv 2405.15362).
+    """About a third of 1F1B's memory where P is large, the least of any V placement (Qi et al. 2024, arXiv 2405.15362).
 
     Any P, any M; rank r has the stages r and 2P-1-r. Slots of the first microbatch's F0, F1, I1, I0 on rank r, with
-    o = 2 where 3 divides P: r, 2P-1-r, 2P+o+r, 4P+o-1-r. floor((P+4)/3) microbatches in flight: 2 of 1F1B's 4 for
-    P = 4. Bubble at F = I = W, in actions: 11 for P = 4, 27 for P = 8; where they differ it grows with M.
+    o = 2 if 3 divides P, else 0: r, 2P-1-r, 2P+o+r, 4P+o-1-r. floor((P+4)/3) microbatches in flight: 2 of 1F1B's 4 for
+    P = 4. Bubble at F = I = W, in actions: 11 for P = 4, 27 for P = 8; where F, I and W differ it grows with M.
     """
     late = 0 if ranks % 3 else 2
     first_slots = [(r, 2 * ranks - 1 - r, 2 * ranks + late + r, 4 * ranks + late - 1 - r) for r in range(ranks)]
     return _rows_from_pattern(tuple(first_slots), microbatches)[rank]
 
 
-@lru_cache(maxsize=1)  # all rows are made together, and asked for one after the other
+@lru_cache(maxsize=1)  # makes the rows of all ranks at once; the catalog asks for them rank by rank
 def _rows_from_pattern(first_slots: tuple[tuple[int, int, int, int], ...], microbatches: int) -> Rows:
     slots = [_periodic_slots(rank, len(first_slots), offsets, microbatches) for rank, offsets in enumerate(first_slots)]
     bound = int(max(peaks_in_flight([_actions_by_slot(row) for row in slots])))
@@ -65,7 +65,7 @@ def _rows_from_pattern(first_slots: tuple[tuple[int, int, int, int], ...], micro
 
 
 def _periodic_slots(rank: int, ranks: int, offsets: tuple[int, int, int, int], microbatches: int) -> Slots:
-    """The steady pattern of one rank: F0, F1, I1, I0 at `offsets`, the W of each I in the first free slot after it."""
+    """Return the steady pattern of one rank: F0, F1, I1, I0 at `offsets`, the W of each I in the first free slot after it."""
     stages = rank, 2 * ranks - 1 - rank
     pattern = zip(offsets, (Kind.F, Kind.F, Kind.I, Kind.I), (stages[0], stages[1], stages[1], stages[0]), strict=True)
     slots = {at + SLOTS_PER_MICROBATCH * m: Action(kind, stage, m) for at, kind, stage in pattern for m in range(microbatches)}
@@ -91,7 +91,7 @@ def _move_to_earlier_slots(slots: list[Slots], steady: range, bound: int) -> Non
     for action in sorted(at, key=lambda action: (at[action], home[action])):
         slot, rank = at[action], home[action]
         if slot not in steady:
-            # Microbatches stay in order on a stage, because a buffer may carry something from one to the next.
+            # Microbatches stay in order on a stage, because a buffer may carry state from one to the next.
             previous = action._replace(microbatch=action.microbatch - 1)
             needs = [
                 at[needed] for options in [*dependencies(action, stages), (previous,)] for needed in options if needed in at
@@ -103,7 +103,7 @@ def _move_to_earlier_slots(slots: list[Slots], steady: range, bound: int) -> Non
 
 
 def _earliest_slot(row: Slots, action: Action, begin: int, slot: int, in_flight: float, bound: int) -> int:
-    """Return the first free slot from `begin` on to which `action` can move. `in_flight`: activations before `slot`."""
+    """Return the first free slot from `begin` on to which `action` can move, else `slot`. `in_flight`: before `slot`."""
     if action.kind is not Kind.F:
         return next((target for target in range(begin, slot) if target not in row), slot)
     best = slot

@@ -1,7 +1,7 @@
 """From naive to zero bubble: first some forwards, then one forward and one backward in turn.
 
 The schedules differ in how many forwards come first, in the order in which microbatches pass a rank's stages, and in whether
-the weight gradients are put off: they wait for nobody, so they fill what would be idle.
+the weight gradients are deferred: no other rank waits for them, so they fill idle time.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def naive(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Stop and wait: `for m: F m, B m`.
 
     Any P, any M. Bubble (P-1) M T, T = one rank's forward and backward of one microbatch: only one rank works at a time.
-    One activation in flight. It is what a model cut by hand does without a schedule.
+    One activation in flight. A model cut by hand runs this way without a schedule.
 
         rank 0 | F0 .. .. B0 F1 .. .. B1
         rank 1 | .. F0 B0 .. .. F1 B1 ..
@@ -28,9 +28,9 @@ def gpipe(rank: int, ranks: int, microbatches: int, *, slices: int = 1) -> Itera
     """All forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965).
 
     Any P, any M. Bubble (P-1) T, T = one rank's forward and backward of one microbatch. M activations in flight on every
-    rank. The backwards run in ascending order, so that all schedules sum gradients alike. With K slices of a microbatch, from
-    the first to the last forward and from the last to the first backward (Li et al. 2021, TeraPipe, arXiv 2102.07988): bubble
-    (P-1) T / K.
+    rank. The backwards run in ascending order, so that all schedules sum gradients in the same order. With K slices of a
+    microbatch (Li et al. 2021, TeraPipe, arXiv 2102.07988) forwards go from the first slice to the last, backwards from the
+    last to the first: bubble (P-1) T / K.
 
         rank 0 | F0 F1 F2 .. .. B0 B1 B2
         rank 1 | .. F0 F1 F2 B0 B1 B2 ..
@@ -44,8 +44,8 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int, *, slices: int = 1) ->
 
     Warm up with w = min(P-1-r, M) forwards; then, while backwards remain: the next forward if there is one, the next
     backward. Any P, any M, also M < P. Bubble (P-1) T as GPipe's, but only min(P-r, M) activations in flight on rank r.
-    With K slices of a microbatch (Sun et al. 2024, Seq1F1B, arXiv 2406.03488) each F and B is of one slice, the backwards of
-    a microbatch from its last slice to its first, after w + K - 1 forwards. Bubble (P-1) T / K; min((P-r+K-1) / K, M)
+    With K slices of a microbatch (Sun et al. 2024, Seq1F1B, arXiv 2406.03488) each F and B is of one slice. The backwards of
+    a microbatch go from its last slice to its first, after w + K - 1 forwards. Bubble (P-1) T / K; min((P-r+K-1) / K, M)
     microbatches in flight.
 
         rank 0 | F0 F1 .. B0 F2 B1 .. B2
@@ -59,7 +59,7 @@ def looped_bfs(rank: int, ranks: int, microbatches: int, *, stages_per_rank: int
     """All forwards stage by stage, then all backwards, breadth first (Lamy-Poirier 2022, arXiv 2211.05953).
 
     Any P, V and M. Bubble (P-1) T / V for M >= P. M microbatches in flight, as GPipe. The backwards run in ascending order
-    of microbatches, so that all schedules sum gradients alike.
+    of microbatches, so that all schedules sum gradients in the same order.
 
         rank 0 | 0F0 0F1 2F0 2F1 .. 2B0 2B1 0B0 0B1
         rank 1 | .. 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 ..
@@ -75,8 +75,8 @@ def interleaved_1f1b(
 
     Microbatches pass in groups of g: a group goes through all of a rank's stages before the next one enters. Warm up with
     w = min(MV, 2(P-1-r) + (V-1)g) forwards; then, for each backward: the next forward if there is one, the next backward.
-    Any P, V and M; g = P where P divides M, else the batch is cut into M // P groups, as equal as they can be.
-    Where P divides M: bubble (P-1) T / V, 1F1B's over V, for V times the messages. In flight on rank r, in microbatches:
+    Any P, V and M; g = P where P divides M, else the batch is cut into M // P groups, as equal as possible.
+    Where P divides M: bubble (P-1) T / V, a V-th of 1F1B's, for V times the messages. In flight on rank r, in microbatches:
     ((V-1)P + 2(P-1-r) + 1)/V, or M if that is less. With K slices of a microbatch, groups are of slices (Seq1F1B, as in
     1f1b), and the first backward comes after the forwards of all slices of its microbatch.
 
@@ -92,10 +92,10 @@ def interleaved_1f1b(
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int, *, slices: int = 1) -> Iterator[Action]:
-    """1F1B with the weight gradients put off, in 1F1B's memory (Qi et al. 2023, arXiv 2401.10241).
+    """1F1B with deferred weight gradients, in 1F1B's memory (Qi et al. 2023, arXiv 2401.10241).
 
     F x (P-1-r); then for b in 0..M-1: the next F if there is one; I b; the next W if b >= r; then the W left. Any P, any M.
-    Bubble (P-1)(F + I - W) for M >= P and F, I >= W. P activations in flight. With K slices of a microbatch, as 1f1b: K - 1
+    Bubble (P-1)(F + I - W) for M >= P and F, I >= W. P activations in flight. With K slices of a microbatch, as in 1f1b: K - 1
     more F first, the bubble over K, (P+K-1) / K microbatches in flight.
 
         rank 0 | F0 F1 .. I0 W0 F2 .. I1 W1 I2 W2
@@ -109,9 +109,9 @@ def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Zero bubble by span, for twice 1F1B's memory (Qi et al. 2023, arXiv 2401.10241).
 
     As zb-h1 with F x 2(P-1-r) first, and W from b >= 2r on. Any P, any M. For M >= 2P-1 the longest span of a rank has the
-    bubble (P-1)(F + I - 2W), if F, I >= W: none at F = I = W. The makespan has zb-h1's: ranks start and end at different
-    times, so the gain is real only where no barrier (a norm over all ranks, an ordinary optimizer step) stands between two
-    steps. 2P-1 activations in flight.
+    bubble (P-1)(F + I - 2W), if F, I >= W: none at F = I = W. The bubble of the makespan is zb-h1's, because ranks start and
+    end at different times: the gain is real only if no barrier (a norm over all ranks, an ordinary optimizer step) stands
+    between two steps. 2P-1 activations in flight.
 
         rank 0 | F0 F1 F2 .. I0 W0 I1 W1 I2 W2
         rank 1 | .. F0 I0 F1 I1 F2 I2 W0 W1 W2
@@ -124,7 +124,7 @@ def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 def interleaved_zb(
     rank: int, ranks: int, microbatches: int, *, stages_per_rank: int = 2, group_size: int | None = None
 ) -> Iterator[Action]:
-    """Interleaved 1F1B with the weight gradients put off (PyTorch's InterleavedZeroBubble).
+    """Interleaved 1F1B with deferred weight gradients (PyTorch's InterleavedZeroBubble).
 
     In the order of interleaved-1f1b: w = min(MV, (V-1)g + (P-1-r)) forwards; then for each b: the next F if there is one,
     I b, the next W if b >= r; then the W left. Any P, V and M; groups as there. Where P divides M and F, I >= W: bubble
@@ -140,7 +140,7 @@ def interleaved_zb(
 
 
 class _MicrobatchOrder(NamedTuple):
-    """In which order slices of microbatches pass the stages of a rank: a group through all its stages, then the next one."""
+    """The order in which slices of microbatches pass a rank's stages: a group through all its stages, then the next one."""
 
     group_size: int
     forwards: list[Place]
@@ -155,7 +155,7 @@ def _microbatch_order(
     group_size: int | None = None,
     slices: int = 1,
 ) -> _MicrobatchOrder:
-    """Without a `group_size` N slices of all microbatches make N // P groups (one, if N < P), as equal as they can be."""
+    """Return the order on `rank`. By default the N slices of all microbatches make N // P groups, as equal as possible."""
     count = microbatches * slices
     size = group_size or -(-count // max(1, count // ranks))
     order = [(m, k) for m in range(microbatches) for k in range(slices)]
@@ -168,7 +168,7 @@ def _microbatch_order(
 
 
 def _order_in_groups(order: list[tuple[int, int]], stages: range, size: int) -> list[Place]:
-    """The slices of microbatches in `order`, a group of `size` through all `stages`, then the next one."""
+    """Return (stage, microbatch, slice) in order: a group of `size` from `order` through all `stages`, then the next one."""
     groups = [order[first : first + size] for first in range(0, len(order), size)]
     return [(stage, m, k) for group in groups for stage in stages for m, k in group]
 
@@ -178,7 +178,7 @@ def _alternate_forwards_and_backwards(
 ) -> Iterator[Action]:
     """Yield up to `warmup_forwards` forwards, then in turn the next forward, while there is one, and the next backward.
 
-    With `weights_behind` = n, a backward is I followed by the W of n backwards ago; the W left come last.
+    With `weights_behind` = n, a backward is an I, followed by the W of n backwards ago; the W left come last.
     """
     _, forwards, backwards = passes
     for place in forwards[:warmup_forwards]:

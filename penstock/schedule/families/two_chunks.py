@@ -1,4 +1,4 @@
-"""ZB-V and DualPipeV: two stages on each rank, down and back up, by rules that say what comes next and not which."""
+"""ZB-V and DualPipeV: two stages on each rank, down and back up; the rules name the kind and the chunk that come next."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from penstock.schedule.table import Action, Cell, Kind
 def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
     """Zero bubble by span, in 1F1B's memory (Qi et al. 2023, arXiv 2401.10241, section 6).
 
-    Rank r has the stages r (chunk 0) and 2P-1-r (chunk 1), so the last stage stands beside the first and the backward starts
-    at once. With n = max(M, 2P-1), microbatches from M on left out at the end:
+    Rank r has the stages r (chunk 0) and 2P-1-r (chunk 1), so the last stage is on the rank of the first and the backward
+    starts at once. With n = max(M, 2P-1), microbatches from M on left out at the end:
 
         F0 x (2(P-r)-1); (F1 F0) x r; (F1 I1 W1) x (P-r)
         while F1 < F0 or F0 < n: [F0 if F0 < n] I0 W0 F1 I1 W1
@@ -34,10 +34,10 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
 
 
 def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
-    """Overlaps forward and backward of different microbatches (DeepSeek's DualPipe, arXiv 2412.19437, cut in half).
+    """Overlapped forwards and backwards of different microbatches (DeepSeek's DualPipe, arXiv 2412.19437, cut in half).
 
     Rank r has the stages r (chunk 0) and 2P-1-r (chunk 1). With {a, b} a pair that may overlap, Fc, Bc, Ic, W the next of
-    their kind on chunk c (W: the oldest put off, if any), and n = max(M, 2P), microbatches from M on left out at the end:
+    their kind on chunk c (W: the oldest deferred one, if any), and n = max(M, 2P), microbatches from M on left out at the end:
 
         1  F0 x 2(P-r-1)                  2  (F0 F1) x (r+1)               3  (I1 W F1) x (P-r-1)
         4  ({F0 B1} {F1 B0}) x (n-2P+r+1), on rank P-1 F0 then B1 the first time
@@ -62,7 +62,7 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
 
 
 class _ChunkCounters:
-    """What a rank has done so far. Microbatches from M = `microbatches` on are counted, and left out."""
+    """Counters of what a rank has done on each chunk. Microbatches from M = `microbatches` on are counted, and left out."""
 
     def __init__(self, stages: tuple[int, int], microbatches: int) -> None:
         self.stages, self.microbatches = stages, microbatches
@@ -70,7 +70,7 @@ class _ChunkCounters:
         self.deferred_weights: list[Action] = []  # each W whose I is done, the oldest first
 
     def next_actions(self, *cells: str) -> Iterator[Cell]:
-        """`F0` is the next forward of chunk 0, `W` the oldest weight gradient of all, if any, `F0+B1` a pair."""
+        """Yield the actions of `cells`: `F0` is the next F of chunk 0, `W` the oldest deferred W, if any, `F0+B1` a pair."""
         for cell in cells:
             real = [action for action in map(self._next, cell.split("+")) if action and action.microbatch < self.microbatches]
             if len(real) == 2:

@@ -1,4 +1,4 @@
-"""Annealing: random moves; one that lengthens the step is taken the more seldom, the more it does and the later it comes."""
+"""Annealing: random moves; the more a move lengthens the step and the later it comes, the more rarely it is accepted."""
 
 import math
 import random
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from penstock.schedule.searching.incremental_simulation import IncrementalSimulation, RowChange
 from penstock.schedule.searching.problem import INFINITE, SearchProblem
 
-MAX_SHIFT_PLACES = 6  # places that an action of one rank moves at most
-MAX_SHIFT_IN_ACTION_TIMES = 3.0  # time that actions of several stages move at most, in times of a typical action
+MAX_SHIFT_PLACES = 6  # the most places that an action of one rank moves
+MAX_SHIFT_IN_ACTION_TIMES = 3.0  # the most that actions of several stages move, in times of a typical action
 SLACK_MOVE_SHARE = 0.03  # of all moves: those that change the slack of a rank
 MULTI_STAGE_MOVE_SHARE = 0.4  # of all moves: those of actions on several stages
 FORWARD_TO_BACKWARD_SHARE = 0.4  # of the moves on several stages: those that may go on from F to I
-CRITICAL_MOVE_SHARE = 0.5  # of the moves on one rank: those on the critical chain, without which no step gets shorter
+CRITICAL_MOVE_SHARE = 0.5  # of the moves on one rank: those on the critical chain; only they shorten the step
 MOVES_PER_REPORT = 512
 ReportProgress = Callable[[int, IncrementalSimulation], None]  # (work since the last report, the current simulation)
 
@@ -26,9 +26,9 @@ def anneal(
     end_temperature: float,
     report: ReportProgress,
 ) -> None:
-    """Try random moves for `steps` of work; `simulation` is left at the best rows found.
+    """Try random moves for `steps` of work; leave `simulation` at the best rows found.
 
-    `start_temperature`, `end_temperature`: a move that makes the step longer by this much is taken with probability 1 / e,
+    `start_temperature`, `end_temperature`: a move that lengthens the step by this much is accepted with probability 1 / e,
     at the beginning and at the end.
     """
     begin = reported = simulation.work
@@ -51,7 +51,7 @@ def anneal(
 
 
 def _try_random_move(simulation: IncrementalSimulation, rng: random.Random, max_makespan: float) -> bool:
-    """Try a random move. Return whether the step then takes at most `max_makespan`; if so the move is kept."""
+    """Try a random move; keep it if the step then takes at most `max_makespan`. Return whether it was kept."""
     kind = rng.random()
     if simulation.slack and kind < SLACK_MOVE_SHARE:
         rank = int(rng.random() * simulation.problem.ranks)
@@ -69,7 +69,7 @@ def _try_random_move(simulation: IncrementalSimulation, rng: random.Random, max_
 
 
 def _random_move_on_one_rank(simulation: IncrementalSimulation, rng: random.Random) -> dict[int, RowChange]:
-    """Return a random action and some or all that follow it, shifted some places along the row of one rank."""
+    """Return a move on one rank: a random action, and some or all that follow it of its code, shifted along the row."""
     problem = simulation.problem
     if rng.random() < CRITICAL_MOVE_SHARE:
         chain = simulation.critical_actions()
@@ -84,9 +84,9 @@ def _random_move_on_one_rank(simulation: IncrementalSimulation, rng: random.Rand
 
 
 def shift_actions(problem: SearchProblem, row: list[int], index: int, places: int, actions: int) -> RowChange:
-    """The action at `index` and those after it of its code, `actions` in all, up to `places` later, or -`places` earlier.
+    """Return `row` with `actions` actions of one code, from `index` on, up to `places` later, or -`places` earlier.
 
-    It stays in order with those of its code, and with those of its microbatch that it needs, if only by other ranks.
+    Each stays in order with those of its code, and with those of its microbatch that it depends on, even through other ranks.
     """
     count, first_weight, apart = problem.passes, problem.first_weight, problem.first_back
     new, first, last = row[:], len(row), 0
@@ -109,7 +109,7 @@ def shift_actions(problem: SearchProblem, row: list[int], index: int, places: in
 
 
 def _random_move_on_stages(simulation: IncrementalSimulation, rng: random.Random) -> dict[int, RowChange]:
-    """Return a stretch of a microbatch's way through the stages, and of some or all that follow, shifted by the same time."""
+    """Return a move of a part of a microbatch's path, and of some or all microbatches after it, by the same time."""
     problem, changes = simulation.problem, dict[int, RowChange]()
     way = problem.codes_in_dependency_order()[: 2 * problem.num_stages]
     if rng.random() >= FORWARD_TO_BACKWARD_SHARE:

@@ -1,4 +1,4 @@
-"""What no table can be shorter than: by the work of a rank, by the longest chain, by the memory of a rank."""
+"""Lower bounds on the makespan of any table: by the work of a rank, by the longest chain, by the memory of a rank."""
 
 import heapq
 from dataclasses import replace
@@ -9,14 +9,14 @@ from penstock.schedule.table import Kind
 
 
 class LowerBound(NamedTuple):
-    """No step is shorter than `time`; `reason` says why."""
+    """A time that no step is shorter than, and the reason for it."""
 
     time: float
     reason: str
 
 
 def lower_bound(problem: SearchProblem) -> LowerBound:
-    """The highest lower bound that is known for any table of `problem`'s actions, its backwards whole or in halves."""
+    """Return the highest known lower bound for any table of `problem`'s actions, with full or split backwards."""
     problem = relaxed_problem(problem)
     heads, tails = earliest_starts(problem), problem.tails
     chain = max(head + problem.cost[action] + tails[action] for action, head in enumerate(heads))
@@ -28,7 +28,7 @@ def lower_bound(problem: SearchProblem) -> LowerBound:
 
 
 def relaxed_problem(problem: SearchProblem) -> SearchProblem:
-    """A problem on which no table takes longer: what halves and pairs may save is saved everywhere."""
+    """Return a problem on which no table takes longer: what halves and pairs may save is saved everywhere."""
     costs, stages = problem.costs, problem.num_stages
     times, sizes = costs.action_costs_by_microbatch(stages, problem.microbatches), costs.activation_sizes(stages)
     inputs = [list(map(min, *halves_and_full)) for halves_and_full in zip(times[Kind.I], times[Kind.B], strict=True)]
@@ -45,7 +45,7 @@ def relaxed_problem(problem: SearchProblem) -> SearchProblem:
 
 
 def earliest_starts(problem: SearchProblem) -> list[float]:
-    """When every action can start at best, if only its chain and the microbatches before it are counted."""
+    """Return the earliest start of every action, given only its dependencies and the earlier microbatches."""
     heads = [0.0] * len(problem.cost)
     count, arrival_times = problem.passes, list(problem.initial_slot_times)
     for code in problem.codes_in_dependency_order():
@@ -66,7 +66,7 @@ def earliest_starts(problem: SearchProblem) -> list[float]:
 
 
 def _work_bound(problem: SearchProblem, rank: int, heads: list[float], tails: list[float]) -> float:
-    """How long the step takes at least if only `rank` had to wait, and could stop an action for a more urgent one (Jackson)."""
+    """Return the least makespan if only `rank` ran one action at a time, and could preempt it (Jackson's bound)."""
     count = problem.passes
     actions = [action for action in range(len(heads)) if problem.placement[action // count % problem.num_stages] == rank]
     actions.sort(key=heads.__getitem__)
@@ -90,9 +90,9 @@ def _work_bound(problem: SearchProblem, rank: int, heads: list[float], tails: li
 
 
 def _memory_bound(problem: SearchProblem, rank: int, earliest_starts: list[float]) -> float:
-    """How long the step takes at least for what the activations of `rank` take, for how long they are held at least.
+    """Return the least makespan for the memory limit of `rank`: the least memory x time of its activations, over the limit.
 
-    0 where microbatches are unlike, or cut into slices: for how long the later ones are held at least is not known.
+    0 where microbatches are unequal, or cut into slices: the least time for which later ones are held is not known.
     """
     if problem.costs.is_ragged or problem.slices > 1:
         return 0.0
@@ -105,6 +105,6 @@ def _memory_bound(problem: SearchProblem, rank: int, earliest_starts: list[float
         area += count * problem.sizes[stage].act * min_held_time
         if weight < len(problem.times):
             area += count * problem.sizes[stage].keep * problem.times[weight]
-    limit = problem.limits[rank] / (1 + TOLERANCE)  # as it was given, lest a table that meets it is not seen to
+    limit = problem.limits[rank] / (1 + TOLERANCE)  # as given: the tolerance would make the bound too low
     begin = min(earliest_starts[stage * count] for stage in problem.stages_of[rank])
     return begin + area / limit if 0 < limit < INFINITE else 0.0

@@ -1,6 +1,6 @@
-"""Small pipelines to the end: OR-Tools' CP-SAT finds the shortest table, or by how much a table might still be shorter.
+"""The optimum of a small pipeline: OR-Tools' CP-SAT finds the shortest table, or a lower bound on it.
 
-Every action has a start, a whole number of a unit of time. Times and memories are rounded down to units, so no table is lost:
+The start of every action is a whole number of time units. Times and memories are rounded down to units, so no table is lost:
 what CP-SAT rules out is ruled out. Whole numbers, and those of up to three decimals, stay exact.
 """
 
@@ -17,13 +17,13 @@ from penstock.schedule.searching.problem import TOLERANCE, SearchProblem
 from penstock.schedule.table import Action, Kind
 from penstock.schedule.timing.simulate import Costs, simulate
 
-MAX_SOLVER_NUMBER = 2.0**40  # of the numbers that CP-SAT is given
-RELATIVE_TOLERANCE = 1e-12  # relative: so far apart may be what is the same number
-MAX_DETERMINISTIC_SECONDS = 300.0  # CP-SAT's own measure of work, the same on any machine: about as many seconds
+MAX_SOLVER_NUMBER = 2.0**40  # the largest number that CP-SAT is given
+RELATIVE_TOLERANCE = 1e-12  # numbers closer than this are equal
+MAX_DETERMINISTIC_SECONDS = 300.0  # CP-SAT's own measure of work, the same on any machine; about one second each
 
 
 class _Interval(NamedTuple):
-    """An action as CP-SAT sees it: expressions over its variables."""
+    """The start, length and end of an action, as expressions over CP-SAT's variables."""
 
     start: Any
     length: Any
@@ -31,7 +31,7 @@ class _Interval(NamedTuple):
 
 
 def check_solvable(costs: Costs, slices: int) -> None:
-    """Raises ScheduleError where OR-Tools is not installed, and for costs that its model does not have."""
+    """Raise ScheduleError if OR-Tools is not installed, or if its model does not have these costs or slices."""
     if costs.overlap:
         raise ScheduleError(f"effort='optimal' knows no pairs that overlap: use 'long', or overlap=0 and not {costs.overlap}")
     if costs.is_ragged:
@@ -51,11 +51,9 @@ def _import_cp_model() -> Any:
 
 
 def improve(problem: SearchProblem, initial: Schedule, lower_bound: float, seed: int) -> tuple[Schedule, float]:
-    """The shortest table for `problem` that CP-SAT knows of, `initial` or a shorter one, and what no table is shorter than.
+    """Return the shortest table found for `problem`, which may be `initial`, and a lower bound of at least `lower_bound`.
 
-    `lower_bound`: what is known of that before.
-
-    `problem`: with its backwards in halves; whole ones are tried wherever they may be worth it.
+    `problem`: with split backwards; full ones are tried wherever they may save time or memory.
     """
     model = _CpSatModel(problem, initial, lower_bound)
     solver = _import_cp_model().CpSolver()
@@ -69,7 +67,7 @@ def improve(problem: SearchProblem, initial: Schedule, lower_bound: float, seed:
 
 
 class _CpSatModel:
-    """The pipeline in variables and constraints; `unit` is the time that 1 stands for."""
+    """A pipeline as variables and constraints of CP-SAT; `unit` is the time that 1 stands for."""
 
     def __init__(self, problem: SearchProblem, initial: Schedule, lower_bound: float) -> None:
         self.problem, self.cp_model = problem, _import_cp_model()
@@ -100,7 +98,7 @@ class _CpSatModel:
         self._add_hint(initial)
 
     def _add_action(self, action: int) -> _Interval:
-        """The variables of an action, its length among them where it is a backward that may be whole."""
+        """Return the variables of an action; its length is one of them if it is a backward that may be full."""
         problem, stage = self.problem, action // self.problem.microbatches % self.problem.num_stages
         start, length = self.model.new_int_var(0, self.horizon, ""), self.time[problem.cost[action]]
         if action < problem.first_back or not self.may_be_full_backward[stage]:
@@ -114,7 +112,7 @@ class _CpSatModel:
         return _Interval(start, length - length * is_full, end)
 
     def _add_precedences(self) -> None:
-        """Every action after those that it needs, and the microbatches of a code one after the other."""
+        """Add the constraints that an action starts after those that it needs, and that a code's microbatches run in order."""
         problem, count = self.problem, self.problem.microbatches
         transmissions: dict[tuple[int, int], list[Any]] = defaultdict(list)
         for action, run in enumerate(self.runs):
@@ -138,7 +136,7 @@ class _CpSatModel:
             self.model.add_no_overlap(intervals)
 
     def _add_rank_capacities(self) -> None:
-        """On a rank one action after the other; none begins sooner or ends later than the chain through it allows."""
+        """Add the constraints that a rank runs one action at a time, and none before its head or too late for its tail."""
         problem = self.problem
         intervals_of_rank: list[list[Any]] = [[] for _ in range(problem.ranks)]
         relaxed_problem = bounds.relaxed_problem(problem)
@@ -153,7 +151,7 @@ class _CpSatModel:
             self.model.add_no_overlap(intervals)
 
     def _add_memory_limits(self) -> None:
-        """What a rank holds: all of a microbatch from its F to the end of its I, then what W needs."""
+        """Add the limit on what a rank holds: all of an activation from its F to the end of its I, then what W needs."""
         problem, count = self.problem, self.problem.microbatches
         for rank, limit in enumerate(problem.limits):
             sizes = [problem.sizes[stage] for stage in problem.stages_of[rank]]
@@ -174,7 +172,7 @@ class _CpSatModel:
             self.model.add_cumulative(intervals, amounts, math.floor(limit / unit))
 
     def _add_hint(self, initial: Schedule) -> None:
-        """Begin with `initial`: when the n-th action of each code starts there, and whether it is a whole backward."""
+        """Hint at `initial`: the start of the n-th action of each code, and whether it is a full backward."""
         problem, starts = self.problem, defaultdict[int, list[tuple[float, bool]]](list)
         for event in simulate(initial, problem.costs).events:
             kind, stage, *_ = event.action
@@ -187,7 +185,7 @@ class _CpSatModel:
                     self.model.add_hint(self.is_full_backward[action], is_full)
 
     def schedule(self, solver: Any) -> Schedule:
-        """The actions of every rank in the order in which they start."""
+        """Return the table of the solution: the actions of every rank in the order in which they start."""
         problem, count = self.problem, self.problem.microbatches
         placed: list[list[tuple[int, int, Action]]] = [[] for _ in range(problem.ranks)]
         for code in problem.codes_in_dependency_order():
@@ -205,7 +203,7 @@ class _CpSatModel:
 
 
 def _scale_to_integers(values: Sequence[float], largest: float) -> tuple[list[int], float]:
-    """`values` as numbers of a unit, rounded down, and the unit; `largest` is the largest number that there will be."""
+    """Return `values` in whole units, rounded down, and the unit. `largest`: the largest number to be represented."""
     decimals = [Fraction(value).limit_denominator(1000) for value in values]
     scale = float(math.lcm(*(decimal.denominator for decimal in decimals)))
     if scale * largest > MAX_SOLVER_NUMBER or any(

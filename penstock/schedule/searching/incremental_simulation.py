@@ -1,11 +1,12 @@
-"""Where a search stands: rows, and when everything in them runs; changed one row at a time.
+"""The rows of a search and when their actions run, simulated again after each change of a few rows.
 
-This is the loop that a search spends its time in, hence a long function of plain lists. Three things make it short:
+A search spends its time in this loop, hence a long function of plain lists. Three things make it fast:
 
 * Only what can change is run again: what begins after the end of the last action before the change.
-* It gives up as soon as the step cannot end in time: by what a rank has idled, or by what waits for an action, in its chain and
-  in the rows as they were. What was moved is not held to the rows; so an attempt that would do is given up very seldom.
-* The rows may leave out W. Then a W, the oldest, runs where it ends before the next F or I can start (plus the `slack` of its
+* It gives up as soon as the step must be too long: by a rank's idle time so far, or by the least time after an action, in
+  its chain of dependencies and in the unchanged rows. For moved actions only the chain counts, so an attempt that would be
+  accepted is very rarely given up.
+* The rows may leave out W. Then the oldest W runs where it ends before the next F or I can start (plus the `slack` of its
   rank), where memory is full, and at the end.
 """
 
@@ -16,15 +17,15 @@ from typing import NamedTuple
 
 from penstock.schedule.searching.problem import INFINITE, TOLERANCE, RankState, Rows, SearchProblem, SlotTimes
 
-# The work of a search is counted in actions run. Other costs of a try are counted as a number of actions:
+# The work of a search is counted in simulated actions. Other costs of a try count as a number of actions:
 WORK_PER_TRY, WORK_PER_ROW = 25, 5  # for a try, and for each row whose memory is checked
 TRY_WORK_PER_ACTION, ACCEPT_WORK_PER_ACTION = 1 / 32, 1 / 2  # for each action of the table, in a try and if it is accepted
 
-Trace = list[RankState]  # before a row and after each of its actions
+Trace = list[RankState]  # the states before a row and after each of its actions
 
 
 class RowChange(NamedTuple):
-    """A new row, and the first and the last place where it differs from the old one: behind its end if nothing could move."""
+    """A new row, and the first and last place where it differs from the old one (`first`: its length if nothing moved)."""
 
     row: list[int]
     first: int
@@ -32,7 +33,7 @@ class RowChange(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What a position is made from, and its makespan."""
+    """The rows and slack of a simulation, to be restored, and their makespan."""
 
     makespan: float
     rows: Rows
@@ -52,14 +53,14 @@ class _TrialState(NamedTuple):
 
 
 class IncrementalSimulation:
-    """`rows`, with the makespan; `slack` of every rank is given where the rows leave out W."""
+    """A simulation of `rows` and their makespan. `slack`: a time for each rank if the rows leave out W, else None."""
 
     def __init__(self, problem: SearchProblem, rows: Rows, slack: list[float] | None = None) -> None:
         self.problem, self.work = problem, 0  # actions run so far
         self.restore_and_simulate(Snapshot(INFINITE, rows, slack))
 
     def restore_and_simulate(self, snapshot: Snapshot) -> None:
-        """Go back to the rows and slack of `snapshot`, and simulate them."""
+        """Restore the rows and slack of `snapshot`, and simulate them."""
         self.rows, self.slack = snapshot.rows[:], snapshot.slack and snapshot.slack[:]
         self.deferred_weights: Rows = [self._deferred_weights(row) for row in self.rows]
         self.trace: list[Trace] = [[(0.0, 0.0, work, 0, 0)] for work in self.problem.work]
@@ -68,11 +69,11 @@ class IncrementalSimulation:
             self.accept_changes()
 
     def snapshot(self) -> Snapshot:
-        """Where it stands, to come back to."""
+        """Return the rows, slack and makespan, for `restore_and_simulate`."""
         return Snapshot(self.makespan, self.rows[:], self.slack and self.slack[:])
 
     def try_changes(self, changes: Mapping[int, RowChange], max_makespan: float) -> float:
-        """The makespan with other rows for some ranks; infinite if that is seen to be above `max_makespan`, or cannot run."""
+        """Return the makespan with new rows for some ranks; infinite if it is above `max_makespan`, or if they cannot run."""
         net = self.problem.memory_change_with_weights if self.slack else self.problem.change
         for rank, (row, _, _) in changes.items():
             self.work += WORK_PER_ROW
@@ -84,7 +85,7 @@ class IncrementalSimulation:
         return end
 
     def accept_changes(self) -> None:
-        """Go on from what was attempted last."""
+        """Make the rows and times of the last attempt the current ones."""
         self.work += int(ACCEPT_WORK_PER_ACTION * len(self.problem.cost))
         self.rows, self.deferred_weights, self.slot_times, changes, begin, traces, self.ends = self.last_attempt
         self.makespan, self.chain = max(self.ends), list[tuple[int, int]]()
@@ -95,9 +96,9 @@ class IncrementalSimulation:
             self.tails = self._updated_tails(max(ends, default=INFINITE))
 
     def _updated_tails(self, until: float) -> list[float]:
-        """How long it takes at least from the end of every action to the end of the step, with the rows as they are.
+        """Return the least time from the end of each action to the end of the step, in the current rows.
 
-        Nothing has changed behind what ends after `until`.
+        It is unchanged for actions that end after `until`.
         """
         problem, chain, behind = self.problem, self.problem.tails, self.tails[:]
         cost, slot, latency, no_action = problem.cost, problem.slot, problem.latency, len(problem.cost)
@@ -116,14 +117,14 @@ class IncrementalSimulation:
         return behind
 
     def critical_actions(self) -> list[tuple[int, int]]:
-        """Rank and place of the actions that make up the makespan: each begins as soon as the one before it lets it."""
+        """Return the critical chain as (rank, place in its row), last action first: each waited for the next of them."""
         if not self.chain:
             self.chain = list(self._walk_critical_chain())
             self.work += len(self.chain)
         return self.chain
 
     def _walk_critical_chain(self) -> Iterator[tuple[int, int]]:
-        """The same from the end of the step on. A stretch of W belongs to the action behind it."""
+        """Yield the critical chain from the end of the step on. Deferred W count as part of the action after them."""
         problem, cost = self.problem, self.problem.cost
         count, stages, home = problem.passes, problem.num_stages, problem.placement
         rank = max(range(problem.ranks), key=self.ends.__getitem__)
@@ -142,7 +143,7 @@ class IncrementalSimulation:
                 index = self.rows[rank].index(source)
 
     def try_slack(self, rank: int, slack: float, max_makespan: float) -> bool:
-        """Whether the step takes at most `max_makespan` with another `slack` of `rank`; then it has that."""
+        """Try another `slack` of `rank`; keep it if the makespan is at most `max_makespan`. Return whether it was kept."""
         assert self.slack
         previous_slack, self.slack[rank] = self.slack[rank], slack
         if self.try_changes({rank: RowChange(self.rows[rank], 0, 0)}, max_makespan) > max_makespan:
@@ -152,7 +153,7 @@ class IncrementalSimulation:
         return True
 
     def rows_with_weights(self) -> Rows:
-        """The rows with every W in its place."""
+        """Return the rows with every W in the place where it ran."""
         rows: Rows = []
         for row, deferred_weights, trace in zip(self.rows, self.deferred_weights, self.trace, strict=True):
             full, weights_placed = list[int](), 0
@@ -163,7 +164,7 @@ class IncrementalSimulation:
         return rows
 
     def _deferred_weights(self, row: list[int]) -> list[int]:
-        """The W that `row` leaves out, in order."""
+        """Return the W that `row` leaves out, in order."""
         problem = self.problem
         apart, leaves = problem.first_back, self.slack and not problem.full_backwards
         return [action + apart for action in row if action >= apart] if leaves else []
@@ -171,8 +172,8 @@ class IncrementalSimulation:
     def _simulate(self, changes: Mapping[int, RowChange], max_makespan: float, traces: list[Trace]) -> float:
         """Run all ranks from where something changes. Return the makespan, infinite if above `max_makespan` or deadlocked.
 
-        Every rank runs as far as it can. `slot_times[slot]` says when a message has arrived. Where it has not, the rank that
-        waits leaves its number there, and the sender puts that rank back into `ready`:
+        Every rank runs as far as it can. `slot_times[slot]` says when a message has arrived. If it has not, the rank that waits
+        leaves its number there, and the sender puts that rank back into `ready`:
 
             time    arrived then
             -1      not sent yet
@@ -244,12 +245,12 @@ class IncrementalSimulation:
                 unfinished.discard(r)
                 for weight in weights[weights_done:]:
                     time += cost[weight]
-                ends[r] = time  # which is `min_end`
+                ends[r] = time  # equal to `min_end`
         self.last_attempt = _TrialState(rows, deferred_weights, slot_times, changes, begin, traces, ends)
         return max(ends)
 
     def _resume_points(self, changes: Mapping[int, RowChange], traces: list[Trace]) -> tuple[list[int], SlotTimes]:
-        """Where each rank runs again, and what is there before; `traces` begin with that."""
+        """Return the place where each rank runs again, and the slot times before that; put the states there into `traces`."""
         problem = self.problem
         since = (
             min([self.trace[rank][first][0] for rank, (_, first, _) in changes.items()] or [0.0])
@@ -258,7 +259,7 @@ class IncrementalSimulation:
         )
         begin, slot_times = list[int](), self.slot_times[:] if problem.is_simple_chain else problem.initial_slot_times[:]
         for rank, trace in enumerate(self.trace):
-            start = bisect_left(trace, (since,), 1) - 1  # of a row that changes, not behind where it does
+            start = bisect_left(trace, (since,), 1) - 1  # in a changed row, not after its first change
             begin.append(start)
             traces[rank].append(trace[start])
             if problem.is_simple_chain:
@@ -267,7 +268,7 @@ class IncrementalSimulation:
         return begin, slot_times
 
     def _rows_with_changes(self, changes: Mapping[int, RowChange]) -> tuple[Rows, Rows, list[float]]:
-        """Rows, the W they leave out, and how long it takes at least behind an action, with other rows for some ranks."""
+        """Return the changed rows, the W that they leave out, and the least time after each action."""
         rows, deferred_weights, tails = self.rows[:], self.deferred_weights[:], self.tails[:]
         for rank, (row, first, last) in changes.items():
             for action in row[first : last + 1]:
@@ -276,14 +277,14 @@ class IncrementalSimulation:
         return rows, deferred_weights, tails
 
     def _latest_slot(self, action: int, slot_times: SlotTimes) -> int:
-        """The slot of what `action` needs that is not yet there, or came last."""
+        """Return the slot of an input of `action` that has not arrived, else of the one that arrived last."""
         slots = [action, *self.problem.also_needs[action]]
         return next((slot for slot in slots if slot_times[slot] < 0.0), max(slots, key=slot_times.__getitem__))
 
     def _send_messages(
         self, action: int, time: float, slot_times: SlotTimes, channels: dict[tuple[int, int], float]
     ) -> Iterator[int]:
-        """Send what `action` leaves at `time`, over channels that carry one message at a time. The ranks that waited for it."""
+        """Send what `action` made at `time`; a channel carries one message at a time. Yield the ranks that waited for it."""
         for slot, channel, transmission, latency in self.problem.sends[action]:
             woken, slot_times[slot] = slot_times[slot], time
             if channel:

@@ -1,4 +1,4 @@
-"""Tables to begin a search with: published ones, one microbatch after the other, and those of ranks that run what they can."""
+"""Tables to begin a search with: published ones, microbatches in groups one after the other, and greedy dispatch."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,19 +14,19 @@ ROUND_TRIP_FACTORS = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
 
 
 def published_schedules(placement: Sequence[int], microbatches: int, slices: int = 1) -> Iterator[Schedule]:
-    """The published tables with these stages on these ranks; for several slices, those of the families that take any."""
+    """Yield the published tables with this placement; for several slices, of the families that support slices."""
     stages, ranks = len(placement), max(placement) + 1
     for name, family in FAMILIES.items():
         if stages % ranks or PLACEMENTS[family.placement](stages, ranks) != tuple(placement):
             continue
         try:
             yield build(name, ranks, microbatches, stages // ranks, slices=slices)
-        except ScheduleError:  # not for this number of stages on a rank, or for slices
+        except ScheduleError:  # the family cannot have this number of stages on a rank, or slices
             continue
 
 
 def grouped_rows(problem: SearchProblem, size: int) -> Rows:
-    """The F and I of groups of microbatches that go through the whole pipeline and back, one group after the other."""
+    """Return the F and I of groups of `size` microbatches that go through the pipeline and back, one group after the other."""
     rows, size = [], size * problem.slices
     for stages in problem.stages_of:
         codes = list[int]()
@@ -39,10 +39,10 @@ def grouped_rows(problem: SearchProblem, size: int) -> Rows:
 
 
 class GreedyDispatch:
-    """Ranks that always run what can begin first, an I before an F, the F of a later stage before that of an earlier one.
+    """A simulation of ranks that always run the action that can begin first; on ties I before F, and later stages first.
 
-    An F only begins if fewer than `depth` of its stage are in flight, and if memory is left for the F of one microbatch on the
-    later stages of its rank, without which a rank can fill up with what can never go on.
+    An F only begins if fewer than `depth` of its stage are in flight, and if memory is left for one microbatch's F on the later
+    stages of its rank. Without that reserve a rank can fill up with microbatches that can never go on.
     """
 
     def __init__(self, problem: SearchProblem, depth: Sequence[float]) -> None:
@@ -51,13 +51,13 @@ class GreedyDispatch:
         self.slot_times, self.num_done = list(problem.initial_slot_times), [0] * (2 * problem.num_stages)
         self.deferred_weights = [deque[int]() for _ in range(problem.ranks)]  # the W that can run
         goes = receiving_stages(problem.num_stages, list(problem.costs.skips))
-        self.affected_ranks = [  # by stage: the ranks that may have an input once it has run
+        self.affected_ranks = [  # stage -> the ranks that may get an input from it
             {problem.placement[affected] for affected in (stage, *goes[Kind.F][stage], *goes[Kind.B][stage])}
             for stage in range(problem.num_stages)
         ]
 
     def rows_without_weights(self) -> Rows:
-        """The F and I of every rank; empty if at some time nothing can begin."""
+        """Return the F and I of every rank; empty if at some time nothing can begin."""
         problem = self.problem
         rows: Rows = [[] for _ in range(problem.ranks)]
         firsts = [min(self._startable_actions(rank), default=_NO_ACTION) for rank in range(problem.ranks)]
@@ -73,7 +73,7 @@ class GreedyDispatch:
         return rows
 
     def _startable_actions(self, rank: int) -> Iterator[tuple[float, int, int, int]]:
-        """The next F and I of `rank` that can begin: when, the smaller the more urgent, number, rank."""
+        """Yield the next F and I of `rank` that can begin: start time, priority (the smaller the more urgent), number, rank."""
         problem = self.problem
         for stage in problem.stages_of[rank]:
             in_flight = self.num_done[stage] - self.num_done[problem.num_stages + stage]
@@ -86,12 +86,12 @@ class GreedyDispatch:
                         yield max(ready_time, free), -stage - (problem.num_stages if code > stage else 0), action, rank
 
     def _ready_time(self, action: int) -> float:
-        """When what `action` needs is there; negative if that is not known yet."""
+        """Return when the inputs of `action` have arrived; negative if that is not known yet."""
         slots = [self.slot_times[action], *(self.slot_times[slot] for slot in self.problem.also_needs[action])]
         return max(slots) if min(slots) >= 0 else -1.0
 
     def _weights_to_free_memory(self, rank: int, action: int) -> list[int] | None:
-        """The W that have to run before `action` for its memory; None if they are not enough."""
+        """Return the W that must run before `action` to free memory for it; None if they are not enough."""
         problem, weights, memory = self.problem, list[int](), self.memory[rank]
         reserved = problem.later_stages_memory[action // problem.passes] if action < problem.first_back else 0.0
         if problem.change[action] <= 0.0:
@@ -105,7 +105,7 @@ class GreedyDispatch:
         return None
 
     def _run_action(self, rank: int, action: int) -> None:
-        """Run `action`, and before it the W that it needs gone, and those that end before it can begin."""
+        """Run `action`, after the W that must free memory for it and those that end before it can begin."""
         problem, weights, ready_time = self.problem, self.deferred_weights[rank], self._ready_time(action)
         needed = len(self._weights_to_free_memory(rank, action) or ())
         while weights and (needed > 0 or self.free[rank] + problem.cost[weights[0]] <= ready_time):
@@ -123,7 +123,7 @@ class GreedyDispatch:
 
 
 def in_flight_limits(problem: SearchProblem) -> Iterator[list[float]]:
-    """Yield limits of microbatches in flight for every stage: none, then multiples of what its round trip takes."""
+    """Yield limits of microbatches in flight for every stage: first none, then multiples of its round trip."""
     period = max(problem.work) / problem.passes
     yield [float("inf")] * problem.num_stages
     for factor in ROUND_TRIP_FACTORS:
@@ -135,7 +135,7 @@ def in_flight_limits(problem: SearchProblem) -> Iterator[list[float]]:
 
 
 def initial_rows(problem: SearchProblem) -> Iterator[Rows]:
-    """All there are."""
+    """Yield rows to begin a search with: published tables, groups of microbatches, and greedy dispatch."""
     yield from map(problem.rows_from_table, published_schedules(problem.placement, problem.microbatches, problem.slices))
     yield from (grouped_rows(problem, size) for size in (1, 2, 3, 4) if size <= problem.microbatches)
     yield from (rows for depth in in_flight_limits(problem) if (rows := GreedyDispatch(problem, depth).rows_without_weights()))

@@ -1,8 +1,8 @@
-"""Rows that repeat themselves: every microbatch goes the same way, one period after the microbatch before it.
+"""Rows that repeat for every microbatch, one period after the microbatch before it.
 
 This is modulo scheduling, which compilers use for loops: on every rank each code has a start offset within the period, and no
 two overlap, modulo the period. A stage's activation is held from its F to its W. Codes are placed in the order of the chain,
-each as soon as possible after a wait of its own. The waits are changed at random until memory suffices;
+each as soon as possible after its own wait. The waits are changed at random until the memory suffices;
 then the period shrinks.
 """
 
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from penstock.schedule.searching.problem import INFINITE, TOLERANCE, Rows, SearchProblem
 
-FIRST_PERIOD_FACTOR = 2.0  # the first period, in periods of the rank with most work if it never idles
-NEXT_PERIOD_FACTOR = 0.985  # each further period, in periods of the one before
+FIRST_PERIOD_FACTOR = 2.0  # the first period, in those of the rank with most work if it never idles
+NEXT_PERIOD_FACTOR = 0.985  # each further period, in those of the one before
 MAX_SCHEDULES = 4  # returned: those of the shortest periods
-AVERAGE_MEMORY_WEIGHT = 0.3  # of the average memory, beside that above the limit, in what the search minimises
-TEMPERATURE = 0.03  # a change that makes the measure worse by this much is taken with probability 1 / e
+AVERAGE_MEMORY_WEIGHT = 0.3  # of the average memory in the objective; memory above the limit has 1
+TEMPERATURE = 0.03  # a change that raises the objective by this much is accepted with probability 1 / e
 
 StartOffsets = list[float]  # code -> when it starts for microbatch 0, in periods
 
@@ -29,7 +29,7 @@ class _MemorySpan(NamedTuple):
 
 
 def find_modulo_schedules(problem: SearchProblem, rng: random.Random, tries: int) -> Iterator[StartOffsets]:
-    """Yield the start offsets of the shortest periods found in `tries`, the shortest first."""
+    """Yield the start offsets of the shortest periods found in `tries` random changes, the shortest period first."""
     min_period = max(problem.work) / problem.passes
     period = FIRST_PERIOD_FACTOR * min_period
     waits, needed, schedules = [0.0] * len(problem.times), INFINITE, list[StartOffsets]()
@@ -50,7 +50,7 @@ def find_modulo_schedules(problem: SearchProblem, rng: random.Random, tries: int
 
 
 def _start_times(problem: SearchProblem, period: float, waits: list[float]) -> list[float]:
-    """When every code begins for microbatch 0: after its wait, where its rank is free in every period. Empty: it is not."""
+    """Return each code's start for microbatch 0: after its wait, with its rank free in every period; empty if none is."""
     count, arrival_times, starts = problem.passes, problem.initial_slot_times[:], [0.0] * len(problem.times)
     busy_times: list[list[tuple[float, float]]] = [[] for _ in range(problem.ranks)]
     for code in problem.codes_in_dependency_order():
@@ -72,7 +72,7 @@ def _start_times(problem: SearchProblem, period: float, waits: list[float]) -> l
 
 
 def _first_free_time(busy: list[tuple[float, float]], ready_time: float, length: float, period: float) -> float:
-    """The first time from `ready_time` on when none of `busy` runs for `length`, in any period; infinite if there is none."""
+    """Return the first time from `ready_time` on when `length` fits between `busy` in every period; infinite if never."""
     start, moved, nearly = ready_time, True, TOLERANCE * period
     while moved:
         moved = False
@@ -88,7 +88,7 @@ def _first_free_time(busy: list[tuple[float, float]], ready_time: float, length:
 
 
 def _memory_objective(problem: SearchProblem, period: float, starts: list[float]) -> tuple[float, bool]:
-    """What the codes hold in a period, as a measure to make smaller, and whether every rank has room for it."""
+    """Return the memory that the codes hold in a period, as a number to minimise, and whether it fits on every rank."""
     if not starts:
         return INFINITE, False
     measure, fits = 0.0, True
@@ -102,7 +102,7 @@ def _memory_objective(problem: SearchProblem, period: float, starts: list[float]
 
 
 def _memory_spans(problem: SearchProblem, rank: int, starts: list[float]) -> Iterator[_MemorySpan]:
-    """What `rank` holds of a microbatch: all of a stage until its I has ended, then what W needs."""
+    """Yield what `rank` holds of a microbatch: all of a stage's activation until its I has ended, then what W needs."""
     stages = problem.num_stages
     for stage in problem.stages_of[rank]:
         begin, (act, keep) = starts[stage], problem.sizes[stage]
@@ -113,14 +113,14 @@ def _memory_spans(problem: SearchProblem, rank: int, starts: list[float]) -> Ite
 
 
 def _memory_at(spans: Iterable[_MemorySpan], time: float, period: float) -> float:
-    """How much is held at `time` if every span is repeated in every period."""
+    """Return the memory held at `time` if every span is repeated in every period."""
     return sum(amount * (lasts // period + ((time - begin) % period < lasts % period)) for begin, lasts, amount in spans)
 
 
 def unroll_modulo_schedule(problem: SearchProblem, start_offsets: StartOffsets) -> Rows:
     """Return the F and I of every pass in the order of their starts: one period after the pass before.
 
-    The first backward of a microbatch waits for the forwards of all its slices, so backwards begin as many periods later.
+    The first backward of a microbatch waits for the forwards of all its K slices, so backwards begin K - 1 periods later.
     """
     rows: Rows = []
     for stages in problem.stages_of:

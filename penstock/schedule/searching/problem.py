@@ -1,9 +1,9 @@
-"""The pipeline as a search sees it: numbers for actions, and flat lists of what each costs, sends and holds.
+"""The pipeline as a search sees it: numbered actions, and flat lists of what each costs, sends and holds.
 
-The action of stage s for pass n has the number `code * N + n`, where the code is s for F, S + s for I and 2S + s for W. A pass
-is a microbatch, or one of its K slices: N = M K. Passes run in the order 0, 1, 2, .., so the n-th action of a code is pass n,
-for microbatch n // K. Forwards take the slices of a microbatch from the first one on, backwards from the last one on; the
-first backward waits for the last forward.
+The action of stage s for pass n has the number `code * N + n`; its code is s for F, S + s for I and 2S + s for W. A pass is a
+microbatch, or one of its K slices: N = M K. Passes run in the order 0, 1, 2, .., so the n-th action of a code is pass n, of
+microbatch n // K. Forwards take the slices of a microbatch from first to last, backwards from last to first; the first
+backward waits for the last forward.
 """
 
 from collections import defaultdict
@@ -17,14 +17,14 @@ from penstock.schedule.table import Action, Kind, Table, receiving_stages
 from penstock.schedule.timing.simulate import Costs
 
 Rows = list[list[int]]  # rank -> the numbers of its actions, in order
-RankState = tuple[float, float, float, int, int]  # what an action leaves on its rank: time, memory, least end, W and I done
+RankState = tuple[float, float, float, int, int]  # of a rank after an action: time, memory, earliest end, W and I done
 SlotTimes = list[float]  # slot -> when its message has arrived; -1: not yet; -2 - r: not yet, and rank r waits
 INFINITE = float("inf")
-TOLERANCE = 1e-9  # relative: memories that differ by less are the same
+TOLERANCE = 1e-9  # relative: memories that differ by less are equal
 
 
 class ActionMessage(NamedTuple):
-    """Which slot says when something is there, and what its way costs: nothing, and no channel, within a rank."""
+    """A message of an action: the slot for its arrival time, and its costs. Within a rank: no channel and no cost."""
 
     slot: int
     channel: tuple[int, int] | None
@@ -33,9 +33,10 @@ class ActionMessage(NamedTuple):
 
 
 class SearchProblem:
-    """What the actions of a pipeline cost, send and hold, in flat lists by their numbers.
+    """The costs, messages and memory of a pipeline's actions, in flat lists by action number.
 
-    When what an action needs is there stands in the slot of its number; what else a model with skips needs has further slots.
+    A *slot* holds the time at which an input of an action arrives. The first input of an action has the slot of the action's
+    number; the other inputs, in a model with skips, have further slots.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class SearchProblem:
         full_backwards: bool = False,
         slices: int = 1,
     ) -> None:
-        """`limits`: every rank's memory. `full_backwards`: backwards are not split: I stands for B, and there is no W."""
+        """`limits`: every rank's memory limit. `full_backwards`: backwards are not split: I stands for B, and there is no W."""
         self.costs, self.placement, self.microbatches = costs, tuple(placement), microbatches
         self.slices, self.passes = slices, microbatches * slices
         self.full_backwards = full_backwards
@@ -60,7 +61,7 @@ class SearchProblem:
         self.factors = [factor / slices for factor in costs.factors_by_microbatch(microbatches) for _ in range(slices)]
         slice_shares = [factor / slices for factor in costs.factors_by_slice(slices)]
         mean = fmean(costs.factors_by_microbatch(microbatches)) * fmean(slice_shares)
-        self.times = [mean * times[kind][stage] for kind in self.kinds for stage in range(self.num_stages)]  # by codes
+        self.times = [mean * times[kind][stage] for kind in self.kinds for stage in range(self.num_stages)]  # by code
         self.typical_time = sum(self.times) / len(self.times)
         by_microbatch = costs.action_costs_by_microbatch(self.num_stages, microbatches)
         self.cost = [
@@ -71,7 +72,7 @@ class SearchProblem:
             for share in (slice_shares if kind is Kind.F else reversed(slice_shares))
         ]
         self.change = self._values_per_action([size.memory_change(kind) for kind in self.kinds for size in self.sizes])
-        signs = (1, -1, 0)[: len(self.kinds)]  # of F, of I and of W, if every W that can run is done
+        signs = (1, -1, 0)[: len(self.kinds)]  # of F, of I and of W, if each W runs with its I
         self.memory_change_with_weights = self._values_per_action([sign * size.act for sign in signs for size in self.sizes])
         self.work = [
             self.passes * sum(self.times[code] for code in range(len(self.times)) if placement[code % self.num_stages] == rank)
@@ -87,7 +88,7 @@ class SearchProblem:
         return [value * factor for value in of_codes for factor in self.factors]
 
     def _connect_actions(self) -> None:
-        """Set which action sends to which: `slot` and `latency` in a chain, where each has one taker; else `sends`."""
+        """Fill in which action sends to which: in `slot` and `latency` for a chain (one receiver each), else in `sends`."""
         count, stages = len(self.cost), self.num_stages
         self.sends: list[list[ActionMessage]] = [[] for _ in range(count)]
         self.also_needs: list[list[int]] = [[] for _ in range(count)]
@@ -114,7 +115,7 @@ class SearchProblem:
         self.has_positive_times = self.is_simple_chain and min(self.cost[: 2 * stages * self.passes]) > 0
 
     def _messages(self) -> Iterator[tuple[int, int, ActionMessage]]:
-        """Yield (source code, receiving code, cost of the message), in the order in which a rank sends."""
+        """Yield (sending code, receiving code, cost of the message), in the order in which a rank sends."""
         stages, home = self.num_stages, self.placement
         borders = self.costs.message_costs(stages)
         goes = receiving_stages(stages, list(self.costs.skips))
@@ -132,13 +133,13 @@ class SearchProblem:
         yield stages - 1, 2 * stages - 1, ActionMessage(0, None, 0.0, 0.0)
 
     def codes_in_dependency_order(self) -> list[int]:
-        """The codes, each behind those that it needs."""
+        """Return the codes, each after those that it needs."""
         stages = self.num_stages
         return [*range(stages), *reversed(range(stages, 2 * stages)), *range(2 * stages, len(self.times))]
 
     @cached_property
     def tails(self) -> list[float]:
-        """How long it takes at least from the end of every action to the end of the step."""
+        """The least time from the end of each action to the end of the step."""
         tails, count = [0.0] * len(self.cost), self.passes
         for code in reversed(self.codes_in_dependency_order()):
             follows = 0.0
@@ -155,7 +156,7 @@ class SearchProblem:
         return tails
 
     def without_weights(self, rows: Rows) -> Rows:
-        """`rows` without their W."""
+        """Return `rows` without their W."""
         return [[action for action in row if action < self.first_weight] for row in rows]
 
     def rows_from_table(self, table: Table) -> Rows:
@@ -173,7 +174,7 @@ class SearchProblem:
         ]
 
     def schedule_from_rows(self, rows: Rows, name: str = "searched") -> Schedule:
-        """The table of `rows`."""
+        """Return the table of `rows`."""
 
         def action(number: int) -> Action:
             code, pass_number = divmod(number, self.passes)
@@ -185,7 +186,7 @@ class SearchProblem:
 
 
 def number_actions_in_order(codes: Iterable[int], passes: int) -> list[int]:
-    """The numbers of actions of these codes: the n-th of a code is pass n."""
+    """Return the numbers of actions with these codes: the n-th action of a code is pass n."""
     num_done: dict[int, int] = defaultdict(int)
     row = []
     for code in codes:

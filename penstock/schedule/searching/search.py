@@ -1,4 +1,4 @@
-"""The search: published tables and others that fit the limit, the best of them annealed, and what was found, with its bound."""
+"""The search: find tables that fit the memory limit, anneal the best of them, and return the best with its lower bound."""
 
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -20,24 +20,24 @@ from penstock.schedule.timing.simulate import Costs, simulate
 from penstock.schedule.transform import with_full_backwards, with_overlapped_pairs
 from penstock.schedule.verify import verify
 
-EFFORTS = {"quick": 2_500_000, "normal": 15_000_000, "long": 90_000_000, "optimal": 15_000_000}  # steps of a simulation
-Progress = Callable[[float, float], object]  # the share that is done, the best makespan so far -> true to stop
+EFFORTS = {"quick": 2_500_000, "normal": 15_000_000, "long": 90_000_000, "optimal": 15_000_000}  # work, in simulated actions
+Progress = Callable[[float, float], object]  # (share of the work done, best makespan so far) -> true to stop
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found, and what that is measured by."""
+    """The result of a search: the best table, its lower bound, and the best published table."""
 
     schedule: Schedule  # verified
-    makespan: float  # of `schedule`, as `simulate` has it
+    makespan: float  # of `schedule`, from `simulate`
     bound: float  # no table within the limit is shorter
-    bound_reason: str  # what keeps a table from being shorter than the bound
+    bound_reason: str  # why no table is shorter than the bound
     family: str | None  # the best published table with these stages within the limit; None: there is none
     family_makespan: float | None
 
     @property
     def proven(self) -> bool:
-        """Whether no table is shorter."""
+        """Return whether no table within the limit is shorter."""
         return self.makespan <= self.bound * (1 + TOLERANCE)
 
 
@@ -56,24 +56,24 @@ def search(
     progress: Progress | None = None,
     slices: int = 1,
 ) -> Found:
-    """The table with the shortest step, within a limit on memory, that was found for these costs.
+    """Search for the table with the shortest step, within a limit on memory, for these costs.
 
-    `costs`: of the stages of `placement`, as for `simulate`. Where pairs overlap, the best table gets some. Microbatches that
-    cost unlike run in their order.
+    `costs`: of the stages of `placement`, as for `simulate`. If pairs overlap, the best table gets some. Microbatches of
+    unequal costs run in their order.
     `placement`: the rank of every stage.
-    `microbatches`: M, into how many a batch is split.
+    `microbatches`: M, the number of microbatches of a batch.
     `limit`: the most that the activations of a rank may take at once (`Timeline.peak_memory`), in the unit of `costs.act`:
     a number, or one for each rank. By default any amount.
-    `effort`: `quick`, `normal` or `long`: about 1, 10 and 60 seconds. What is counted is work, not time: the same arguments
-    give the same table anywhere. `optimal`, for small pipelines: `normal`, and then up to some minutes of OR-Tools
-    (`pip install 'penstock[optimal]'`), which proves that there is nothing shorter, or finds it, or raises the bound.
-    `start`: one more table to begin with, for example one found before.
-    `progress`: called with the share of work done and the best makespan so far (infinite before there is one), some ten
-    times a second. If it returns something true the search ends with what it has, as it does on Ctrl-C.
-    `slices`: K, into how many slices a microbatch is cut along its sequence. Costs are of whole microbatches.
+    `effort`: `quick`, `normal` or `long`: about 1, 10 and 60 seconds. Work is counted, not time, so the same arguments give the
+    same table on any machine. `optimal`, for small pipelines: `normal`, and then up to some minutes of OR-Tools
+    (`pip install 'penstock[optimal]'`), which proves that nothing is shorter, or finds it, or raises the bound.
+    `start`: one more table to begin with, for example an earlier result.
+    `progress`: called with the share of work done and the best makespan so far (infinite before there is one), about ten
+    times a second. If it returns something true, the search ends with its best table, as it does on Ctrl-C.
+    `slices`: K, the slices of a microbatch along its sequence. Costs are of whole microbatches.
 
-    The table is never longer than the best published one within the limit. Raises ScheduleError for a limit that no table
-    keeps, for costs, a placement or numbers that are none, and for `optimal` without OR-Tools or with overlapping pairs.
+    The table found is never longer than the best published one within the limit. Raises ScheduleError for a limit that no table
+    keeps, for invalid costs, placement or numbers, and for `optimal` without OR-Tools or with overlapping pairs.
 
         found = search(Costs(3, 4, 2), placement=(0, 1, 2, 2, 1, 0), microbatches=8, limit=4, effort="quick")
         found.makespan, found.bound, found.family_makespan
@@ -105,7 +105,7 @@ def search(
 
 
 def _full_backward_choices(costs: Costs, stages: int) -> list[bool]:
-    """Return the values of `full_backwards` to search with: both where a full one costs less than its halves, or holds less."""
+    """Return the values of `full_backwards` to search with: both if a full backward costs or holds less than its halves."""
     times = costs.action_costs(stages)
     halves = zip(times[Kind.I], times[Kind.W], strict=True)
     cheaper = any(full < i + w for full, (i, w) in zip(times[Kind.B], halves, strict=True))
@@ -124,7 +124,7 @@ def _check_start(start: Schedule | None, placement: tuple[int, ...], microbatche
 
 
 class _BestSchedule:
-    """The best that was found so far, how much of the search's work is done, and the callback that hears of it."""
+    """The best table found so far, the work done, and the callback that reports them."""
 
     def __init__(self, problem: SearchProblem, start: Schedule | None, work: int, progress: Progress | None) -> None:
         self.problem, self.work, self.progress, self.work_done = problem, work, progress, 0.0
@@ -133,7 +133,7 @@ class _BestSchedule:
         self.tables = [*self.published, *([start] if start else ())]
         self.time = lru_cache(self._makespan_within_limits)
         self.makespan = min(map(self.time, self.tables), default=INFINITE)
-        self.searched: tuple[SearchProblem, Rows] | None = None  # None: one of the tables
+        self.searched: tuple[SearchProblem, Rows] | None = None  # None: the best is one of `tables`
 
     def _makespan_within_limits(self, table: Table) -> float:
         """Return the makespan of `table`; infinite if it exceeds a memory limit, or deadlocks."""
@@ -145,7 +145,7 @@ class _BestSchedule:
         return timeline.makespan if fits else INFINITE
 
     def add_work_and_keep_best(self, work: int, simulation: IncrementalSimulation) -> None:
-        """Count `work` as done; take over the table of `simulation` if it is the best."""
+        """Count `work` as done; keep the table of `simulation` if it is the best."""
         if simulation.makespan < self.makespan:
             self.makespan, self.searched = simulation.makespan, (simulation.problem, simulation.rows_with_weights())
         self.add_work_or_finish(work)
@@ -159,14 +159,14 @@ class _BestSchedule:
             raise _SearchFinished
 
     def prove_optimal(self, seed: int) -> None:
-        """Take what OR-Tools finds, and what it says that no table is shorter than."""
+        """Add the table that OR-Tools finds, and raise the bound to what it proves."""
         table, lower_bound = cp_sat.improve(self.problem, self.found().schedule, self.bound.time, seed)
         self.tables.append(table)
         if lower_bound > self.bound.time:
             self.bound = LowerBound(lower_bound, "OR-Tools ruled out anything shorter")
 
     def found(self) -> Found:
-        """Return the best table and its bound; a table without overlap if the search was stopped before it had one."""
+        """Return the best table and its bound; the table without overlap if the search was stopped before it had any."""
         problem = self.problem
         plain = SearchProblem(
             problem.costs, problem.placement, problem.microbatches, problem.limits, full_backwards=True, slices=problem.slices
@@ -188,7 +188,7 @@ class _BestSchedule:
         return Found(table, time, min(self.bound.time, time), self.bound.reason, name, of_family)
 
 
-ANNEALING_ROUNDS = (  # how many are annealed, the share of the work for all, how hot one after the other
+ANNEALING_ROUNDS = (  # states to anneal, share of the work for all, their temperatures in turn, in typical times of an action
     (24, 0.3, (0.1, 0.3)),
     (8, 0.2, (0.3,)),
     (3, 0.2, (0.3,)),
@@ -196,13 +196,13 @@ ANNEALING_ROUNDS = (  # how many are annealed, the share of the work for all, ho
 )
 PERIODIC_WORK_SHARE = 0.08  # of the work: for periodic tables
 PERIODIC_RUNS = 4  # independent searches for periodic tables
-WORK_PER_CODE = 3  # work that placing one code in a period counts for
-PAIRING_WORK_SHARE = 0.05  # of the work, in addition: actions timed while pairs are tried, if pairs overlap
-FINAL_WORK_SHARE = 0.2  # of the work: for the best rows, with every W in its place
+WORK_PER_CODE = 3  # work that placing one code in a period counts as
+PAIRING_WORK_SHARE = 0.05  # of the work, in addition: actions timed to try pairs, if pairs overlap
+FINAL_WORK_SHARE = 0.2  # of the work: to anneal the best rows, with every W in its place
 
 
 def _search_backward_form(best: _BestSchedule, problem: SearchProblem, work: float, rng: random.Random) -> None:
-    """Anneal from rows of all kinds: of rules, of periodic tables, and of the tables to beat."""
+    """Anneal all kinds of initial rows: those of rules, periodic ones, and the tables to beat."""
     periodic_starts = list[periodic.StartOffsets]()
     for _ in range(PERIODIC_RUNS):
         periodic_starts += periodic.find_modulo_schedules(
@@ -221,9 +221,9 @@ def _search_backward_form(best: _BestSchedule, problem: SearchProblem, work: flo
 def _anneal_in_rounds(
     problem: SearchProblem, initial_rows: list[Rows], work: float, rng: random.Random, report: ReportProgress
 ) -> None:
-    """From `initial_rows` many are annealed for a short time, the best of these for longer, the best of those for the longest.
+    """Anneal many of `initial_rows` for a short time, the best results for longer, and the best of those for longest.
 
-    What becomes of a start takes its place: so those that go on differ, and one that is good early does not crowd out the rest.
+    Each result takes the place of its start: so those that go on differ, and an early good one does not crowd out the rest.
     Nothing happens if no start keeps the limit.
     """
     starting = dict[str, Snapshot]()
@@ -231,7 +231,7 @@ def _anneal_in_rounds(
         simulation = IncrementalSimulation(problem, problem.without_weights(rows), [0.0] * problem.ranks)
         report(simulation.work, simulation)
         if simulation.makespan < INFINITE:
-            starting.setdefault(str(simulation.rows), simulation.snapshot())  # some are alike
+            starting.setdefault(str(simulation.rows), simulation.snapshot())  # equal rows only once
     if not starting:
         return
     states = list(starting.values())
@@ -248,7 +248,7 @@ def _anneal_in_rounds(
 
 
 def as_integer(name: str, value: int, minimum: float) -> int:
-    """`value`; raises ScheduleError if it is no whole number of `minimum` or more."""
+    """Return `value`. Raises ScheduleError unless it is a whole number of `minimum` or more."""
     if not is_whole_number(value, minimum):
         bound = f" of {minimum:g} or more" if minimum > -INFINITE else ""
         raise ScheduleError(f"{name}={value!r}: use a whole number{bound}")
@@ -256,7 +256,7 @@ def as_integer(name: str, value: int, minimum: float) -> int:
 
 
 def as_placement(placement: Sequence[int]) -> tuple[int, ...]:
-    """`placement`, with a stage at least for each rank; raises ScheduleError for one that is none."""
+    """Return `placement` as a tuple. Raises ScheduleError unless it has a stage for each rank."""
     homes = tuple(placement) if isinstance(placement, Iterable) else ()
     if not homes or not all(map(is_whole_number, homes)) or {*homes} != {*range(max(homes) + 1)}:
         raise ScheduleError(f"placement={placement!r} is none: give the rank of every stage, each rank from 0 on at least one")
@@ -264,7 +264,7 @@ def as_placement(placement: Sequence[int]) -> tuple[int, ...]:
 
 
 def memory_limits(limit: float | Sequence[float] | None, costs: Costs, placement: tuple[int, ...]) -> list[float]:
-    """The limit of every rank; raises ScheduleError if one is too low for one microbatch, and says what that takes."""
+    """Return the limit of every rank. Raises ScheduleError if one is too low for one microbatch."""
     ranks = max(placement) + 1
     limit_value: Any = INFINITE if limit is None else limit
     try:

@@ -1,10 +1,8 @@
-"""The order in which microbatches of unequal costs make a step short.
+"""The order of microbatches of unequal costs that makes a step short.
 
-A pipeline is idle while it fills and drains: the first and last microbatches decide for how long. Whatever the order, an
-action waits for the same others. So many orders are timed at once, in arrays with an entry for each: all orders of up to 7
-microbatches; of more, four to begin with, and then, round by round, those that differ from the best in two microbatches.
-
-Imported where an order is planned: a pipeline without, and a page in the browser, need no numpy.
+A pipeline is idle while it fills and drains; the first and last microbatches decide for how long. In any order an action
+waits for the same others, so many orders are timed at once, in arrays with an entry for each: all orders of up to 7
+microbatches; of more, four initial ones and then, in rounds, those that swap two microbatches of the best.
 """
 
 from collections.abc import Sequence
@@ -22,11 +20,11 @@ from penstock.schedule.timing.timeline import Timeline
 
 UNIT_COSTS = Costs()
 MAX_EXACT_MICROBATCHES = 7  # 5040 orders: a few milliseconds
-MAX_ROUNDS = 4  # more bring next to nothing
-SEARCH_SHARE = 0.02  # of a step's time, at most, for the search for its order
-SECONDS_PER_CELL, SECONDS_PER_CELL_AND_ORDER = 6e-6, 2.5e-8  # that one timing of many orders takes on a core of 2020, at most
+MAX_ROUNDS = 4  # more gain next to nothing
+SEARCH_SHARE = 0.02  # of a step's time, at most, for the search of its order
+SECONDS_PER_CELL, SECONDS_PER_CELL_AND_ORDER = 6e-6, 2.5e-8  # of one timing of many orders on a core of 2020, at most
 MAX_SWAPS = 276  # of a round: all pairs of 24 microbatches
-LEAST_GAIN = 1e-9  # of a step; sums in another order differ by less
+LEAST_GAIN = 1e-9  # of a step; rounding differs by less
 
 
 def plan_order(
@@ -39,11 +37,11 @@ def plan_order(
 ) -> list[int]:
     """Return the order to run in: position in the step -> index of the microbatch. The given one, unless another is faster.
 
-    `costs`: of each microbatch, in any unit, no more than `table` has; every stage takes as many times longer for one that
-    costs more. `stage_costs`: what stages take for a microbatch of cost 1, or for each; messages cost nothing. `limit`: the
-    most that the microbatches in flight on a rank may take together, of which each takes its entry of `sizes`, as
-    `peak_in_flight` says. If no order that was tried keeps it, the one that takes least is returned.
-    `in_seconds`: costs are in seconds, and the search takes no more than 2 % of the step. Where that is too short for any, the
+    `costs`: of each microbatch, in any unit, at most as many as `table` has; the time of every stage is proportional to it.
+    `stage_costs`: of a microbatch of cost 1, or of each; messages cost nothing. `limit`: the most that the microbatches in
+    flight on a rank may take together, as `peak_in_flight` computes it. If no order that was tried keeps it, the one that takes
+    least is returned. `sizes`: of each microbatch.
+    `in_seconds`: costs are in seconds, and the search takes at most 2 % of the step. If that is too short for any, the
     cheap microbatches run first and last.
     """
     timer = OrderTimer(costs, table, stage_costs, sizes, limit)
@@ -62,7 +60,7 @@ def plan_order(
 def peak_in_flight(sizes: Sequence[float], table: Table) -> list[float]:
     """Return for every rank the most that microbatches in flight take at once, in the unit of their `sizes`, in this order.
 
-    On a rank with V stages, an activation of one of them takes a V-th of its microbatch.
+    On a rank with V stages, an activation of one stage takes a V-th of its microbatch.
     """
     cut = _first_microbatches(table, len(sizes))
     unused = [0.0] * (table.microbatches - len(sizes))
@@ -71,7 +69,7 @@ def peak_in_flight(sizes: Sequence[float], table: Table) -> list[float]:
 
 
 class OrderTimer:
-    """Times a step in many orders of its microbatches at once. Arguments as for `plan_order`."""
+    """A timer of a step in many orders of its microbatches at once. Arguments as for `plan_order`."""
 
     def __init__(
         self, costs: Sequence[float], table: Table, stage_costs: Costs, sizes: Sequence[float], limit: float | None
@@ -81,7 +79,7 @@ class OrderTimer:
         stage_costs = replace(stage_costs, microbatch_factors=costs)
         by_microbatch = stage_costs.action_costs_by_microbatch(table.num_stages, len(costs))
         rows = {tuple(row): np.array(row) for stage_rows in by_microbatch.values() for row in stage_rows}
-        self._cost_rows = list(rows.values())  # each with a cost for every microbatch, no two the same
+        self._cost_rows = list(rows.values())  # distinct, each with a cost for every microbatch
         numbers = dict(zip(rows, range(len(rows)), strict=True))
         self._row_numbers = {kind: [numbers[tuple(row)] for row in stage_rows] for kind, stage_rows in by_microbatch.items()}
         work = [[sum(by_microbatch[kind][stage]) for kind in (Kind.F, Kind.B)] for stage in range(table.num_stages)]
@@ -89,11 +87,11 @@ class OrderTimer:
         self._longest = sum(sum(row) for stage_rows in by_microbatch.values() for row in stage_rows)  # no step takes longer
 
     def seconds_to_time(self, num_orders: int) -> float:
-        """Return the seconds that `step_times` of so many orders takes at most."""
+        """Return the most seconds that `step_times` of `num_orders` takes."""
         return len(self._graph.cells) * (SECONDS_PER_CELL + num_orders * SECONDS_PER_CELL_AND_ORDER)
 
     def step_times(self, orders: np.ndarray) -> np.ndarray:
-        """Return what a step takes in each of `orders`, (microbatches, orders); more than any where the limit is not kept."""
+        """Return a step's time in each of `orders`, (microbatches, orders); longer than any step if the limit is not kept."""
         ends, costs = list[np.ndarray](), [row[orders] for row in self._cost_rows]
         for needs, actions in self._graph.cells:
             first, *rest = [costs[self._row_numbers[kind][stage]][microbatch] for kind, stage, microbatch, _ in actions]
@@ -106,7 +104,7 @@ class OrderTimer:
         return np.where(peaks <= self._limit, times, self._longest * peaks / self._limit)
 
     def fastest_order(self, orders: np.ndarray) -> list[int]:
-        """Return the fastest order; the first one where the others gain nothing."""
+        """Return the fastest order; the first one if the others gain nothing."""
         times = self.step_times(orders)
         best = int(times.argmin())
         order: list[int] = orders[:, best if times[best] < times[0] * (1 - LEAST_GAIN) else 0].tolist()
@@ -138,12 +136,12 @@ def _rising(costs: Sequence[float]) -> list[int]:
 
 @lru_cache(MAX_EXACT_MICROBATCHES + 1)
 def _all_orders(count: int) -> np.ndarray:
-    """Return all orders, the given one first."""
+    """Return all orders of `count` microbatches, the given one first."""
     return np.array(list(permutations(range(count)))).T
 
 
 def _swap_while_faster(order: list[int], timer: OrderTimer, seconds_left: float) -> list[int]:
-    """Return `order` after the best swap of two microbatches in each round, while one gains and `seconds_left` suffice."""
+    """Return `order` after the best swap of two microbatches in each round, while one gains and `seconds_left` last."""
     first, second = np.triu_indices(len(order), 1)
     stride = -(-len(first) // MAX_SWAPS)
     round_seconds = timer.seconds_to_time(1 + -(-len(first) // stride))
@@ -159,22 +157,22 @@ def _swap_while_faster(order: list[int], timer: OrderTimer, seconds_left: float)
     return order
 
 
-# ---- what waits for what
+# ---- dependencies
 
 
 class _StepNode(NamedTuple):
-    """An action or a pair, and the earlier cells that end before it starts."""
+    """An action or a pair, and the numbers of the earlier cells that end before it starts."""
 
     needs: list[int]
     actions: tuple[Action, ...]
 
 
 class _StepGraph(NamedTuple):
-    """A table, as far as its times and its memory depend on the order of the microbatches."""
+    """The dependencies and memory of a table's cells, which are the same in every order of the microbatches."""
 
-    cells: list[_StepNode]  # each behind those that it needs
-    last_cells: list[int]  # of each rank
-    in_flight: np.ndarray  # after each action: the share of each microbatch that its rank holds
+    cells: list[_StepNode]  # each after those that it needs
+    last_cells: list[int]  # the last of each rank
+    in_flight: np.ndarray  # (states, microbatches): the share of each microbatch that a rank holds after an action
 
 
 @lru_cache(16)
@@ -209,5 +207,5 @@ def _memory_shares_of_rank(timeline: Timeline, rank: int) -> list[float]:
 
 
 def _first_microbatches(table: Table, microbatches: int) -> Table:
-    """Return the table of the first `microbatches` alone."""
+    """Return the table with only its first `microbatches`."""
     return table.filter_actions(lambda action: action.microbatch < microbatches) if microbatches < table.microbatches else table

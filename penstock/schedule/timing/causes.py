@@ -1,17 +1,17 @@
-"""Why a rank is idle, and which chain of events makes the step as long as it is.
+"""Why a rank is idle, and which chain of events decides how long the step takes.
 
 Between the first start and the last end of any rank, a rank is either busy or idle, and idle for one of five causes:
 
 * `fill`: before the rank's first backward; the pipeline is not full yet.
 * `drain`: after its last forward, unless that is `fill`; the pipeline runs empty, up to the end of the slowest rank.
 * `imbalance`: in between; another rank still computes what this one needs next.
-* `communication`, which goes before the other three: what the rank needs next is computed and on its way. It begins when
-  the last of the needed actions on other ranks has ended, so it is what messages that cost nothing would save here.
-* `sending`, which goes before all: the rank itself hands over what its last action made. Only measured steps have it.
+* `communication`, which has precedence over these three: the rank's next input is computed and on its way. It begins when
+  the last of the needed actions on other ranks has ended, so it is what messages without cost would save here.
+* `sending`, which has precedence over all: the rank itself hands over its last result. Only measured steps have it.
 
-A pair needs what both its actions need. Where a rank has no backward, `fill` ends with its first action; where it has no
-action at all, it is idle by `imbalance`. In a measured timeline only the events are known: `communication` is then how long
-a message took to arrive and the rank to notice, and what its engine spends before an action that waits for no other rank
+A pair needs the inputs of both its actions. On a rank without a backward, `fill` ends with its first action; a rank without
+actions is idle by `imbalance`. In a measured timeline only the events are known: `communication` is then the time until
+a message has arrived and the rank has noticed it. The engine's time before an action that waits for no other rank
 counts as `fill`, `imbalance` or `drain`.
 """
 
@@ -27,7 +27,7 @@ Cell = tuple[Event, ...]  # one event, or the two of a pair
 
 
 class Cause(enum.StrEnum):
-    """Why a rank is idle; defined in the module's docstring."""
+    """The cause of idle time; defined in the module's docstring."""
 
     FILL = "fill"
     IMBALANCE = "imbalance"
@@ -39,7 +39,7 @@ class Cause(enum.StrEnum):
 
 
 class Idle(NamedTuple):
-    """A time in which a rank ran nothing, for one cause, in the time unit of its timeline."""
+    """A period in which a rank ran nothing, with its cause, in the time unit of its timeline."""
 
     start: float
     end: float
@@ -47,7 +47,7 @@ class Idle(NamedTuple):
 
 
 def idle_times(rank: int, step: StepEvents) -> Iterator[Idle]:
-    """Yield when `rank` was idle and for which cause, in order."""
+    """Yield the idle periods of `rank` with their causes, in order."""
     cells, free, sent_until = list(step.cells(rank)), step.start, step.start
     for cell, cause in zip(cells, _causes_without_communication(cells), strict=True):
         for event in cell:
@@ -59,7 +59,7 @@ def idle_times(rank: int, step: StepEvents) -> Iterator[Idle]:
 
 
 def _split_by_cause(start: float, sent_until: float, computed_until: float, end: float, cause: Cause) -> Iterator[Idle]:
-    """Split the idle time from `start` to `end`: the rank sends, then another rank computes its input, which then travels."""
+    """Yield the idle time from `start` to `end` in parts: the rank sends, then its input is computed, then that travels."""
     sent_until = min(max(start, sent_until), end)
     computed_until = min(max(sent_until, computed_until), end)
 
@@ -72,7 +72,7 @@ def _split_by_cause(start: float, sent_until: float, computed_until: float, end:
 
 
 def _causes_without_communication(cells: Sequence[Cell]) -> Iterator[Cause]:
-    """The cause of an idle time before each of `cells`, the row of one rank, if it is not communication."""
+    """Yield the cause of idle time before each of `cells` (the row of one rank), if it is not communication."""
     kinds = [{event.action.kind for event in cell} for cell in cells]
     first_backward = next((index for index, cell_kinds in enumerate(kinds) if cell_kinds != {Kind.F}), 0)
     last_forward = max((index for index, cell_kinds in enumerate(kinds) if Kind.F in cell_kinds), default=0)
@@ -87,7 +87,7 @@ def _causes_without_communication(cells: Sequence[Cell]) -> Iterator[Cause]:
 
 
 def critical_path(step: StepEvents) -> tuple[Event, ...]:
-    """The chain of events, first to last, that made the step as long as it was: see `Timeline.critical_path`."""
+    """Return the chain of events, first to last, that decides how long the step takes: see `Timeline.critical_path`."""
     if not step.events:
         return ()
     places = _cells_of_actions(step)
@@ -98,7 +98,7 @@ def critical_path(step: StepEvents) -> tuple[Event, ...]:
 
 
 def _limiting_events(event: Event, step: StepEvents, previous_cell: Cell, cell: Cell) -> Iterator[tuple[float, Event]]:
-    """What `event` of `cell` could not start before, each with the time at which it allowed the start."""
+    """Yield the events that `event` of `cell` waited for, each with the time at which it allowed the start."""
     for previous in previous_cell[-1:]:
         yield previous.end, previous
     for member in cell:
@@ -107,6 +107,6 @@ def _limiting_events(event: Event, step: StepEvents, previous_cell: Cell, cell: 
 
 
 def _cells_of_actions(step: StepEvents) -> dict[Action, tuple[Cell, Cell]]:
-    """For every action, the cell before it on its rank (if any) and its own."""
+    """Return action -> (the cell before it on its rank, or an empty one; its own cell)."""
     rows = [[(), *step.cells(rank)] for rank in range(step.ranks)]
     return {event.action: (previous, cell) for row in rows for previous, cell in pairwise(row) for event in cell}

@@ -17,19 +17,19 @@ class Event(NamedTuple):
     action: Action
     start: float
     end: float
-    sent: float | None = None  # when the rank had handed over what it made, if that was measured
+    sent: float | None = None  # when the rank had handed over its result, if that was measured
 
 
 class MessageCost(NamedTuple):
-    """What a message costs that passes from one stage to another, or back, where the two live on different ranks."""
+    """The cost of a message from one stage to another, or back, if they are on different ranks."""
 
     transmission: float = 0.0  # time for which it occupies its channel
-    latency: float = 0.0  # time it then travels on, beside others
+    latency: float = 0.0  # time it then travels, in parallel with others
 
 
 @dataclass(slots=True)
 class Channel:
-    """What carries the messages of one rank to another: one at a time, first in, first out."""
+    """A channel for the messages of one rank to another: one at a time, first in, first out."""
 
     free: float = float("-inf")  # when the last message has left it
 
@@ -40,7 +40,7 @@ class Channel:
 
 
 class Arrival(NamedTuple):
-    """When a message arrives, and the event at whose end the queue began in which it stood."""
+    """The arrival time of a message, and the event at whose end the queue that it waited in began."""
 
     time: float
     queue_began: Event
@@ -48,43 +48,43 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class StepEvents:
-    """What a `Timeline` is made of, and what is read off its events one by one."""
+    """The events of a step, and what can be read off them one by one: the base of `Timeline`."""
 
     name: str
     rows: tuple[tuple[Event, ...], ...]  # rank -> its events, in order
     message_costs: tuple[MessageCost, ...] = ()  # stage s -> what a message between s and s+1 costs; empty when measured
-    activation_sizes: tuple[ActivationSize, ...] = ()  # stage -> what its activations take; empty: one each
+    activation_sizes: tuple[ActivationSize, ...] = ()  # stage -> the size of its activations; empty: one each
     overlaps: frozenset[OverlappedPair] = frozenset()  # actions that ran as one pair
     skips: Mapping[Skip, MessageCost] = field(default_factory=dict)  # what a message of each skip costs
-    memory_unit: str = ""  # "bytes", or "" where it is activations or whatever the sizes were in
-    between_steps: tuple[float, ...] = ()  # rank -> time since its step before: optimizer, next batch; empty where not measured
+    memory_unit: str = ""  # "bytes", or "" for activations or the unit of the sizes
+    between_steps: tuple[float, ...] = ()  # rank -> time since its last step: optimizer, next batch; empty: not measured
     averaging: tuple[float, ...] = ()  # rank -> time after its last action until gradients were averaged; empty: no replicas
-    microbatch_factors: tuple[float, ...] = ()  # microbatch -> how many times its messages and activations cost; empty: once
+    microbatch_factors: tuple[float, ...] = ()  # microbatch -> multiplier of its messages and activations; empty: 1
     message_bytes: float = 0.0  # of the largest message; 0: unknown
     pairs_send_together: bool = False  # the engine hands over what both of an overlapped pair made once both have run
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """All events, rank by rank, each rank's in the order it ran them."""
+        """The events of all ranks, rank by rank, each rank's in the order it ran them."""
         return tuple(event for row in self.rows for event in row)
 
     @property
     def ranks(self) -> int:
-        """P, the number of ranks."""
+        """The number of ranks, P."""
         return len(self.rows)
 
     @cached_property
     def num_stages(self) -> int:
-        """S, the number of stages that ran something."""
+        """The number of stages that ran something, S."""
         return 1 + max((event.action.stage for event in self.events), default=-1)
 
     @cached_property
     def slices(self) -> int:
-        """K, the number of slices of a microbatch."""
+        """The number of slices of a microbatch, K."""
         return 1 + max((event.action.slice for event in self.events), default=0)
 
     def cells(self, rank: int) -> Iterator[tuple[Event, ...]]:
-        """The events of `rank` in order, one at a time or as the two of an overlapped pair."""
+        """Yield the events of `rank` in order, one at a time or as the two of an overlapped pair."""
         row, firsts = iter(self.rows[rank]), self._first_actions_of_pairs
         for event in row:
             yield (event, next(row)) if event.action in firsts else (event,)
@@ -94,13 +94,13 @@ class StepEvents:
         return frozenset(first for first, _ in self.overlaps)
 
     def needed_events(self, event: Event) -> Iterator[Event]:
-        """The events that `event` could not start before."""
+        """Yield the events that must end before `event` starts."""
         at = self._at
         for options in dependencies(event.action, self.num_stages, self.skips, self.slices):
             yield from [at[action] for action in options if action in at]
 
     def last_remote_need(self, cell: Iterable[Event]) -> Event | None:
-        """Of all that an action or a pair needs from other ranks, what ended last; None if it needs nothing from there."""
+        """Return the event to end last of those that `cell` needs from other ranks; None if it needs none."""
         elsewhere = (needed for event in cell for needed in self.needed_events(event) if needed.rank != event.rank)
         return max(elsewhere, key=lambda event: event.end, default=None)
 
@@ -110,7 +110,7 @@ class StepEvents:
 
     @cached_property
     def arrivals(self) -> dict[tuple[Action, int], Arrival]:
-        """For what every action sends to each stage on another rank, when that arrives at the costs of messages."""
+        """The arrival of every message to another rank, by (action, receiving stage), at the costs of messages."""
         home = {event.action.stage: event.rank for event in self.events}
         goes = receiving_stages(self.num_stages, [skip for skip in self.skips if skip[1] < self.num_stages])
         channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
@@ -131,22 +131,22 @@ class StepEvents:
         return arrivals
 
     def _message_cost_between(self, low: int, high: int) -> MessageCost:
-        """What a message between two stages costs; nothing where that is not known."""
+        """Return the cost of a message between two stages; nothing if it is not known."""
         return self.skips[low, high] if high > low + 1 else self.message_costs[low] if self.message_costs else MessageCost()
 
     @cached_property
     def start(self) -> float:
-        """When the first action of any rank starts."""
+        """The time at which the first action of any rank starts."""
         return min((row[0].start for row in self.rows if row), default=0.0)
 
     @cached_property
     def end(self) -> float:
-        """When the last action of any rank ends."""
+        """The time at which the last action of any rank ends."""
         return max((row[-1].end for row in self.rows if row), default=0.0)
 
     @property
     def makespan(self) -> float:
-        """Last end - first start over all ranks: the time of a step that ends in an ordinary optimizer step."""
+        """The last end - first start over all ranks: the time of a step that ends in an ordinary optimizer step."""
         return self.end - self.start
 
     @cached_property
@@ -156,12 +156,12 @@ class StepEvents:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """For every rank, the time it spent in actions; that of a pair counts once."""
+        """The time that every rank spent in actions; that of a pair counts once."""
         return tuple(map(_busy, self.rows))
 
 
 def _busy(row: Sequence[Event]) -> float:
-    """The time for which at least one event of `row` ran."""
+    """Return the time for which at least one event of `row` ran."""
     busy, free = 0.0, float("-inf")
     for _, _, start, end, _ in row:
         busy += max(0.0, end - max(start, free))

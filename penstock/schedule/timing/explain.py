@@ -1,7 +1,7 @@
-"""A measured step in words: where its time went, which rank holds it up, and what would make it shorter.
+"""The explanation of a measured step: where its time went, which rank slows it down, and what would make it shorter.
 
-Every `what if` is the simulator's answer for the costs that were measured, set against its answer for the table that ran, so
-that what the simulator does not know cancels out. The verdict also says how far it is from the measured step.
+Every suggestion compares the simulator's prediction at the measured costs with its prediction for the table that ran, so
+that what the simulator does not know cancels out. The explanation also says how far the latter is from the measured step.
 """
 
 from collections import defaultdict
@@ -30,20 +30,20 @@ from penstock.schedule.timing.replay import replay
 from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.transform import with_full_backwards
 
-STRAGGLER_SHARE = 0.05  # of its planned time: what a rank may be slower by without being named
-SLOW_MESSAGE_SHARE = 0.25  # of the usual forward's time: what a message may take without being named
-MIN_TOLD_BYTES = 1_000_000  # of a message; the speed of a smaller one is its latency
-SLOW_LINK_FACTOR = 2  # times the usual message between other ranks: above it a link is slow
+STRAGGLER_SHARE = 0.05  # of a rank's planned time: a rank that is slower by less is not named
+SLOW_MESSAGE_SHARE = 0.25  # of the usual forward's time: a message that takes less is not named
+MIN_TOLD_BYTES = 1_000_000  # of a message; the speed of a smaller one says little but latency
+SLOW_LINK_FACTOR = 2  # times the usual message between other ranks: a link above this is slow
 
 
 def explain(timeline: Timeline, measurement: Measurement | None = None) -> Explanation:
-    """Explain a measured step of training: `print` what comes back.
+    """Return the explanation of a measured training step; `print` it.
 
     `timeline`: of the step; its times are in seconds.
     `measurement`: the costs, by default `Measurement.from_timelines(timeline)`, which expects every
     stage to take the same; it can be given the layers of each stage, and more steps.
 
-    Raises ScheduleError where a stage ran no forward or no backward.
+    Raises ScheduleError if a stage ran no forward or no backward.
     """
     costs = measurement or Measurement.from_timelines(timeline)
     step_costs = Measurement.from_timelines(timeline, layers=costs.layers) if costs.num_steps > 1 else costs
@@ -84,7 +84,7 @@ class MeasuredTimeline(Timeline):
     """The timeline of a step that ran."""
 
     def explain(self, measurement: Measurement | None = None) -> Explanation:
-        """The step in words: where its time went, which rank holds it up, what would make it shorter. `print` it.
+        """Return where the step's time went, which rank slows it down, and what would make it shorter; `print` it.
 
         `measurement`, and what is raised: as in `penstock.schedule.explain`.
         """
@@ -92,10 +92,10 @@ class MeasuredTimeline(Timeline):
 
 
 def time_shares(timeline: Timeline, measured: Measurement) -> dict[str, float]:
-    """The share of (ranks x makespan) that each kind of action, each cause of idle time and the engine took; they add up to 1.
+    """Return the share of (ranks x makespan) of each kind of action, each cause of idle time and the engine; they sum to 1.
 
-    Idle time between two actions is the engine's where the second had all it needs when the first ended; else it is what
-    `penstock.schedule.timing.causes` says.
+    Idle time between two actions is the engine's if the second had all its inputs when the first ended. Otherwise its cause is
+    that of `penstock.schedule.timing.causes`.
     """
     seconds = dict.fromkeys([*(kind.value for kind in Kind), *(cause.value for cause in Cause), ENGINE], 0.0)
     engine = {
@@ -112,17 +112,17 @@ def time_shares(timeline: Timeline, measured: Measurement) -> dict[str, float]:
 
 
 def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:
-    """For every rank, the most its activations take at once; nothing if that is not known in bytes."""
+    """Return the peak bytes of activations on every rank; empty if they are not known in bytes."""
     return timeline.peak_memory if timeline.memory_unit == "bytes" else ()
 
 
-# ---- what holds the step up
+# ---- what slows the step down
 
 
 def _worst_straggler(measurement: Measurement, step_measurement: Measurement) -> Straggler | None:
     """Return the rank that takes longest against its share, of those slow in all steps and in `step_measurement`.
 
-    Else a rank could be named that has no time to give in the step that the reader sees.
+    Otherwise a rank could be named that would save no time in the step that the reader sees.
     """
     slow_in_step = {straggler.rank for straggler in _stragglers(step_measurement)}
     slow = [straggler for straggler in _stragglers(measurement) if straggler.rank in slow_in_step]
@@ -130,7 +130,7 @@ def _worst_straggler(measurement: Measurement, step_measurement: Measurement) ->
 
 
 def _stragglers(measurement: Measurement) -> list[Straggler]:
-    """Return the ranks that take notably longer than their share, and whose share would make the step notably shorter."""
+    """Return the ranks that take notably longer than their share and make the step notably longer."""
     table = measurement.schedule
     predicted_step = measurement.predict(table).makespan
     stragglers = [_compare_with_share(measurement, rank, predicted_step) for rank in range(table.ranks) if table.actions[rank]]
@@ -138,7 +138,7 @@ def _stragglers(measurement: Measurement) -> list[Straggler]:
 
 
 def _compare_with_share(measurement: Measurement, rank: int, predicted_step: float) -> Straggler | None:
-    """How `rank` compares with the others, stage for stage by the layers they have; None if it is not slower."""
+    """Return how `rank` compares with the others, stage for stage by their layers; None if it is not slower."""
     table, own_stages, layers = measurement.schedule, measurement.schedule.stages_of(rank), measurement.layers
     other_stages = [stage for stage in range(table.num_stages) if stage not in own_stages]
     if not other_stages or not own_stages:
@@ -165,7 +165,7 @@ def _compare_with_share(measurement: Measurement, rank: int, predicted_step: flo
 
 
 def _faster_messages(timeline: Timeline, measurement: Measurement) -> Iterator[Improvement]:
-    """Yield the usual speed for the slowest link between two ranks, else messages without cost, if notably faster."""
+    """Yield the step with a slow link at the usual speed, or else with messages that cost nothing, if notably faster."""
     waits = [(gap, gap.needed) for gap in find_gaps(timeline) if gap.idle_when_input_computed and gap.needed]
     seconds_by_link = defaultdict[tuple[int, int], list[float]](list)
     for gap, needed in waits:
@@ -193,7 +193,7 @@ def _faster_messages(timeline: Timeline, measurement: Measurement) -> Iterator[I
 
 
 def _ascending_order(measurement: Measurement, predicted_step: float) -> Iterator[Improvement]:
-    """Yield microbatches in ascending order on all ranks, if notably faster; the first rank that has another is named."""
+    """Yield the step with ascending microbatches on all ranks, if notably faster; name the first rank with another order."""
     table = measurement.schedule
     rows = []
     for row in table.actions:
@@ -212,7 +212,7 @@ def _ascending_order(measurement: Measurement, predicted_step: float) -> Iterato
 
 
 def _planned_order(measurement: Measurement, predicted_step: float) -> Iterator[Improvement]:
-    """Yield microbatches of unlike sizes in the order that would be planned for them, if notably faster."""
+    """Yield the step with microbatches of unequal sizes in their planned order, if notably faster."""
     if factors := measurement.microbatch_factors:
         from penstock.schedule.microbatch_order import plan_order  # imports numpy, which a page in the browser does not have
 
@@ -228,12 +228,12 @@ def _planned_order(measurement: Measurement, predicted_step: float) -> Iterator[
 
 
 def _max_microbatches_in_flight(table: Schedule, timeline: Timeline) -> float:
-    """Microbatches in flight on the fullest rank; an activation of one of its V stages is a V-th."""
+    """Return the microbatches in flight on the fullest rank; an activation of one of its V stages counts 1/V."""
     return max(timeline.peak_in_flight) * table.ranks / table.num_stages
 
 
 def _catalog_alternatives(measurement: Measurement) -> Iterator[Alternative]:
-    """The other schedules of the catalog at this P and M, of V stages a rank or as many as they are made for."""
+    """Yield the other schedules of the catalog at this P and M, with their default V and with that of the table."""
     table = measurement.schedule
     for name in names():
         for stages_per_rank in dict.fromkeys([FAMILIES[name].stages_per_rank, table.num_stages // table.ranks]):
@@ -243,14 +243,14 @@ def _catalog_alternatives(measurement: Measurement) -> Iterator[Alternative]:
 
 
 def _best_alternative(alternatives: Sequence[Alternative]) -> Alternative | None:
-    """The fastest; of those about as fast the one that holds the least."""
+    """Return the fastest; of those about as fast, the one that holds the least."""
     fastest = min((alternative.step_seconds for alternative in alternatives), default=0.0)
     near = [alternative for alternative in alternatives if alternative.step_seconds <= (1 + NOTABLE_SHARE) * fastest]
     return min(near, key=lambda alternative: (alternative.microbatches_held, alternative.step_seconds), default=None)
 
 
 def _doubled_microbatches_alternative(measurement: Measurement) -> Alternative | None:
-    """The same schedule with twice the microbatches; None for a table that is not the catalog's."""
+    """Return the same schedule with twice the microbatches; None if the table is not the catalog's."""
     table = measurement.schedule
     stages_per_rank = table.num_stages // table.ranks
     counts = (table.microbatches, 2 * table.microbatches)
@@ -272,7 +272,7 @@ def _alternative_with_schedule(measurement: Measurement, schedule: Schedule) -> 
 
 
 def _build_or_none(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule | None:
-    """A table of the catalog as the engine runs it; None if there is none of that size."""
+    """Return a table of the catalog as the engine runs it; None if there is none of that size."""
     if name not in FAMILIES:
         return None
     try:

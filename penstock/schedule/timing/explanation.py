@@ -11,23 +11,23 @@ from penstock.schedule.timing.timeline import Timeline
 
 ENGINE = "engine"  # the key of the engine's time among the shares
 NOTABLE_SHARE = 0.01  # of a step; a smaller gain is not suggested
-BLOCKED_SHARE = 0.5  # of what a slow rank costs: where its blocked collectives cost more, they are named alone
+BLOCKED_SHARE = 0.5  # of what a slow rank costs: if its blocked collectives cost more, only they are named
 FEW_MICROBATCHES_A_RANK = 2  # with fewer a step is mostly fill and drain
 
 
 class Improvement(NamedTuple):
-    """One sentence of the verdict on a step, with the step as it would be without what the sentence names."""
+    """A sentence of the verdict on a step, and the step predicted without what the sentence names."""
 
     kind: str  # "straggler", "cut", "message", "order", "microbatches" or "schedule"; others in the traces of other programs
     text: str
     gain: float  # share of the step that would be saved
     timeline: Timeline  # predicted
-    rank: int | None = None  # of a straggler
+    rank: int | None = None  # the rank that the sentence names
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank whose actions take longest against its share of the model."""
+    """The rank that is slowest against its share of the model."""
 
     rank: int
     extra_seconds_per_action: float  # on average, over what its share of the model would take
@@ -48,7 +48,7 @@ class Alternative:
 
     @property
     def step_seconds(self) -> float:
-        """Return the predicted seconds of a step."""
+        """The predicted seconds of a step."""
         return self.timeline.makespan
 
 
@@ -71,9 +71,9 @@ class Explanation:
     alternatives: tuple[Alternative, ...]  # all other schedules of the catalog for these ranks and microbatches
     fastest: Alternative | None  # the fastest of them, if notably faster than the table that ran
     fastest_in_same_memory: Alternative | None  # the fastest of those that hold no more, if it is not `fastest`
-    num_steps: int = 1  # whose medians the costs are
-    repairs: tuple[Improvement, ...] = ()  # faster messages and other orders of microbatches, as far as they are notably faster
-    findings: tuple[Improvement, ...] = ()  # what else is known to have made the step longer, from a trace of it
+    num_steps: int = 1  # steps whose medians are the costs
+    repairs: tuple[Improvement, ...] = ()  # faster messages, other orders of microbatches: the notably faster ones
+    findings: tuple[Improvement, ...] = ()  # other causes of a longer step, from a trace of it
 
     def __str__(self) -> str:
         """Return a few lines: per cent, milliseconds, and the names of the table."""
@@ -81,12 +81,12 @@ class Explanation:
 
     @property
     def even_stages_seconds(self) -> float:
-        """Return the predicted seconds of the step if all stages took equally long."""
+        """The predicted seconds of the step if all stages took equally long."""
         return self.even_stages_timeline.makespan
 
     @property
     def verdict(self) -> tuple[Improvement, ...]:
-        """Return what would make the step shorter, the largest gain first: what is wrong with it, then other schedules."""
+        """The suggestions that would make the step shorter, largest gain first: repairs of this step, then other schedules."""
         faults = [*_slow_rank_improvement(self), *_suggested_repairs(self), *self.findings]
         blocked = {finding.rank: finding.gain for finding in self.findings if finding.kind == "blocked"}
         slow = [fault for fault in faults if fault.kind == "straggler"]
@@ -100,18 +100,18 @@ class Explanation:
 
     @property
     def verdict_text(self) -> str:
-        """Return the verdict in one line, as the terminal and the page show it."""
+        """The verdict in one line, as the terminal and the page show it."""
         sentences = "; ".join(improvement.text for improvement in self.verdict) or NOTHING_TO_GAIN
         return f"{sentences} ({self.verdict_basis})" if self.verdict_basis else sentences
 
     @property
     def verdict_basis(self) -> str:
-        """Return which steps the verdict speaks of, if it is not only the one that is shown."""
+        """The steps that the verdict speaks of, as text; empty if it is only the one that is shown."""
         return f"at the medians of {self.num_steps} steps" if self.num_steps > 1 else ""
 
     @property
     def alternative_texts(self) -> dict[str, str]:
-        """Return a line for each other schedule of the catalog, by name; for its faster cut if there are two."""
+        """The line of each other schedule of the catalog, by name; of the faster if there are two with different V."""
         slowest_first = sorted(self.alternatives, key=lambda alternative: -alternative.step_seconds)
         return {alternative.schedule.name: _alternative_text(alternative, self) for alternative in slowest_first}
 
@@ -130,7 +130,7 @@ def _slow_rank_improvement(explanation: Explanation) -> Iterator[Improvement]:
 
 
 def _suggested_repairs(explanation: Explanation) -> Iterator[Improvement]:
-    """Yield another cut, faster messages, another order, more microbatches, where each is notably faster."""
+    """Yield another cut, faster messages, another order, more microbatches, each if notably faster."""
     if explanation.even_stages_seconds < (1 - NOTABLE_SHARE) * explanation.predicted_step:
         yield improvement("cut", "another cut", explanation.even_stages_timeline, explanation.predicted_step)
     yield from explanation.repairs
@@ -145,7 +145,7 @@ def _suggested_repairs(explanation: Explanation) -> Iterator[Improvement]:
 
 
 def _suggested_schedules(explanation: Explanation) -> Iterator[Improvement]:
-    """Yield other schedules, as far as each makes the step notably shorter."""
+    """Yield other schedules, each if it makes the step notably shorter."""
     for alternative, memory_note in ((explanation.fastest, " but more memory"), (explanation.fastest_in_same_memory, "")):
         if alternative:
             note = memory_note if alternative.microbatches_held > explanation.microbatches_held else ""

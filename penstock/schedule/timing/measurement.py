@@ -1,8 +1,8 @@
-"""What the actions of a measured step cost, and what any other step takes at these costs.
+"""The costs of a measured step's actions, and predictions for other tables at these costs.
 
-A rank that ends an action sends what it made, takes what it needs, and starts the next: that is the engine's time between two
-actions, which `Costs` has no word for. It is folded into the cost of the action before it, and is the first part of a
-message's way: `simulate` then delays the rank and its messages alike. What a message takes beyond that is `send`.
+After an action a rank sends its result, takes its next input, and starts the next action. This is the engine's time, for
+which `Costs` has no field. It is added to the cost of the action before it, and is also the first part of a message's
+time, so `simulate` delays the rank and its messages alike. The rest of a message's time is `send`.
 """
 
 from collections import defaultdict
@@ -22,41 +22,39 @@ from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.transform import with_full_backwards
 
 Times = dict[Kind, tuple[float, ...]]  # kind -> seconds, of every stage
-Samples = dict[object, list[float]]  # what was measured -> seconds, each time it was seen
-UNLIKE_SIZES = 1.5  # times the time of the smallest microbatch: with less, all count as equal
-AGREEMENT = 0.2  # of its factor: what an action of a larger microbatch may deviate by
+Samples = dict[object, list[float]]  # what was measured -> the seconds of each sample
+UNLIKE_SIZES = 1.5  # times the smallest microbatch's time: if all take less, they count as equal
+AGREEMENT = 0.2  # of its factor: the most by which an action of a microbatch may deviate
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured of a cut model on its ranks: `Measurement.from_timelines(timeline)`. Times in seconds."""
+    """The measured costs of a partitioned model on its ranks: `Measurement.from_timelines(timeline)`. Times are in seconds."""
 
     schedule: Schedule  # the table that ran
     seconds: Times  # of an action
-    engine_seconds: Times  # of the engine, from the end of that action to the start of the next, if that waits for nothing
+    engine_seconds: Times  # of the engine, from the end of that action to the start of a next one that need not wait
     message_seconds: tuple[float, ...]  # of a message beyond that, over each border between two stages
-    layers: tuple[float, ...] = ()  # how much of the model each stage has, in layers or any unit
-    activation_sizes: tuple[
-        ActivationSize, ...
-    ] = ()  # what an activation of each stage takes, in bytes; empty if that was not measured
-    num_steps: int = 1  # that it was measured in
-    microbatch_factors: tuple[float, ...] = ()  # how many times the mean each microbatch of the last one took; empty: once
+    layers: tuple[float, ...] = ()  # the size of each stage, in layers or any unit
+    activation_sizes: tuple[ActivationSize, ...] = ()  # of each stage, in bytes; empty: not measured
+    num_steps: int = 1  # that were measured
+    microbatch_factors: tuple[float, ...] = ()  # each microbatch's time in the last step, in means; empty: equal
     pairs_send_together: bool = False  # the engine hands over what both of an overlapped pair made once both have run
 
     @property
     def assumes_equal_halves(self) -> bool:
-        """Whether no I and no W was measured, so that each counts as half of B."""
+        """Return whether no I and no W was measured, so that each counts as half of B."""
         return not any(action.kind is Kind.W for row in self.schedule.actions for action in row)
 
     @classmethod
     def from_timelines(cls, *timelines: Timeline, layers: Sequence[float] = ()) -> "Measurement":
-        """From one step or several of the same table. `layers`: of each stage, by default the same.
+        """Return the costs of one or several steps of the same table. `layers`: of each stage, by default equal.
 
-        An action of a stage costs the median over its microbatches and steps; W the mean, since the last of several may have
-        done the work of all. Where a stage never ran a kind, B is I and W together, and I is the share of B that it is on the
-        other stages, or half if no stage ran one. A message is seen where its receiver was idle when it was sent; over a
-        border where none was, it takes what is usual.
-        Raises ScheduleError for timelines of different tables, and where a stage ran no forward or no backward.
+        An action of a stage costs the median over its microbatches and steps. W costs the mean, since the last of several
+        may have done the work of all. Where a stage never ran B, B is I + W. Where it never ran I and W, I is its share of B
+        on other stages, or half if no stage ran it. A message's time is known if its receiver was idle when it was sent; a
+        border without any gets the usual time.
+        Raises ScheduleError for timelines of different tables, and if a stage ran no forward or no backward.
         """
         tables = [executed_table(timeline) for timeline in timelines]
         if not tables or any(table.actions != tables[0].actions for table in tables):
@@ -82,7 +80,7 @@ class Measurement:
 
     @property
     def costs(self) -> Costs:
-        """For `simulate`, of tables with the same stages. Each action contains the engine's time after it."""
+        """The costs for `simulate`, of tables with the same stages. Each action includes the engine's time after it."""
         forward, backward, inputs, weights = (
             tuple(map(sum, zip(self.seconds[kind], self.engine_seconds[kind], strict=True))) for kind in Kind
         )
@@ -92,11 +90,11 @@ class Measurement:
     def predict(self, schedule: Schedule, layers: Sequence[float] = ()) -> Timeline:
         """Predict when every action of `schedule` would run on these ranks, with as many rows in a microbatch.
 
-        Where microbatches were unlike, those of `schedule` are the same, in the same order; of more, again from the first on.
+        If microbatches were unequal, those of `schedule` are the same, in the same order; more repeat from the first on.
 
-        `layers`: how much of the model each of its stages has, in the unit of those measured; by default the same as measured
-        where there are as many stages, else even. As in the engine, pairs run one action after the other, and I and W as one
-        B where nothing is lost. With `pairs_send_together` both of a pair end together.
+        `layers`: the size of each of its stages, in the unit of those measured; by default as measured if there are as many
+        stages, else equal. As in the engine, pairs run one action after the other, and I and W as one B unless that delays
+        another rank. With `pairs_send_together` both of a pair end together.
         """
         table = with_full_backwards(schedule)
         if not self.pairs_send_together:
@@ -123,21 +121,21 @@ class Measurement:
             rows=tuple(map(tuple, rows)),
             message_costs=tuple(borders),
             memory_unit=unit,
-            microbatch_factors=(),  # bytes were measured of one microbatch, whichever that was
+            microbatch_factors=(),  # the bytes are of one microbatch, and it is not known which
         )
 
     def idle_before_arrival(self, gap: "Gap") -> bool:
-        """Whether the rank was idle before its message came; else the engine alone took the time."""
+        """Return whether the rank was idle before its message came; else the engine alone took the time."""
         low, high = gap.border
         return gap.idle_before_arrival(
             self.message_seconds[low] + _time_after(self.engine_seconds, gap.needed) if high == low + 1 else 0.0
         )
 
     def recut(self, stages: int, layers: Sequence[float] = ()) -> "Measurement":
-        """Return the costs of the same model in `stages` stages: every layer takes along its part of what its stage took.
+        """Return the costs of the same model in `stages` stages: every layer takes along its share of its stage's time.
 
-        What a stage took for another reason, a slow rank or the loss, moves with its layers too, and so does memory. Where the
-        number of stages differs, the engine's time and that of a message are what is usual.
+        Time with another cause, a slow rank or the loss, moves with the layers too, and so does memory. If the number of stages
+        differs, the engine's time and that of a message are the medians.
         """
         keeps_stages = stages == self.schedule.num_stages
         layers = self.layers if keeps_stages and not layers else _checked_layers(layers, stages)
@@ -159,7 +157,7 @@ class Measurement:
 
 
 def executed_table(timeline: Timeline) -> Schedule:
-    """The table whose actions `timeline` has, under its name."""
+    """Return the table that `timeline` ran, under its name."""
     name = timeline.name.removesuffix(", measured").removesuffix(", predicted")
     table = from_rows(name, [[event.action for event in row] for row in timeline.rows])
     return replace(table, overlaps=timeline.overlaps)
@@ -177,7 +175,7 @@ def _checked_layers(layers: Sequence[float], stages: int) -> tuple[float, ...]:
 
 
 def _spread_over_new_stages(times: Sequence[float], old: Sequence[float], new: Sequence[float]) -> tuple[float, ...]:
-    """What each of the `new` stages takes if each of the `old` takes `times`, spread evenly over its part of the model."""
+    """Return the times of the `new` stages, given `times` of the `old`, each spread evenly over its part of the model."""
     ends = [0.0, *(end / sum(old) for end in accumulate(old))]
     cuts = [0.0, *(end / sum(new) for end in accumulate(new))]
     spans = list(zip(pairwise(ends), times, strict=True))
@@ -191,26 +189,26 @@ def _spread_over_new_stages(times: Sequence[float], old: Sequence[float], new: S
 
 
 class Gap(NamedTuple):
-    """From the end of what a rank ran `before` to the start of what it ran `after`."""
+    """The time between two actions of a rank: from the end of `before` to the start of `after`."""
 
     before: Event | None  # None: `after` is the first of its rank
     after: Event
-    needed: Event | None  # of all that `after` needs from other ranks, what ended last
+    needed: Event | None  # the last to end of those that `after` needs from other ranks
 
     @property
     def border(self) -> Skip:
-        """The two stages between which the message went that was needed last; the same stage twice if none was."""
+        """The two stages of the message that was needed last; the same stage twice if none was."""
         stage, source_stage = self.after.action.stage, (self.needed or self.after).action.stage
         return min(stage, source_stage), max(stage, source_stage)
 
     @property
     def idle_when_input_computed(self) -> bool:
-        """Whether the rank was idle already when what it needed was computed."""
+        """Return whether the rank was already idle when its last input was computed."""
         return self.needed is not None and (self.before is None or self.needed.end >= self.before.end)
 
     @property
     def message_seconds(self) -> float:
-        """Seconds from the end of what was needed to the start of what needed it."""
+        """The seconds from the end of the action that made the last input to the start of `after`."""
         return self.after.start - self.needed.end if self.needed else 0.0
 
     def idle_before_arrival(self, latency_seconds: float) -> bool:
@@ -230,14 +228,14 @@ def find_gaps(timeline: Timeline) -> Iterator[Gap]:
 
 
 def microbatch_factors(timeline: Timeline) -> tuple[float, ...]:
-    """Return how many times the mean each microbatch takes, if they are unlike in size; else nothing.
+    """Return each microbatch's time as a multiple of the mean, if they are unequal in size; else nothing.
 
-    That is the median over its forwards and backwards, each against the mean of its kind and stage. One that is slow on a
-    single rank is not larger: most actions of each microbatch must agree.
+    It is the median over its forwards and backwards, each relative to the mean of its kind and stage. A microbatch that is
+    slow on a single rank is not larger: most actions of each microbatch must agree.
     """
     times: dict[tuple[Kind, int], list[tuple[int, float]]] = defaultdict(list)
     for event, duration in _durations(timeline):
-        if event.action.kind is not Kind.W:  # several may be one product
+        if event.action.kind is not Kind.W:  # one W may do the work of several
             times[event.action[:2]].append((event.action.microbatch, duration))
     ratios: dict[int, list[float]] = defaultdict(list)
     for samples in times.values():
@@ -253,13 +251,13 @@ def microbatch_factors(timeline: Timeline) -> tuple[float, ...]:
 
 
 def _durations(timeline: Timeline) -> Iterator[tuple[Event, float]]:
-    """Yield every event with its time; the two of a pair share theirs."""
+    """Yield every event with its seconds; each of a pair has half of theirs."""
     for cell in (cell for rank in range(timeline.ranks) for cell in timeline.cells(rank)):
         yield from ((event, (event.end - event.start) / len(cell)) for event in cell)
 
 
 def _action_seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
-    """What every action costs, on every stage."""
+    """Return the seconds of every kind of action on every stage. Raises ScheduleError if one ran no forward or backward."""
     samples: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for timeline in timelines:
         factors = microbatch_factors(timeline) or (1.0,) * table.microbatches
@@ -304,7 +302,7 @@ def engine_and_message_seconds(*timelines: Timeline) -> tuple[Times, tuple[float
 
 
 def _median_by_border(samples: Iterable[tuple[Gap, float]], table: Schedule) -> dict[Skip, float]:
-    """Return the median over each border of two stages, at least 0; without samples, of the two ranks, or of all."""
+    """Return the median over each border of two stages, at least 0; without samples, of its two ranks, or of all."""
     samples_by_key: Samples = defaultdict(list)
     for gap, seconds in samples:
         for key in (gap.border, _ranks_at(gap.border, table), None):
@@ -314,10 +312,10 @@ def _median_by_border(samples: Iterable[tuple[Gap, float]], table: Schedule) -> 
 
 
 def _first_median(samples: Samples, *keys: object) -> float:
-    """The median under the first of `keys` that has any samples; 0 if none has."""
+    """Return the median of the first of `keys` that has samples; 0 if none has."""
     return next((median(samples[key]) for key in keys if key in samples), 0.0)
 
 
 def _ranks_at(border: Skip, table: Schedule) -> frozenset[int]:
-    """The ranks on the two sides of `border`."""
+    """Return the ranks on the two sides of `border`."""
     return frozenset(table.placement[stage] for stage in border)

@@ -1,4 +1,4 @@
-"""A measured step as it would have run had some of its actions or messages taken less."""
+"""A measured step as it would have run with shorter actions or faster messages."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,10 +11,10 @@ from penstock.schedule.timing.timeline import Timeline
 def replay(
     timeline: Timeline, saved_in_actions: Mapping[Action, float], saved_before_actions: Mapping[Action, float] | None = None
 ) -> Timeline:
-    """Return `timeline` with the same order of actions on every rank, and everything as early as what it waited for allows.
+    """Return `timeline` with the same order of actions on every rank, each as early as its dependencies allow.
 
-    `saved_in_actions`: seconds by which actions are shorter.
-    `saved_before_actions`: seconds by which messages are faster that the rank of the action was idle for.
+    `saved_in_actions`: seconds by which each action is shorter.
+    `saved_before_actions`: seconds by which the message that an idle rank awaited before each action is faster.
     """
     saved_before_actions = saved_before_actions or {}
     previous = {event.action: earlier for row in timeline.rows for earlier, event in zip((None, *row), row, strict=False)}

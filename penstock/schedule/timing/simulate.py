@@ -1,4 +1,4 @@
-"""The simulator: what every action costs -> when every action runs."""
+"""The simulator: from the costs of actions to the times at which they run."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,25 +29,25 @@ ActionCost = float | Sequence[float | Sequence[float]]  # the same; a stage may 
 
 @dataclass(frozen=True)
 class Costs:
-    """What actions, messages and activations cost: a number for all stages, or a sequence with one for each stage.
+    """The costs of actions, messages and activations: a number for all stages, or a sequence with one for each stage.
 
-    Times are in any one unit. A full backward `B` costs `backward_input` + `backward_weight`, unless `backward` says what it
-    takes. A pair of overlapping actions costs both less `overlap`, the share (0 to 1) of the shorter one that the longer hides.
-    In place of a stage's number, these four may have a sequence with one for each microbatch.
+    Times are in any one unit. A full backward `B` costs `backward_input` + `backward_weight`, unless `backward` gives its
+    cost. A pair of overlapping actions costs both less `overlap`, the share (0 to 1) of the shorter one that the longer hides.
+    For `forward` and the three backwards, a stage may have a sequence with one cost for each microbatch.
 
     A message between two ranks occupies its channel for `size` / `bandwidth` and then travels for `send`. There is one
     channel for each ordered pair of ranks: first in, first out, in the order of the sender's table. These three are a number
     for all borders between stages, or a sequence with one for each; border s lies between stage s and s+1, and one inside a
-    rank costs nothing. `size` is in bytes, `bandwidth` in bytes per unit of time. `skips` has the bytes of what goes from a
-    stage straight to a later one, past those in between, at the latency and bandwidth of the border where it starts.
+    rank costs nothing. `size` is in bytes, `bandwidth` in bytes per unit of time. `skips` maps each skip connection (stage,
+    later stage) to the bytes of its message, which has the latency and bandwidth of the border where it starts.
 
     An activation takes `act` from the start of its forward to the end of its backward, in bytes or any unit. Of a backward
-    in halves, I lets go all but `keep`, which W still needs (None: all of `act`).
+    in halves, I frees all but `keep`, which W still needs (None: all of `act`).
 
-    Microbatches of unequal shapes: `microbatch_factors` has a number for each, and its actions, the bytes of its messages and
-    its activations cost that many times as much; not the actions of a stage that has a number for each microbatch.
+    For microbatches of unequal shapes, `microbatch_factors` has a number for each: a multiplier of its actions, the bytes of
+    its messages and its activations, but not of actions whose stage has a cost for each microbatch.
     All costs are of a whole microbatch: each of K slices costs 1/K of them.
-    Later slices attend to more tokens: `slice_factors` has a number for each slice, how many times 1/K its actions take.
+    Later slices attend to more tokens: `slice_factors` has a number for each slice, a multiplier of that 1/K for its actions.
     """
 
     forward: ActionCost = 1
@@ -65,26 +65,26 @@ class Costs:
     slice_factors: Sequence[float] = field(default_factory=list)
 
     def factors_by_slice(self, slices: int) -> list[float]:
-        """Return how many times an equal share the actions of each slice take. Raise ScheduleError as for microbatches."""
+        """Return a multiplier of an equal share for the actions of each slice. Raises ScheduleError as for microbatches."""
         return _checked_costs("slice_factors", self.slice_factors or 1.0, slices, "slice", "a number")
 
     def factors_by_microbatch(self, microbatches: int) -> list[float]:
-        """Return how many times as much each microbatch costs. Raise ScheduleError unless there is one number for each."""
+        """Return the cost multiplier of each microbatch. Raises ScheduleError unless there is one number for each."""
         return _checked_costs("microbatch_factors", self.microbatch_factors or 1.0, microbatches, "microbatch", "a number")
 
     @property
     def is_ragged(self) -> bool:
-        """Whether microbatches cost unlike."""
+        """Return whether microbatches differ in cost."""
         costs = [self.forward, self.backward_input, self.backward_weight, self.backward]
         of_stages = [stage_cost for cost in costs if isinstance(cost, Iterable) for stage_cost in cost]
         by_microbatch = [self.microbatch_factors, *(cost for cost in of_stages if isinstance(cost, Iterable))]
         return any(len({*values}) > 1 for values in by_microbatch)
 
     def action_costs(self, stages: int) -> dict[Kind, list[float]]:
-        """Kind -> cost of every stage; the mean, where it has one for each microbatch.
+        """Return kind -> cost on every stage; the mean, if a stage has one for each microbatch.
 
-        Raises ScheduleError if a sequence does not have one cost for each stage, a cost is negative or no finite number, or
-        `overlap` is no share.
+        Raises ScheduleError if a sequence does not have one cost for each stage, a cost is negative or not finite, or
+        `overlap` is not between 0 and 1.
         """
         return {
             kind: [fmean(cost) if isinstance(cost, list) else cost for cost in costs]
@@ -92,7 +92,7 @@ class Costs:
         }
 
     def action_costs_by_microbatch(self, stages: int, microbatches: int) -> dict[Kind, list[list[float]]]:
-        """Kind -> stage -> cost of every microbatch. Raises ScheduleError as `action_costs` and `factors_by_microbatch`."""
+        """Return kind -> stage -> cost of every microbatch. Raises as `action_costs` and `factors_by_microbatch`."""
         factors = self.factors_by_microbatch(microbatches)
 
         def by_microbatch(kind: Kind, stage: int, cost: float | list[float]) -> list[float]:
@@ -111,7 +111,7 @@ class Costs:
         }
 
     def _action_costs(self, stages: int) -> dict[Kind, list[float | list[float]]]:
-        """Kind -> stage -> its cost, or one for each microbatch. Raises ScheduleError as `action_costs`."""
+        """Return kind -> stage -> its cost, or one for each microbatch. Raises ScheduleError as `action_costs`."""
         if not 0 <= self.overlap <= 1:
             raise ScheduleError(f"overlap is {self.overlap}: give the share of the shorter action that is hidden, 0 to 1")
         forward = _checked_action_costs("forward", self.forward, stages)
@@ -124,7 +124,7 @@ class Costs:
         return {Kind.F: forward, Kind.B: full, Kind.I: inputs, Kind.W: weights}
 
     def message_costs(self, stages: int) -> dict[tuple[int, int], MessageCost]:
-        """What a message costs over each border, from stage s to s+1, and then of each skip.
+        """Return the cost of a message over each border, from stage s to s+1, and then of each skip.
 
         Raises ScheduleError for a cost or a skip that the table cannot have.
         """
@@ -141,7 +141,7 @@ class Costs:
         return {(start, end): MessageCost(size / bandwidths[start], sends[start]) for (start, end), size in ways}
 
     def activation_sizes(self, stages: int) -> tuple[ActivationSize, ...]:
-        """What an activation of every stage takes. Raises ScheduleError as `table` does."""
+        """Return the size of an activation of every stage. Raises ScheduleError if a size is negative or one is missing."""
         acts = _checked_costs("act", self.act, stages, description="an amount of memory")
         keeps = acts if self.keep is None else _checked_costs("keep", self.keep, stages, description="an amount of memory")
         return tuple(map(ActivationSize, acts, keeps))
@@ -169,7 +169,7 @@ def _checked_action_costs(name: str, cost: ActionCost, stages: int) -> list[floa
 
 
 def _add_costs(first: float | list[float], second: float | list[float]) -> float | list[float]:
-    """Return the sum of two costs, of which each is a number, or one for each microbatch."""
+    """Return the sum of two costs, each of them a number, or one for each microbatch."""
     if not isinstance(first, list):
         return [first + cost for cost in second] if isinstance(second, list) else first + second
     if not isinstance(second, list):
@@ -187,15 +187,15 @@ def _expand_cost(name: str, cost: Cost, count: int, unit: str) -> list[float]:
 
 
 def simulate(schedule: Table, costs: Costs = Costs()) -> Timeline:
-    """When every action of `schedule` runs: once its rank is free and what it depends on has ended (and has arrived).
+    """Return when every action of `schedule` runs: as soon as its rank is free and its inputs have arrived.
 
     A pair of overlapping actions starts when that holds for both, and both end together.
 
-    `costs`: what actions, messages and activations cost; by default F, I and W take 1 and a message nothing. The timeline is
+    `costs`: of actions, messages and activations; by default F, I and W take 1 and a message nothing. The timeline is
     in their units and begins at 0.
 
-    Raises ScheduleError when actions wait for each other in a circle, for an action that is not in the table or stands on
-    the wrong rank, and for costs that are none.
+    Raises ScheduleError if actions wait for each other in a circle, for an action that is out of range or on the wrong
+    rank, and for invalid costs.
 
         timeline = simulate(build("1f1b", ranks=4, microbatches=8), Costs(forward=1, backward_input=1, backward_weight=1))
         timeline.makespan, timeline.bubble  # 33.0, 0.27..
@@ -208,7 +208,7 @@ def simulate(schedule: Table, costs: Costs = Costs()) -> Timeline:
 
 
 def simulate_until_deadlock(schedule: Table, costs: Costs = Costs()) -> Timeline:
-    """The same as far as it comes: of a table whose actions wait for each other in a circle, those that run before that.
+    """Return the timeline up to a deadlock: if actions wait for each other in a circle, the actions that run before that.
 
     Raises ScheduleError as `simulate`, but not for a circle.
     """
@@ -239,12 +239,12 @@ def _check_placement(schedule: Table) -> None:
                 raise ScheduleError(f"{schedule.name} cannot be timed: rank {rank} has {action} (see verify)")
 
 
-ReadyTimes = list[float | None]  # microbatch + M x slice -> when what an action needs is there; None while it is not
+ReadyTimes = list[float | None]  # microbatch + M x slice -> when an input of its action has arrived; None: not yet
 
 
 @dataclass(slots=True)
 class _MessageRoute:
-    """What the actions of one kind on one stage send to another rank."""
+    """The route of the messages of one kind of action on one stage to another rank."""
 
     times: ReadyTimes
     receiver: int
@@ -254,16 +254,16 @@ class _MessageRoute:
 
 @dataclass(slots=True)
 class _ActionWork:
-    """What the actions of one kind on one stage need, cost and leave behind."""
+    """The costs, inputs and outputs of one kind of action on one stage."""
 
     costs: list[float]  # by microbatch + M x slice
     needs: tuple[ReadyTimes, ...] = ()
-    leaves: tuple[ReadyTimes, ...] = ()  # for the same rank
+    leaves: tuple[ReadyTimes, ...] = ()  # outputs for the same rank
     sends: tuple[_MessageRoute, ...] = ()
 
 
 class _Simulation:
-    """Ranks that run their rows: each as far as it can, and again when what it waits for has come."""
+    """A simulation of all ranks: each runs its row as far as it can, and again when an input that it waits for has arrived."""
 
     def __init__(self, schedule: Table, costs: Costs) -> None:
         self.schedule, self.overlap = schedule, float(costs.overlap)
@@ -275,16 +275,16 @@ class _Simulation:
         self.ready_ranks = list(reversed(range(schedule.ranks)))
 
     def run_until_blocked(self) -> None:
-        """Run until nothing can run any more."""
+        """Run all ranks until each has finished or is blocked."""
         ranks = [self._run_rank(rank) for rank in range(self.schedule.ranks)]
         while self.ready_ranks:
-            rank = self.ready_ranks.pop()  # the one just woken: what it needs is in the processor's cache
+            rank = self.ready_ranks.pop()  # the rank just woken: its input is in the processor's cache
             self.awaited_times[rank] = next(ranks[rank], None)
 
     def _run_rank(self, rank: int) -> Iterator[ReadyTimes]:
-        """Run the row of `rank`; yields the times it waits for an entry of, whenever it cannot go on without.
+        """Run the row of `rank`. Whenever it is blocked, yield the times among which it waits for an entry.
 
-        The one loop that runs for every action, millions of times: hence no functions in it.
+        This loop runs for every action, millions of times, so it has no helper functions.
         """
         row, works, waits_for, free = self.rows[rank], self.action_works, self.awaited_times, 0.0
         microbatches, message_factors = self.schedule.microbatches, self.message_factors
@@ -321,7 +321,7 @@ class _Simulation:
 
 
 def _cells_in_slice_order(schedule: Table, rank: int) -> Iterator[Cell]:
-    """The cells of `rank` up to one whose slice of a microbatch needs another slice that the rank has not run before it."""
+    """Yield the cells of `rank` up to one whose slice needs another slice of its microbatch that has not run yet."""
     done_actions = set[Action]()
     for cell in schedule.cells(rank):
         for action in actions_of(cell):
@@ -333,7 +333,7 @@ def _cells_in_slice_order(schedule: Table, rank: int) -> Iterator[Cell]:
 
 
 def _work_by_kind_and_stage(schedule: Table, costs: Costs) -> dict[Kind, list[_ActionWork]]:
-    """Kind -> the work of every stage, with the times that connect them."""
+    """Return kind -> the work of every stage, connected by the times that they share."""
     home, stages, message_costs = schedule.placement, schedule.num_stages, costs.message_costs(schedule.num_stages)
     channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
     slice_shares = [factor / schedule.slices for factor in costs.factors_by_slice(schedule.slices)]
@@ -359,14 +359,14 @@ def _work_by_kind_and_stage(schedule: Table, costs: Costs) -> dict[Kind, list[_A
 
 
 def averaging_end_time(timeline: Timeline, seconds: Cost, *, overlapped: bool = True, shared: bool = False) -> float:
-    """When the gradients of all stages are averaged, in the unit and on the clock of `timeline`, a planned or measured step.
+    """Return when the gradients of all stages are averaged, in the unit and on the clock of `timeline`, planned or measured.
 
-    The gradients of a stage leave after its last backward, those of a rank's stages one after the other. `seconds` is what
+    The gradients of a stage leave after its last backward, those of a rank's stages one after the other. `seconds`: the time
     that takes alone, a number for all stages or one for each: over n replicas and a link of `bandwidth` bytes a second,
-    2 (n - 1) / n times the bytes of its gradients / bandwidth. `shared`: all ranks' gradients take one link, as where replicas
+    2 (n - 1) / n times the bytes of its gradients / bandwidth. `shared`: all ranks' gradients take one link, as if replicas
     are machines. Not `overlapped`: nothing leaves before the step has ended on all ranks.
 
-    Raise ScheduleError as `Costs.action_costs` does, and for a timeline without backwards.
+    Raises ScheduleError as `Costs.action_costs` does, and for a timeline without backwards.
     """
     complete_gradients: dict[int, tuple[int, float]] = {}  # stage -> its rank, and when its gradients are complete
     for event in timeline.events:

@@ -1,4 +1,4 @@
-"""The timeline: one record for what was planned and what was measured."""
+"""The timeline: one record for planned and measured steps."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -11,13 +11,13 @@ from penstock.schedule.timing.events import Event, StepEvents
 
 
 class Timeline(StepEvents):
-    """When every action of one step ran, or would run.
+    """The times at which every action of one step ran, or would run.
 
-    `idle_share` counts the time of all ranks, `bubble` that of the busiest one: they are the same where all have as much work.
+    `idle_share` counts the time of all ranks, `bubble` that of the busiest one: they are equal if all have as much work.
 
     Times are in the unit of the costs given to `simulate`, in seconds when measured. Memory is in the unit of `act` and
-    `keep`, else in activations; where it was weighed, in bytes. `work`, in both bubbles, is the busy time of the busiest rank:
-    M T when all stages cost the same. The actions of an overlapped pair start and end together, and their time counts once.
+    `keep`, by default in activations, and in bytes when measured. `work`, in both bubbles, is the busy time of the busiest
+    rank: M T when all stages cost the same. The actions of an overlapped pair start and end together; their time counts once.
     """
 
     @property
@@ -35,18 +35,18 @@ class Timeline(StepEvents):
 
     @property
     def idle_share(self) -> float:
-        """The share of (ranks x makespan) in which no action ran: what the causes add up to."""
+        """The share of (ranks x makespan) in which no action ran: the sum of `causes`."""
         total = self.ranks * self.makespan
         return 1 - sum(self.busy) / total if total else 0.0
 
     @cached_property
     def idle(self) -> tuple[tuple[Idle, ...], ...]:
-        """For every rank, when it was idle and for which cause, from the first start to the last end of any rank."""
+        """The idle periods of every rank with their causes, from the first start to the last end of any rank."""
         return tuple(tuple(idle_times(rank, self)) for rank in range(self.ranks))
 
     @cached_property
     def causes(self) -> dict[Cause, float]:
-        """The share of (ranks x makespan) each cause of idle time took: with the busy share they add up to 1.
+        """The share of (ranks x makespan) of each cause of idle time; with the busy share they add up to 1.
 
         The causes are `fill`, `imbalance`, `drain`, `communication` and `sending`, defined in `timing/causes.py`.
         """
@@ -57,28 +57,28 @@ class Timeline(StepEvents):
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:
-        """The chain of events, first to last, that made the step as long as it was: each is what the next waited for.
+        """The chain of events, first to last, that decides how long the step takes: each is what the next waited for.
 
-        Had one of them taken longer, the step would have taken as much longer. A pair is there with the action that the
-        next event waited for; a message that queued leads to the action whose message the queue began with. When measured,
-        where messages are not known, an event waited for what ended last.
+        If one of them had taken longer, the step would have taken as much longer. Of a pair, it has the action that the next
+        event waited for. A message that queued leads to the action whose message began the queue. When messages are not
+        known, as in a measured step, an event waited for what ended last.
         """
         return critical_path(self)
 
     @cached_property
     def peak_in_flight(self) -> tuple[float, ...]:
-        """For every rank, the most (stage, microbatch) activations in flight at once; a slice is its share of one."""
+        """The most (stage, microbatch) activations in flight at once on every rank; each of K slices counts 1/K."""
         return peaks_in_flight(map(self._actions, range(self.ranks)), self.slices)
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """For every rank, the most its activations took at once, in the unit of `act` and `keep`."""
+        """The peak memory of activations on every rank, in the unit of `act` and `keep`."""
         return tuple(max((memory for _, memory in self.memory_after_actions(rank)), default=0.0) for rank in range(self.ranks))
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
-        """The memory curve of `rank`: (time, what its activations take from then on) for every action that changes it.
+        """Return the memory curve of `rank`: (time, memory of its activations from then on) for every action that changes it.
 
-        F adds `act` when it starts; at their ends I frees `act` - `keep`, W frees `keep`, B frees `act`.
+        F adds `act` when it starts. At their ends I frees `act` - `keep`, W frees `keep`, B frees `act`.
         """
         at, curve, previous = {event.action: event for event in self.rows[rank]}, [], 0.0
         for action, memory in self.memory_after_actions(rank):
@@ -88,7 +88,7 @@ class Timeline(StepEvents):
         return curve
 
     def memory_after_actions(self, rank: int) -> Iterator[tuple[Action, float]]:
-        """The actions of `rank`, and what its activations take once each has ended; of a pair the forward counts first."""
+        """Yield each action of `rank` with the memory of its activations after it; of a pair the forward counts first."""
         return memory_after_actions(self._actions(rank), self.activation_sizes, self.microbatch_factors, self.slices)
 
     def _actions(self, rank: int) -> Iterator[tuple[Action, ...]]:

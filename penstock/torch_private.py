@@ -492,9 +492,10 @@ def init_fsdp(module: Any) -> None:
 
 
 def reduce_fsdp_gradients(modules: Sequence[Any]) -> None:
-    """Reduce the gradients of these `fully_shard` modules, whose gradient sync is off, and wait. 2.15 has `finalize_backward`.
+    """Reduce the gradients of these `fully_shard` modules, whose gradient sync is off, and wait.
 
-    Since 2.15 the root's final callback reads a flag that its forward would have set. So it is set here.
+    The public `finalize_backward` exists only from 2.15 on. Since 2.15 the root's final callback reads a flag that its forward
+    would have set. So it is set here.
     """
     for module in modules:
         for group in _fsdp_groups(module):

@@ -69,7 +69,7 @@ class FolderLock:
 
 
 def _is_open_file_at(path: Path, file: int) -> bool:
-    """Return whether the file descriptor `file` is of the file at `path`."""
+    """Return whether `path` is still the file that the descriptor `file` has open."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(file))
     except FileNotFoundError:

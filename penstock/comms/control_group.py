@@ -260,7 +260,7 @@ class ControlGroup:
         return [row[CALL_NAME_NUMBERS:] for row in all_rows]
 
     def _post_receives(self) -> None:
-        """Post the receives of the next exchange. An error is kept until then: a peer that has ended may be no error."""
+        """Post the receives of the next exchange. An error is raised only by that exchange: a peer may have finished."""
         rows = torch.zeros(self.topology.world_size, CALL_NAME_NUMBERS + MAX_ROW_NUMBERS, dtype=torch.float64, device="cpu")
         self._posted = rows, [self._post_receive(rows, peer) for peer in self._peers]
 

@@ -112,7 +112,7 @@ def diagnose(groups: ProcessGroups, reports: Sequence[FailureReport], departures
     | a rank raised an error of its own                      | that error                                             |
     | ranks whose processes are gone, suspended or silent    | `rank 2 is gone: rank 1 waited ..`                     |
     | ranks that exited by themselves                        | `rank 1 waited .., but rank 2 has finished`            |
-    | ranks that failed waits name, without a report, and not seen alive | `rank 2 is gone: rank 1 waited ..`         |
+    | ranks that failed waits name, that have not reported and are not seen alive | `rank 2 is gone: rank 1 waited ..` |
     | a wait ended by its timeout                            | `rank 2 does not answer: ..`, even if rank 2 is alive  |
     """
     if error := first_own_error(reports):

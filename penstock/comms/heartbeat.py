@@ -189,7 +189,7 @@ class MonitoredRank:
                 self.store.set(LOST_KEY, "")
 
     def _describe_silence(self, state: str) -> dict[int, str]:
-        """Return {rank: text} if it is on another machine, has missed many beats, and has not left; else {}."""
+        """Return {rank: text} if the rank is on another machine, has missed many beats, and has not left; else {}."""
         if state or self._missed_beats < SILENT_AFTER_MISSED_BEATS or publish_and_read_departures(self.store, [self.rank]):
             return {}
         return {self.rank: f"{IS_SILENT} {self._missed_beats * HEARTBEAT_SECONDS:g} s"}

@@ -26,7 +26,7 @@ def send_tensor(tensor: torch.Tensor, dest: int | None) -> None:
     """Send a tensor to another rank, which calls `recv_tensor`; wait until it has been received.
 
     `tensor`: of any shape (up to 14 dimensions) and memory layout, on any device. Only its values are sent, no gradient.
-    `dest`: the receiving rank, as `get_next_rank()` returns it; its None, at the end of the pipeline, raises PenstockError.
+    `dest`: the receiving rank, as `get_next_rank()` returns it. None, at the end of the pipeline, raises PenstockError.
 
         hidden = ...                                            # (batch, width)
         ps.comms.send_tensor(hidden, ps.comms.get_next_rank())
@@ -53,7 +53,7 @@ def recv_tensor(
     """Receive the tensor that another rank sends by `send_tensor`, and return it, contiguous.
 
     `shape`, `dtype`: of the tensor that is expected.
-    `src`: the sending rank, as `get_prev_rank()` returns it; its None, at the start of the pipeline, raises PenstockError.
+    `src`: the sending rank, as `get_prev_rank()` returns it. None, at the start of the pipeline, raises PenstockError.
     `device`: of the returned tensor; by default this rank's.
 
         hidden = ps.comms.recv_tensor((batch, width), ps.comms.get_prev_rank())

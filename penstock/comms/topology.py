@@ -67,7 +67,7 @@ class ProcessContext:
         return topology
 
     def abort_waits(self) -> None:
-        """End every wait of this rank for others, as a rank is lost: if suspended, its connections stay open."""
+        """End every wait of this rank for others, because a rank is lost: a suspended rank's connections stay open."""
         for groups in list(self.open_groups):
             groups.abort_waits()
         if dist.group.WORLD is not None:

@@ -118,7 +118,7 @@ class DDPReplication(Replication):
         self._last_backward = None
 
     def graph_ends(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return an empty tensor that depends on all of `outputs`, if `find_unused_parameters` needs one."""
+        """Return one empty tensor that depends on all of `outputs`, in a tuple; () unless `find_unused_parameters` needs it."""
         is_needed = self._ddp_module is not None and self._ddp_module.find_unused_parameters and len(outputs) > 0
         with torch.enable_grad():
             return (_GraphEnd.apply(*outputs),) if is_needed else ()  # an output may be a parameter, which has no graph

@@ -52,7 +52,7 @@ class MeshPosition:
         return len(self.pipelines)
 
     def replica_prefix(self, replica: int) -> str:
-        """Return what an error about a replica begins with, if there are several."""
+        """Return the beginning of an error about `replica`: `replica 1: `; empty if there is only one."""
         return f"replica {replica}: " if self.replicas > 1 else ""
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What it saves that gradients are averaging_end_time while the table goes on, against what is predicted of it.
+"""The time saved by averaging gradients while the table runs, compared with its prediction.
 
 python benchmarks/gradients.py                      two hosts, a replica of two ranks on each, 100 Mbit/s: about two minutes
 python benchmarks/gradients.py --rate 1gbit --kilobytes 8192

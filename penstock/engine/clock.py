@@ -138,7 +138,7 @@ class GpuActionClock(ActionClock):
     waits for one.
     """
 
-    def __init__(self, device: torch.device, offset: float = 0.0, previous_end: GpuEventWithTime | None = None) -> None:
+    def __init__(self, device: torch.device, offset: float, previous_end: GpuEventWithTime | None) -> None:
         self._device = torch.get_device_module(device)
         self._zero = previous_end or self.mark_end()
         super().__init__(offset, previous_end)

@@ -118,7 +118,7 @@ class TextGeneration:
     """Text of (batch, time) tokens, to which every pass adds one token a row."""
 
     def __init__(
-        self, engine: Engine, tokens: Tensor, kwargs: Mapping[str, Any], options: GenerationOptions, rows_dim: int = 0
+        self, engine: Engine, tokens: Tensor, kwargs: Mapping[str, Any], options: GenerationOptions, rows_dim: int
     ) -> None:
         self.engine, self.text, self.kwargs, self.options = engine, tokens, dict(kwargs), options
         self.rows_dim = rows_dim  # of what the model takes and gives
@@ -239,7 +239,7 @@ def _exchange_headers(
     return headers
 
 
-def logits_at_last_time_index(output: Any, rows: int, time: int, rows_dim: int = 0) -> Tensor:
+def logits_at_last_time_index(output: Any, rows: int, time: int, rows_dim: int) -> Tensor:
     """Return the logits of the last position, (batch, vocabulary). Raise MismatchError if `output` has no logits."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     shape = (time, rows) if rows_dim else (rows, time)

@@ -209,7 +209,7 @@ class Redistribution:
     """
 
     def __init__(
-        self, original: OriginalModel, stages: Mapping[int, nn.Module], optimizers: Sequence[Any], cuts_tokens: bool = False
+        self, original: OriginalModel, stages: Mapping[int, nn.Module], optimizers: Sequence[Any], cuts_tokens: bool
     ) -> None:
         self.model, self._original, self.cuts_tokens = original.model, original, cuts_tokens
         self._stages, self._optimizers = stages, optimizers

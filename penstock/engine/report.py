@@ -149,7 +149,7 @@ def _microbatch_loss(rank_losses: Sequence[MicrobatchLosses], number: int) -> fl
     return math.fsum([*shares, *(loss for losses in rank_losses for index, loss, _ in losses.auxiliary if index == number)])
 
 
-def local_loss_and_dtype(losses: Mapping[int, Tensor], shares: Sequence[float], order: Sequence[int] = ()) -> tuple[float, int]:
+def local_loss_and_dtype(losses: Mapping[int, Tensor], shares: Sequence[float], order: Sequence[int]) -> tuple[float, int]:
     """Return what this rank's microbatches add to the loss, and the index of its dtype; (0, NO_LOSS) without losses.
 
     `order`: of a list of microbatches, whose losses are added in the order in which they were given.

@@ -65,7 +65,7 @@ class StageMessages:
             values = [value for source, value in by_source if source in self._value_sources]
         return values, ReceivedInputs(inputs, borrowed)
 
-    def pack_output(self, output: Any, arrived: Versions = ()) -> Any:
+    def pack_output(self, output: Any, arrived: Versions) -> Any:
         """Return what is sent: the output, or a message for each destination where there are several.
 
         `arrived`: see `mark_aliased`.

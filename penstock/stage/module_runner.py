@@ -49,8 +49,8 @@ class ModuleRunner:
         index: int,
         module: nn.Module,
         device: torch.device,
-        layer_numbers: Sequence[int] | None = None,
-        recompute: Recompute | None = None,
+        layer_numbers: Sequence[int] | None,
+        recompute: Recompute | None,
     ) -> None:
         self.index, self.module, self.recompute = index, module, recompute
         self.generator = default_generator(device)

@@ -49,12 +49,7 @@ class BackwardSplitter:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        merge: bool = False,
-        shared: Collection[nn.Parameter] = (),
-        in_order: bool = False,
-        hooks_gradients: bool = False,
+        self, module: nn.Module, merge: bool, shared: Collection[nn.Parameter], in_order: bool, hooks_gradients: bool
     ) -> None:
         self.module, self._hooks_gradients = module, hooks_gradients
         self.merge, self.in_order = merge and not hooks_gradients, in_order and not hooks_gradients
@@ -102,10 +97,7 @@ class BackwardSplitter:
             self.autocast_cache, self._free = {}, []  # they are for the former memory
 
     def run_weight_backward(
-        self,
-        deferred: Sequence[DeferredGradients],
-        is_last: bool = False,
-        before_accumulation: BeforeAccumulation | None = None,
+        self, deferred: Sequence[DeferredGradients], is_last: bool, before_accumulation: BeforeAccumulation | None
     ) -> None:
         """Run `W` of one microbatch, or of several as one: add the sum of its gradients to every parameter.
 

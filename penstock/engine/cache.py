@@ -17,7 +17,7 @@ Without a cache - in training, in an evaluation, in one process - `extended` ret
 where the tokens of this rank begin, if the mesh has an axis `cp`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,7 +85,7 @@ def supports_incremental_decoding(module: nn.Module) -> bool:
     return getattr(module, "uses_cache", False) and not any(map(is_compiled, module.modules()))
 
 
-def max_context(module: nn.Module) -> int | None:
-    """Return how many tokens the layers of `module` can take at once; None if none declares a `context`."""
-    layers: list[Any] = [layer for layer in module.modules() if getattr(layer, "uses_cache", False)]
+def max_context(modules: Iterable[nn.Module]) -> int | None:
+    """Return how many tokens the layers of `modules` can take at once; None if none declares a `context`."""
+    layers: list[Any] = [layer for module in modules for layer in module.modules() if getattr(layer, "uses_cache", False)]
     return min((layer.context for layer in layers if hasattr(layer, "context")), default=None)

@@ -219,10 +219,9 @@ def _exchange_headers(
     """Return all ranks' headers. Raise MismatchError if options differ, or prompts within a replica."""
     modules = [stage.module for stage in engine.stages.values()]
     prompt_hash = hash48(tokens.cpu().contiguous().numpy().tobytes())
-    context = min((limit for limit in map(max_context, modules) if limit is not None), default=None)
     prompt = f"{tuple(tokens.shape)} {prompt_hash}"
     supports_cache, can_cut_prompt = all(map(supports_incremental_decoding, modules)), not tensors(kwargs)
-    header = RankGenerationHeader(options, prompt, len(tokens), supports_cache, can_cut_prompt, context)
+    header = RankGenerationHeader(options, prompt, len(tokens), supports_cache, can_cut_prompt, max_context(modules))
     headers = engine.control.all_gather_value(header, "to generate")
 
     for rank, rank_header in enumerate(headers):

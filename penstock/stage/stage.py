@@ -324,8 +324,7 @@ class Stage:
 
     def gradient_bytes_for_earlier_slices(self, microbatch: int) -> int:
         """Return the bytes of gradients of keys and values that backwards of earlier slices of `microbatch` begin with."""
-        attention = self._sliced_attention.get(microbatch)
-        return attention.gradient_bytes() if attention is not None else 0
+        return self._sliced_attention[microbatch].gradient_bytes()
 
     def _clear_autocast_cache(self) -> None:
         """Make autocast, where it is on, cast parameters anew: before a step, and where a parameter has several places.

@@ -102,8 +102,11 @@ class SlicedAttention(AttentionContext):
         return sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
 
     def count_and_attend(self, *args: Any) -> Tensor:
-        """As of any context. `RandomnessByPosition` is not asked: `attend` draws the numbers of the slice's part by itself."""
-        with DisableTorchFunction():
+        """As of any context. `RandomnessByPosition` is not asked: `attend` draws the numbers of the slice's part by itself.
+
+        On a GPU it is: without `__torch_function__` torch would not know what to do with `causal_lower_right`.
+        """
+        with _NO_CONTEXT if args[0].is_cuda else DisableTorchFunction():
             return super().count_and_attend(*args)
 
     def attend(

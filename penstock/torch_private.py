@@ -28,9 +28,11 @@ from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import _rendezvous_handlers
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operation
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram  # this imports for a second
@@ -227,6 +229,12 @@ def foreach_add(sums: list[Tensor], terms: list[Tensor]) -> None:
 def safe_softmax(scores: Tensor, dim: int) -> Tensor:
     """Return `torch.softmax`, but 0 where all scores are -inf, as in `scaled_dot_product_attention`."""
     return torch._safe_softmax(scores, dim)
+
+
+def causal_bias(queries: int, keys: int) -> Tensor:
+    """The public `causal_lower_right`, out of the sight of every TorchDispatchMode: under one it raises RuntimeError."""
+    with _disable_current_modes():
+        return causal_lower_right(queries, keys)
 
 
 # ---- autograd -------------------------------------------------------------------------------------------------------

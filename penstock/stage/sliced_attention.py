@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.attention_hook import CHECKPOINTS, LOOKS_AHEAD, AttentionContext, WeightsPart, attend
 from penstock.errors import MismatchError
 from penstock.stage.backward.autograd_edges import gradient_edge
-from penstock.torch_private import DisableTorchFunction, saved_tensor_hooks, tensor_version
+from penstock.torch_private import DisableTorchFunction, causal_bias, saved_tensor_hooks, tensor_version
 
 RUNNER = "penstock.stage.module_runner"  # the module that calls layers
 TIME = 2  # the dimension of queries, keys and values that has the tokens
@@ -104,7 +103,7 @@ class SlicedAttention(AttentionContext):
     def count_and_attend(self, *args: Any) -> Tensor:
         """As of any context. `RandomnessByPosition` is not asked: `attend` draws the numbers of the slice's part by itself.
 
-        On a GPU it is: without `__torch_function__` torch would not know what to do with `causal_lower_right`.
+        On a GPU it is: without `__torch_function__` torch would not know what to do with a `causal_bias`.
         """
         with _NO_CONTEXT if args[0].is_cuda else DisableTorchFunction():
             return super().count_and_attend(*args)
@@ -184,7 +183,7 @@ class SlicedAttention(AttentionContext):
         """
         num_queries = query.shape[TIME]
         if query.is_cuda:
-            return causal_lower_right(num_queries, num_keys)
+            return causal_bias(num_queries, num_keys)
         size, most_earlier = max(num_queries, *self.lengths), max(num_keys - num_queries, sum(self.lengths[:-1]))
         key = size, most_earlier, query.dtype, query.device
         if key not in self._masks:

@@ -264,6 +264,13 @@ def test_the_attention_of_a_slice_is_not_watched_for_random_numbers(monkeypatch:
     assert not {"cat", "native_dropout", "scaled_dot_product_attention"} & names
 
 
+def test_the_mask_of_a_gpu_which_is_no_tensor_of_numbers_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    model, tokens, target = gpt(), *batch()
+    found = pipeline(gpt(), "gpipe", topology=ps.Topology()).step(tokens, target=target)
+    assert abs(found - loss_fn(model(tokens), target)) < 1e-12
+
+
 @pytest.mark.slow
 def test_a_compiled_layer_runs_in_slices() -> None:
     model, tokens, target = gpt(), *batch()

@@ -150,7 +150,7 @@ def test_the_keyboard_walks_zooms_and_is_told_in_words(visit):
     assert press(Keys.HOME) == "3F0"
     assert said() == (
         "3F0 forward, stage 3, microbatch 0, rank 3, planned 1, from 3 to 4, waited 3 for 2F0 of rank 2, critical path yes, "
-        "slack none: the step takes as much longer as it does"
+        "slack none: if it takes longer, so does the step"
     )
     press("+")
     assert view(browser)[1] - view(browser)[0] == pytest.approx(0.7 * 33)

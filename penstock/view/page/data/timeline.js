@@ -5,8 +5,8 @@ const CAUSE_TEXTS = {
   fill: "before the rank's first backward: the pipeline is not full yet",
   imbalance: "in between: another rank still computes what this one needs next",
   drain: "after the rank's last forward: the pipeline runs empty",
-  communication: "what the rank needs next is computed and on its way",
-  sending: "the rank hands over what its last action made",
+  communication: "the message that the rank needs next is on its way",
+  sending: "the rank sends the output of its last action",
 };
 
 /** Return the events of a rank as objects. A page has them as columns (see penstock/view/html.py), the studio as objects. */

@@ -33,7 +33,7 @@ function selectionPanel(chart, page) {
   const all = rows.length > 1 ? [["all", share(mean((row) => row.busy)), ...causes.map((cause) => share(mean((row) => row.causes[cause] || 0))), String(rows.reduce((sum, row) => sum + row.messages, 0)), ""]] : [];
   const buttons = element("div", {class: "tools"}, element("button", {type: "button", click: () => page.setView(selection.from, selection.to)}, "Zoom to it"),
     element("button", {type: "button", click: () => page.setSelection(null)}, "Clear"));
-  return [element("h3", {}, caption), buttons, table(caption, ["", "busy", ...causes.map((cause) => `idle by ${cause}`), "messages came", "slowest action"], [...all, ...cells])];
+  return [element("h3", {}, caption), buttons, table(caption, ["", "busy", ...causes.map((cause) => `idle by ${cause}`), "messages received", "slowest action"], [...all, ...cells])];
 }
 
 /** Return the hash of the address for a selection: `#t=1.2-1.9&ranks=0-3`; empty for null. */

@@ -1,6 +1,6 @@
 // Descriptions of an action, of a microbatch, and of an idle time.
 
-const MAX_REPLAYED_ACTIONS = 50000; // actions
+const MAX_REPLAYED_ACTIONS = 50000;
 
 function definitionList(rows) { return element("dl", {}, ...rows.flatMap(([term, text]) => [element("dt", {}, term), element("dd", {}, text)])); }
 
@@ -23,7 +23,7 @@ function describeBlock(record, block) {
     rows.push(["received", block.receives.map(({action}) => `${action} of rank ${record.timeline.blocks.get(action).rank}`).join(", ")]);
   }
   if (record.timeline.data.memory_unit) rows.push(["memory held", `${record.timeline.formatMemory(block.held)} once it has ended`]);
-  if (block.critical) rows.push(["critical path", "yes"], ["slack", "none: the step takes as much longer as it does"]);
+  if (block.critical) rows.push(["critical path", "yes"], ["slack", "none: if it takes longer, so does the step"]);
   else if (record.timeline.blocks.get(block.text) === block) rows.push(["slack", slackText(record, block)]);
   const title = element("h3", {}, element("span", {class: `swatch paint-${block.kind}`}), `${block.text} ${KIND_NAMES[block.kind]}`);
   const place = `stage ${block.stage}, microbatch ${block.part.replace(".", ", slice ")}, rank ${block.rank}`;
@@ -56,6 +56,6 @@ function describeIdle(record, {idle: [start, end, cause], rank, next, timeline})
   const source = next && timeline.blocks.get(next.waitedFor), arrival = source && next.receives.find(({action}) => action === source.text).arrived;
   rows.push(["next", next ? `${next.text} ${KIND_NAMES[next.kind]}` : "nothing: the rank has done its part of the step"]);
   if (source) rows.push(source.end < start ? ["needs", `${source.text} of rank ${source.rank}, which ended before, at ${record.formatTime(source.end)}`]
-    : ["waits for", `${source.text} of rank ${source.rank}, which ends at ${record.formatTime(source.end)}${arrival > source.end ? ` and arrives at ${record.formatTime(arrival)}` : ""}`]);
+    : ["waits for", `${source.text} of rank ${source.rank}, which ends at ${record.formatTime(source.end)}${arrival > source.end ? `, and whose message arrives at ${record.formatTime(arrival)}` : ""}`]);
   return element("div", {}, title, element("div", {class: "muted"}, CAUSE_TEXTS[cause]), definitionList(rows));
 }

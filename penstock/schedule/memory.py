@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
 
-MAX_LISTED_RANKS = 16  # of more, the range of the amounts is printed instead of each
+MAX_LISTED_RANKS = 16  # with more ranks, the range of the amounts is printed
 
 
 class ActivationSize(NamedTuple):

@@ -116,29 +116,29 @@ class TransferTable:
         # (stage, receiving stage) -> microbatch + M x slice -> transfer
         self.by_stages: dict[tuple[int, int], dict[int, Transfer]] = defaultdict(dict)
         self._microbatches = schedule.microbatches
-        ways, goes = self.by_stages, receiving_stages(schedule.num_stages, skips)
-        comes = {Kind.F: goes[Kind.B], Kind.B: goes[Kind.F], Kind.I: goes[Kind.F], Kind.W: goes[Kind.W]}
-        self._makes = {kind: [[(taker, ways[s, taker]) for taker in to] for s, to in enumerate(goes[kind])] for kind in Kind}
-        self._needs = {kind: [[ways[giver, s] for giver in by] for s, by in enumerate(comes[kind])] for kind in Kind}
+        links, receivers = self.by_stages, receiving_stages(schedule.num_stages, skips)
+        senders = {Kind.F: receivers[Kind.B], Kind.B: receivers[Kind.F], Kind.I: receivers[Kind.F], Kind.W: receivers[Kind.W]}
+        self._makes = {kind: [[(to, links[s, to]) for to in ends] for s, ends in enumerate(receivers[kind])] for kind in Kind}
+        self._needs = {kind: [[links[start, s] for start in starts] for s, starts in enumerate(senders[kind])] for kind in Kind}
         for source, row in enumerate(schedule.actions):
             for action in row:
                 kind, stage, microbatch, slice_ = action
-                for taker, way in self._makes[kind][stage]:
-                    destination, far = schedule.placement[taker], taker if abs(taker - stage) > 1 else None
-                    transfer = Transfer(action, source, destination, far)
-                    way[microbatch + slice_ * schedule.microbatches] = transfer
+                for receiver, link in self._makes[kind][stage]:
+                    destination, skip_stage = schedule.placement[receiver], receiver if abs(receiver - stage) > 1 else None
+                    transfer = Transfer(action, source, destination, skip_stage)
+                    link[microbatch + slice_ * schedule.microbatches] = transfer
                     if source != destination:
                         self.channels[source, destination].append(transfer)
 
     def outputs_of(self, action: Action) -> tuple[Transfer, ...]:
         """Return the transfers of what `action` makes, one for each stage that needs it."""
         number = action.microbatch + action.slice * self._microbatches
-        return tuple([way[number] for _, way in self._makes[action.kind][action.stage]])
+        return tuple([link[number] for _, link in self._makes[action.kind][action.stage]])
 
     def inputs_of(self, action: Action) -> tuple[Transfer, ...]:
-        """Return the transfers of what `action` needs, as far as the table makes it."""
+        """Return the transfers of the inputs of `action`, without those that the table does not make."""
         number = action.microbatch + action.slice * self._microbatches
-        return tuple([way[number] for way in self._needs[action.kind][action.stage] if number in way])
+        return tuple([link[number] for link in self._needs[action.kind][action.stage] if number in link])
 
 
 @pause_garbage_collection()
@@ -154,9 +154,9 @@ def lower(schedule: Table, ahead: int = RECEIVES_AHEAD, skips: Collection[Skip] 
     inboxes: list[dict[int, _ReceiveQueue]] = [{} for _ in range(schedule.ranks)]
     for (source, destination), queue in transfers.channels.items():
         inboxes[destination][source] = _ReceiveQueue(queue, ahead)
-    steps = tuple(tuple(_lines_of_rank(row, together, transfers, inboxes[rank])) for rank, row in enumerate(schedule.actions))
+    lines = tuple(tuple(_lines_of_rank(row, together, transfers, inboxes[rank])) for rank, row in enumerate(schedule.actions))
     channels = {ends: tuple(queue) for ends, queue in transfers.channels.items()}
-    return Program(schedule, steps, channels, frozenset(skips))
+    return Program(schedule, lines, channels, frozenset(skips))
 
 
 class _ReceiveQueue:

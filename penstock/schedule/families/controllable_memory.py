@@ -103,7 +103,7 @@ def _move_to_earlier_slots(slots: list[Slots], steady: range, bound: int) -> Non
 
 
 def _earliest_slot(row: Slots, action: Action, begin: int, slot: int, in_flight: float, bound: int) -> int:
-    """Return the first free slot from `begin` on to which `action` can move, else `slot`. `in_flight`: before `slot`."""
+    """Return the first free slot for `action` from `begin` on, else `slot`. `in_flight`: activations before `slot`."""
     if action.kind is not Kind.F:
         return next((target for target in range(begin, slot) if target not in row), slot)
     best = slot

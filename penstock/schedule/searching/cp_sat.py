@@ -131,12 +131,12 @@ class _CpSatModel:
                     self.model.add(begins >= run.end)
                     transmissions[channel].append(self.model.new_fixed_size_interval_var(begins, way, ""))
                     leaves = begins + way
-                self.model.add(self.runs[problem.taker[slot]].start >= leaves + self.time[latency])
+                self.model.add(self.runs[problem.receiver[slot]].start >= leaves + self.time[latency])
         for intervals in transmissions.values():
             self.model.add_no_overlap(intervals)
 
     def _add_rank_capacities(self) -> None:
-        """Add the constraints that a rank runs one action at a time, and none before its head or too late for its tail."""
+        """Add the constraints that a rank runs one action at a time, and that the chain before and after an action has time."""
         problem = self.problem
         intervals_of_rank: list[list[Any]] = [[] for _ in range(problem.ranks)]
         relaxed_problem = bounds.relaxed_problem(problem)
@@ -172,7 +172,7 @@ class _CpSatModel:
             self.model.add_cumulative(intervals, amounts, math.floor(limit / unit))
 
     def _add_hint(self, initial: Schedule) -> None:
-        """Hint at `initial`: the start of the n-th action of each code, and whether it is a full backward."""
+        """Add `initial` as a hint: the start of the n-th action of each code, and whether it is a full backward."""
         problem, starts = self.problem, defaultdict[int, list[tuple[float, bool]]](list)
         for event in simulate(initial, problem.costs).events:
             kind, stage, *_ = event.action

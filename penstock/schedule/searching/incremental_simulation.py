@@ -92,7 +92,7 @@ class IncrementalSimulation:
         for trace, num_unchanged, new in zip(self.trace, begin, traces, strict=True):
             trace[num_unchanged:] = new
         if self.problem.has_positive_times:
-            ends = [self.trace[rank][value.last + 1][0] for rank, value in changes.items()]
+            ends = [self.trace[rank][change.last + 1][0] for rank, change in changes.items()]
             self.tails = self._updated_tails(max(ends, default=INFINITE))
 
     def _updated_tails(self, until: float) -> list[float]:
@@ -100,21 +100,21 @@ class IncrementalSimulation:
 
         It is unchanged for actions that end after `until`.
         """
-        problem, chain, behind = self.problem, self.problem.tails, self.tails[:]
+        problem, chain_tails, tails = self.problem, self.problem.tails, self.tails[:]
         cost, slot, latency, no_action = problem.cost, problem.slot, problem.latency, len(problem.cost)
         ends = list[tuple[float, int, int]]()
         for row, trace in zip(self.rows, self.trace, strict=True):
             start = bisect_right(trace, (until, INFINITE))
-            times = [value[0] for value in trace[1:start]]
+            times = [state[0] for state in trace[1:start]]
             ends += zip(times, row, [*row[1:start], no_action], strict=False)
         for _, action, next_action in sorted(ends, reverse=True):
-            tail, taker = chain[action], slot[action]
-            if next_action != no_action and cost[next_action] + behind[next_action] > tail:
-                tail = cost[next_action] + behind[next_action]
-            if taker != no_action and latency[action] + cost[taker] + behind[taker] > tail:
-                tail = latency[action] + cost[taker] + behind[taker]
-            behind[action] = tail
-        return behind
+            tail, receiver = chain_tails[action], slot[action]
+            if next_action != no_action and cost[next_action] + tails[next_action] > tail:
+                tail = cost[next_action] + tails[next_action]
+            if receiver != no_action and latency[action] + cost[receiver] + tails[receiver] > tail:
+                tail = latency[action] + cost[receiver] + tails[receiver]
+            tails[action] = tail
+        return tails
 
     def critical_actions(self) -> list[tuple[int, int]]:
         """Return the critical chain as (rank, place in its row), last action first: each waited for the next of them."""

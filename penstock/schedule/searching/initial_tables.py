@@ -50,9 +50,9 @@ class GreedyDispatch:
         self.free, self.memory = [0.0] * problem.ranks, [0.0] * problem.ranks
         self.slot_times, self.num_done = list(problem.initial_slot_times), [0] * (2 * problem.num_stages)
         self.deferred_weights = [deque[int]() for _ in range(problem.ranks)]  # the W that can run
-        goes = receiving_stages(problem.num_stages, list(problem.costs.skips))
+        receivers = receiving_stages(problem.num_stages, list(problem.costs.skips))
         self.affected_ranks = [  # stage -> the ranks that may get an input from it
-            {problem.placement[affected] for affected in (stage, *goes[Kind.F][stage], *goes[Kind.B][stage])}
+            {problem.placement[affected] for affected in (stage, *receivers[Kind.F][stage], *receivers[Kind.B][stage])}
             for stage in range(problem.num_stages)
         ]
 

@@ -93,18 +93,18 @@ class SearchProblem:
         self.sends: list[list[ActionMessage]] = [[] for _ in range(count)]
         self.also_needs: list[list[int]] = [[] for _ in range(count)]
         self.source = dict[int, int]()  # slot -> the action that fills it
-        self.taker = dict[int, int]()  # slot -> the action that needs it
+        self.receiver = dict[int, int]()  # slot -> the action that needs it
         slots, filled_slots = count + 1, set[int]()
-        for source, taker, send in self._messages():
-            joins_slices = source == stages - 1 and taker == 2 * stages - 1  # from the last forward to the first backward
+        for source, receiver, send in self._messages():
+            joins_slices = source == stages - 1 and receiver == 2 * stages - 1  # from the last forward to the first backward
             for n in range(0, self.passes, self.slices if joins_slices else 1):
-                action = slot = taker * self.passes + n
+                action = slot = receiver * self.passes + n
                 sender = source * self.passes + n + (self.slices - 1 if joins_slices else 0)
                 if slot in filled_slots:
                     slot, slots = slots, slots + 1
                     self.also_needs[action].append(slot)
                 filled_slots.add(slot)
-                self.taker[slot] = action
+                self.receiver[slot] = action
                 self.sends[sender].append(send._replace(slot=slot, transmission=send.transmission * self.factors[n]))
                 self.source[slot] = sender
         no_send = ActionMessage(count, None, 0.0, 0.0)
@@ -118,16 +118,16 @@ class SearchProblem:
         """Yield (sending code, receiving code, cost of the message), in the order in which a rank sends."""
         stages, home = self.num_stages, self.placement
         borders = self.costs.message_costs(stages)
-        goes = receiving_stages(stages, list(self.costs.skips))
+        receivers = receiving_stages(stages, list(self.costs.skips))
         for base, kind in ((0, Kind.F), (stages, Kind.I)):
             for stage in range(stages):
-                for taker in goes[kind][stage]:
-                    border = borders[min(stage, taker), max(stage, taker)]
-                    link = home[stage], home[taker]
+                for receiver in receivers[kind][stage]:
+                    border = borders[min(stage, receiver), max(stage, receiver)]
+                    link = home[stage], home[receiver]
                     is_local = link[0] == link[1]
                     yield (
                         base + stage,
-                        base + taker,
+                        base + receiver,
                         ActionMessage(0, None, 0.0, 0.0) if is_local else ActionMessage(0, link, *border),
                     )
         yield stages - 1, 2 * stages - 1, ActionMessage(0, None, 0.0, 0.0)
@@ -146,8 +146,8 @@ class SearchProblem:
             for action in reversed(range(code * count, (code + 1) * count)):
                 ways = [follows]
                 for send in self.sends[action]:
-                    taker = self.taker[send.slot]
-                    ways.append(send.transmission + send.latency + self.cost[taker] + tails[taker])
+                    receiver = self.receiver[send.slot]
+                    ways.append(send.transmission + send.latency + self.cost[receiver] + tails[receiver])
                 weight = action + self.first_back
                 if action >= self.first_back and weight < len(self.cost):
                     ways.append(self.cost[weight] + tails[weight])

@@ -139,7 +139,7 @@ class _BestSchedule:
         """Return the makespan of `table`; infinite if it exceeds a memory limit, or deadlocks."""
         try:
             timeline = simulate(table, self.problem.costs)
-        except ScheduleError:  # pairs that wait for each other in a circle
+        except ScheduleError:  # pairs that wait for each other in a cycle
             return INFINITE
         fits = all(peak <= limit for peak, limit in zip(timeline.peak_memory, self.problem.limits, strict=True))
         return timeline.makespan if fits else INFINITE
@@ -166,7 +166,7 @@ class _BestSchedule:
             self.bound = LowerBound(lower_bound, "OR-Tools ruled out anything shorter")
 
     def found(self) -> Found:
-        """Return the best table and its bound; the table without overlap if the search was stopped before it had any."""
+        """Return the best table and its bound; the sequential table if the search was stopped before it had any."""
         problem = self.problem
         plain = SearchProblem(
             problem.costs, problem.placement, problem.microbatches, problem.limits, full_backwards=True, slices=problem.slices
@@ -202,7 +202,7 @@ FINAL_WORK_SHARE = 0.2  # of the work: to anneal the best rows, with every W in 
 
 
 def _search_backward_form(best: _BestSchedule, problem: SearchProblem, work: float, rng: random.Random) -> None:
-    """Anneal all kinds of initial rows: those of rules, periodic ones, and the tables to beat."""
+    """Anneal all kinds of initial rows of `problem`: those of rules, periodic ones, and the tables to beat."""
     periodic_starts = list[periodic.StartOffsets]()
     for _ in range(PERIODIC_RUNS):
         periodic_starts += periodic.find_modulo_schedules(

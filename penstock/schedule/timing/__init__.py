@@ -1,6 +1,6 @@
 """When every action runs or ran, why a rank waits, and what another table would take.
 
-`events`       the events of a step, and what can be read off them one by one
+`events`       the events of a step, and what follows directly from them
 `causes`       why a rank is idle, and the chain of events that decides how long the step takes
 `timeline`     events with their causes and their memory: one record for planned and measured steps
 `simulate`     costs, when every action runs at these, and when replicas have averaged their gradients

@@ -40,7 +40,7 @@ class Channel:
 
 
 class Arrival(NamedTuple):
-    """The arrival time of a message, and the event at whose end the queue that it waited in began."""
+    """The arrival time of a message, and the event whose end began the queue that it waited in."""
 
     time: float
     queue_began: Event
@@ -48,7 +48,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class StepEvents:
-    """The events of a step, and what can be read off them one by one: the base of `Timeline`."""
+    """The events of a step, and what follows directly from them: the base of `Timeline`."""
 
     name: str
     rows: tuple[tuple[Event, ...], ...]  # rank -> its events, in order
@@ -112,22 +112,22 @@ class StepEvents:
     def arrivals(self) -> dict[tuple[Action, int], Arrival]:
         """The arrival of every message to another rank, by (action, receiving stage), at the costs of messages."""
         home = {event.action.stage: event.rank for event in self.events}
-        goes = receiving_stages(self.num_stages, [skip for skip in self.skips if skip[1] < self.num_stages])
+        receivers = receiving_stages(self.num_stages, [skip for skip in self.skips if skip[1] < self.num_stages])
         channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
         queue_began: dict[tuple[int, int], Event] = {}
         arrivals = {}
         for event in self.events:
             kind, stage, microbatch, _ = event.action
             factor = (self.microbatch_factors[microbatch] if self.microbatch_factors else 1.0) / self.slices
-            for taker in goes[kind][stage]:
-                ends = event.rank, home.get(taker, event.rank)
+            for receiver in receivers[kind][stage]:
+                ends = event.rank, home.get(receiver, event.rank)
                 if ends[0] != ends[1]:
                     if channels[ends].free <= event.end:
                         queue_began[ends] = event
                     when = channels[ends].transmit(
-                        event.end, self._message_cost_between(min(stage, taker), max(stage, taker)), factor
+                        event.end, self._message_cost_between(min(stage, receiver), max(stage, receiver)), factor
                     )
-                    arrivals[event.action, taker] = Arrival(when, queue_began[ends])
+                    arrivals[event.action, receiver] = Arrival(when, queue_began[ends])
         return arrivals
 
     def _message_cost_between(self, low: int, high: int) -> MessageCost:

@@ -32,7 +32,7 @@ from penstock.schedule.transform import with_full_backwards
 
 STRAGGLER_SHARE = 0.05  # of a rank's planned time: a rank that is slower by less is not named
 SLOW_MESSAGE_SHARE = 0.25  # of the usual forward's time: a message that takes less is not named
-MIN_TOLD_BYTES = 1_000_000  # of a message; the speed of a smaller one says little but latency
+MIN_BYTES_FOR_SPEED = 1_000_000  # of a message; the speed of a smaller one says little but latency
 SLOW_LINK_FACTOR = 2  # times the usual message between other ranks: a link above this is slow
 
 
@@ -187,7 +187,7 @@ def _faster_messages(timeline: Timeline, measurement: Measurement) -> Iterator[I
     has_one_link = is_one_slow or len({frozenset(link) for link in links}) == 1
     route = f"from rank {slowest[0]} to rank {slowest[1]}" if has_one_link else "between ranks"
     others, size, seconds = f", others {format_ms(usual)}" if usual else "", timeline.message_bytes, links[slowest]
-    speed = f", {format_bytes(size)} at {size / seconds / 1e9:.2g} GB/s" if size >= MIN_TOLD_BYTES else ""
+    speed = f", {format_bytes(size)} at {size / seconds / 1e9:.2g} GB/s" if size >= MIN_BYTES_FOR_SPEED else ""
     change = f"messages {route} take {format_ms(seconds)} each{others}{speed}, without that"
     yield improvement("message", change, shorter, timeline.makespan)
 

@@ -194,7 +194,7 @@ def simulate(schedule: Table, costs: Costs = Costs()) -> Timeline:
     `costs`: of actions, messages and activations; by default F, I and W take 1 and a message nothing. The timeline is
     in their units and begins at 0.
 
-    Raises ScheduleError if actions wait for each other in a circle, for an action that is out of range or on the wrong
+    Raises ScheduleError if actions wait for each other in a cycle, for an action that is out of range or on the wrong
     rank, and for invalid costs.
 
         timeline = simulate(build("1f1b", ranks=4, microbatches=8), Costs(forward=1, backward_input=1, backward_weight=1))
@@ -208,9 +208,9 @@ def simulate(schedule: Table, costs: Costs = Costs()) -> Timeline:
 
 
 def simulate_until_deadlock(schedule: Table, costs: Costs = Costs()) -> Timeline:
-    """Return the timeline up to a deadlock: if actions wait for each other in a circle, the actions that run before that.
+    """Return the timeline up to a deadlock: if actions wait for each other in a cycle, the actions that run before that.
 
-    Raises ScheduleError as `simulate`, but not for a circle.
+    Raises ScheduleError as `simulate`, but not for a cycle.
     """
     check_is_table(schedule)
     _check_placement(schedule)
@@ -282,7 +282,7 @@ class _Simulation:
             self.awaited_times[rank] = next(ranks[rank], None)
 
     def _run_rank(self, rank: int) -> Iterator[ReadyTimes]:
-        """Run the row of `rank`. Whenever it is blocked, yield the times among which it waits for an entry.
+        """Run the row of `rank`. Whenever it is blocked, yield the list in which the time that it waits for is missing.
 
         This loop runs for every action, millions of times, so it has no helper functions.
         """
@@ -346,8 +346,8 @@ def _work_by_kind_and_stage(schedule: Table, costs: Costs) -> dict[Kind, list[_A
     for kind, stage in product((Kind.F, Kind.B, Kind.W), range(stages)):  # so that a step sends in the order of the stages
         for makers in dependencies(Action(kind, stage, 0), stages, costs.skips):
             times: ReadyTimes = [None] * (schedule.microbatches * schedule.slices)
-            for taker in (Kind.B, Kind.I) if kind is Kind.B else (kind,):
-                works[taker][stage].needs += (times,)
+            for waiting_kind in (Kind.B, Kind.I) if kind is Kind.B else (kind,):
+                works[waiting_kind][stage].needs += (times,)
             for maker, source, *_ in makers:
                 ends = home[source], home[stage]
                 if ends[0] == ends[1]:

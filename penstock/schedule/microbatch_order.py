@@ -38,9 +38,9 @@ def plan_order(
     """Return the order to run in: position in the step -> index of the microbatch. The given one, unless another is faster.
 
     `costs`: of each microbatch, in any unit, at most as many as `table` has; the time of every stage is proportional to it.
-    `stage_costs`: of a microbatch of cost 1, or of each; messages cost nothing. `limit`: the most that the microbatches in
-    flight on a rank may take together, as `peak_in_flight` computes it. If no order that was tried keeps it, the one that takes
-    least is returned. `sizes`: of each microbatch.
+    `stage_costs`: of a microbatch of cost 1, or of each; messages cost nothing. `sizes`: of each microbatch. `limit`: the most
+    that the microbatches in flight on a rank may take together, as `peak_in_flight` computes it. If no order that was tried
+    keeps it, the one that takes least is returned.
     `in_seconds`: costs are in seconds, and the search takes at most 2 % of the step. If that is too short for any, the
     cheap microbatches run first and last.
     """

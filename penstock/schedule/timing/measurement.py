@@ -53,7 +53,7 @@ class Measurement:
         An action of a stage costs the median over its microbatches and steps. W costs the mean, since the last of several
         may have done the work of all. Where a stage never ran B, B is I + W. Where it never ran I and W, I is its share of B
         on other stages, or half if no stage ran it. A message's time is known if its receiver was idle when it was sent; a
-        border without any gets the usual time.
+        border without one gets the median of the others.
         Raises ScheduleError for timelines of different tables, and if a stage ran no forward or no backward.
         """
         tables = [executed_table(timeline) for timeline in timelines]

@@ -5,11 +5,11 @@ the weight gradients are deferred: no other rank waits for them, so they fill id
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
 
 Place = tuple[int, int, int]  # stage, microbatch, slice
+Passes = tuple[list[Place], list[Place]]  # the forwards of a rank in order, and its backwards
 
 
 def naive(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -21,7 +21,7 @@ def naive(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         rank 0 | F0 .. .. B0 F1 .. .. B1
         rank 1 | .. F0 B0 .. .. F1 B1 ..
     """
-    return _alternate_forwards_and_backwards(_microbatch_order(rank, ranks, microbatches), warmup_forwards=0)
+    return _alternate_forwards_and_backwards(_passes(rank, ranks, microbatches), warmup_forwards=0)
 
 
 def gpipe(rank: int, ranks: int, microbatches: int, *, slices: int = 1) -> Iterator[Action]:
@@ -35,8 +35,8 @@ def gpipe(rank: int, ranks: int, microbatches: int, *, slices: int = 1) -> Itera
         rank 0 | F0 F1 F2 .. .. B0 B1 B2
         rank 1 | .. F0 F1 F2 B0 B1 B2 ..
     """
-    passes = _microbatch_order(rank, ranks, microbatches, slices=slices)
-    return _alternate_forwards_and_backwards(passes, warmup_forwards=len(passes.forwards))
+    passes = _passes(rank, ranks, microbatches, slices=slices)
+    return _alternate_forwards_and_backwards(passes, warmup_forwards=len(passes[0]))
 
 
 def one_f_one_b(rank: int, ranks: int, microbatches: int, *, slices: int = 1) -> Iterator[Action]:
@@ -51,7 +51,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int, *, slices: int = 1) ->
         rank 0 | F0 F1 .. B0 F2 B1 .. B2
         rank 1 | .. F0 B0 F1 B1 F2 B2 ..
     """
-    passes = _microbatch_order(rank, ranks, microbatches, slices=slices)
+    passes = _passes(rank, ranks, microbatches, slices=slices)
     return _alternate_forwards_and_backwards(passes, warmup_forwards=ranks - 1 - rank + slices - 1)
 
 
@@ -64,8 +64,8 @@ def looped_bfs(rank: int, ranks: int, microbatches: int, *, stages_per_rank: int
         rank 0 | 0F0 0F1 2F0 2F1 .. 2B0 2B1 0B0 0B1
         rank 1 | .. 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 ..
     """
-    passes = _microbatch_order(rank, ranks, microbatches, stages_per_rank, group_size=microbatches)
-    return _alternate_forwards_and_backwards(passes, warmup_forwards=len(passes.forwards))
+    passes = _passes(rank, ranks, microbatches, stages_per_rank)
+    return _alternate_forwards_and_backwards(passes, warmup_forwards=len(passes[0]))
 
 
 def interleaved_1f1b(
@@ -83,11 +83,12 @@ def interleaved_1f1b(
         rank 0 | 0F0 0F1 2F0 2F1 .. 2B0 .. 2B1 .. 0B0 .. 0B1
         rank 1 | .. 1F0 1F1 3F0 3B0 3F1 3B1 1B0 .. 1B1
     """
-    passes = _microbatch_order(rank, ranks, microbatches, stages_per_rank, group_size, slices)
-    warmup_forwards = (stages_per_rank - 1) * passes.group_size
+    group_size = group_size or _equal_group_size(ranks, microbatches * slices)
+    passes = forwards, backwards = _passes(rank, ranks, microbatches, stages_per_rank, group_size, slices)
+    warmup_forwards = (stages_per_rank - 1) * group_size
     if slices > 1:  # on the last rank: no backward before the forward of its microbatch's last slice
-        at = {place: index for index, place in enumerate(passes.forwards)}
-        warmup_forwards = max(at[stage, m, slices - 1] - index for index, (stage, m, _) in enumerate(passes.backwards))
+        at = {place: index for index, place in enumerate(forwards)}
+        warmup_forwards = max(at[stage, m, slices - 1] - index for index, (stage, m, _) in enumerate(backwards))
     return _alternate_forwards_and_backwards(passes, warmup_forwards=2 * (ranks - 1 - rank) + warmup_forwards)
 
 
@@ -101,7 +102,7 @@ def zb_h1(rank: int, ranks: int, microbatches: int, *, slices: int = 1) -> Itera
         rank 0 | F0 F1 .. I0 W0 F2 .. I1 W1 I2 W2
         rank 1 | .. F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
-    passes = _microbatch_order(rank, ranks, microbatches, slices=slices)
+    passes = _passes(rank, ranks, microbatches, slices=slices)
     return _alternate_forwards_and_backwards(passes, warmup_forwards=ranks - 1 - rank + slices - 1, weights_behind=rank)
 
 
@@ -117,7 +118,7 @@ def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         rank 1 | .. F0 I0 F1 I1 F2 I2 W0 W1 W2
     """
     return _alternate_forwards_and_backwards(
-        _microbatch_order(rank, ranks, microbatches), warmup_forwards=2 * (ranks - 1 - rank), weights_behind=2 * rank
+        _passes(rank, ranks, microbatches), warmup_forwards=2 * (ranks - 1 - rank), weights_behind=2 * rank
     )
 
 
@@ -133,38 +134,29 @@ def interleaved_zb(
         rank 0 | 0F0 0F1 2F0 2F1 .. 2I0 2W0 2I1 2W1 .. 0I0 0W0 0I1 0W1
         rank 1 | .. 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
-    passes = _microbatch_order(rank, ranks, microbatches, stages_per_rank, group_size)
+    group_size = group_size or _equal_group_size(ranks, microbatches)
+    passes = _passes(rank, ranks, microbatches, stages_per_rank, group_size)
     return _alternate_forwards_and_backwards(
-        passes, warmup_forwards=(stages_per_rank - 1) * passes.group_size + ranks - 1 - rank, weights_behind=rank
+        passes, warmup_forwards=(stages_per_rank - 1) * group_size + ranks - 1 - rank, weights_behind=rank
     )
 
 
-class _MicrobatchOrder(NamedTuple):
-    """The order in which slices of microbatches pass a rank's stages: a group through all its stages, then the next one."""
-
-    group_size: int
-    forwards: list[Place]
-    backwards: list[Place]
+def _equal_group_size(ranks: int, count: int) -> int:
+    """Return the size of N // P groups (one, if N < P), as equal as possible, of N = `count` slices of microbatches."""
+    return -(-count // max(1, count // ranks))
 
 
-def _microbatch_order(
-    rank: int,
-    ranks: int,
-    microbatches: int,
-    stages_per_rank: int = 1,
-    group_size: int | None = None,
-    slices: int = 1,
-) -> _MicrobatchOrder:
-    """Return the order on `rank`. By default the N slices of all microbatches make N // P groups, as equal as possible."""
-    count = microbatches * slices
-    size = group_size or -(-count // max(1, count // ranks))
+def _passes(
+    rank: int, ranks: int, microbatches: int, stages_per_rank: int = 1, group_size: int | None = None, slices: int = 1
+) -> Passes:
+    """Return the order in which slices pass a rank's stages: a group through all its stages, then the next one.
+
+    Without a `group_size` all slices of all microbatches are one group.
+    """
     order = [(m, k) for m in range(microbatches) for k in range(slices)]
     down, up = (range(rank, ranks * stages_per_rank, ranks)[::step] for step in (1, -1))
-    return _MicrobatchOrder(
-        size,
-        _order_in_groups(order, down, size),
-        _order_in_groups([(m, slices - 1 - k) for m, k in order], up, size),
-    )
+    size = group_size or len(order)
+    return _order_in_groups(order, down, size), _order_in_groups([(m, slices - 1 - k) for m, k in order], up, size)
 
 
 def _order_in_groups(order: list[tuple[int, int]], stages: range, size: int) -> list[Place]:
@@ -174,13 +166,13 @@ def _order_in_groups(order: list[tuple[int, int]], stages: range, size: int) -> 
 
 
 def _alternate_forwards_and_backwards(
-    passes: _MicrobatchOrder, warmup_forwards: int, weights_behind: int | None = None
+    passes: Passes, warmup_forwards: int, weights_behind: int | None = None
 ) -> Iterator[Action]:
     """Yield up to `warmup_forwards` forwards, then in turn the next forward, while there is one, and the next backward.
 
     With `weights_behind` = n, a backward is an I, followed by the W of n backwards ago; the W left come last.
     """
-    _, forwards, backwards = passes
+    forwards, backwards = passes
     for place in forwards[:warmup_forwards]:
         yield Action(Kind.F, *place)
     for index, place in enumerate(backwards):

@@ -135,7 +135,6 @@ def in_flight_limits(problem: SearchProblem) -> Iterator[list[float]]:
 
 
 def initial_rows(problem: SearchProblem) -> Iterator[Rows]:
-    """Yield rows to begin a search with: published tables, groups of microbatches, and greedy dispatch."""
-    yield from map(problem.rows_from_table, published_schedules(problem.placement, problem.microbatches, problem.slices))
+    """Yield rows to begin a search with, besides published tables: groups of microbatches, and greedy dispatch."""
     yield from (grouped_rows(problem, size) for size in (1, 2, 3, 4) if size <= problem.microbatches)
     yield from (rows for depth in in_flight_limits(problem) if (rows := GreedyDispatch(problem, depth).rows_without_weights()))

@@ -211,6 +211,7 @@ def _search_backward_form(best: _BestSchedule, problem: SearchProblem, work: flo
         best.add_work_or_finish(PERIODIC_WORK_SHARE / PERIODIC_RUNS * work)
 
     initial_rows = [
+        *map(problem.rows_from_table, best.published),
         *initial_tables.initial_rows(problem),
         *(periodic.unroll_modulo_schedule(problem, offsets) for offsets in periodic_starts),
         *map(problem.rows_from_table, best.tables),

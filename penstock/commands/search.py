@@ -50,7 +50,9 @@ class SearchCommand:
             raise PenstockError(f"{self.costs} has {len(stages)} stages, which do not divide by --ranks {self.ranks}")
         columns = dict(zip(stages[0]._fields, zip(*stages, strict=True), strict=True))
         times = columns["forward"], columns["backward_input"], columns["backward_weight"]
-        activations = [inside + end for inside, end in zip(columns["activation"], columns["ends"], strict=True)]
+        sizes = zip(columns["activation"], columns["ends"], columns["attention"], strict=True)
+        waiting = 1 - 1 / max(1, self.slices)  # share of a microbatch whose keys and values have gradients from later slices
+        activations = [inside + end + waiting * attention for inside, end, attention in sizes]
         costs = Costs(*times, send=self.send / 1e3, act=activations, keep=columns["keep"])
         placement = PLACEMENTS[self.placement](len(stages), self.ranks)
         with SearchBar() as bar:

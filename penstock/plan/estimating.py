@@ -80,7 +80,7 @@ def _estimate_layer_cost(unit: RecordedUnit, speed: float) -> LayerCost:
     times = [operations / speed for operations in (forward.get_total_flops(), inputs, backward_operations - inputs)]
     size = sum(saved_bytes.values())
     ends = sum(parameter.nbytes for parameter in parameters), sum(tensor.nbytes for tensor in output)
-    return LayerCost._make((unit.name, *times, size, size, *ends, 0.0, 0.0))
+    return LayerCost._make((unit.name, *times, size, size, *ends, 0.0, 0.0, 0.0))
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import trees
+from penstock.attention_hook import AttentionContext, attention_context
 from penstock.comms.topology import CPU
 from penstock.engine.activation_memory import MemoryMeasurement, StorageSet
 from penstock.errors import MismatchError, PenstockError
@@ -136,8 +137,8 @@ def _measure_units(units: Sequence[RecordedUnit], device: torch.device | None, r
         forward, backward, *in_two = (median(column) for column in zip(*duration, strict=True))
         weights = min(in_two[-1], backward)
         longer = max(0.0, sum(in_two) - forward - backward)
-        size = _call_with_unit_as_stage(unit, device, _measure_bytes)
-        layer_costs.append(LayerCost(unit.name, forward, backward - weights, weights, *size, split=longer))
+        *sizes, attention = _call_with_unit_as_stage(unit, device, _measure_bytes)
+        layer_costs.append(LayerCost._make((unit.name, forward, backward - weights, weights, *sizes, longer, attention)))
     return layer_costs
 
 
@@ -256,8 +257,19 @@ def _measure_seconds(stage: Stage, inputs: list[Tensor]) -> ActionSeconds:
     return *times[1][:2], *times[3]
 
 
-def _measure_bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, float, float, float]:
-    """Return bytes of the activation, of what W keeps, of parameters, of the output, and of what it shares with the first."""
+class _KeyValueBytes(AttentionContext):
+    """Counts the bytes of keys and values that get a gradient."""
+
+    num_bytes = 0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+        """Return the attention."""
+        self.num_bytes += sum(tensor.nbytes for tensor in (key, value) if tensor.requires_grad)
+        return super().attend(query, key, value, *args)
+
+
+def _measure_bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, ...]:
+    """Return bytes of the activation, what W keeps, parameters, the output, what it shares with the first, keys and values."""
     measured = MemoryMeasurement({MIDDLE_STAGE: stage})
     acts = measured.wrap_actions(
         {
@@ -266,7 +278,8 @@ def _measure_bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, fl
             Kind.W: lambda action, values: stage.backward_weight([0]),
         }
     )
-    output = acts[Kind.F](Action(Kind.F, MIDDLE_STAGE, 0), _new_message(inputs))
+    with attention_context(counter := _KeyValueBytes()):
+        output = acts[Kind.F](Action(Kind.F, MIDDLE_STAGE, 0), _new_message(inputs))
     gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
     carried, ends = sum(tensor.nbytes for tensor in output), StorageSet(output)
     del output
@@ -276,4 +289,5 @@ def _measure_bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, fl
     acts[Kind.W](Action(Kind.W, MIDDLE_STAGE, 0), None)
     size = measured.sizes.get(MIDDLE_STAGE, ActivationSize(0, 0))  # none of a compiled layer
     parameters = sum(parameter.nbytes for parameter in stage.module.parameters())
-    return max(0, size.act - kept_output.freed_bytes()), size.keep, parameters, carried, kept_output.freed_bytes()
+    shared = kept_output.freed_bytes()
+    return max(0, size.act - shared), size.keep, parameters, carried, shared, counter.num_bytes

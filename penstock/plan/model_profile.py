@@ -32,6 +32,7 @@ class LayerCost(NamedTuple):
     output: float = 0.0  # sent over a border between stages after it
     ends: float = 0.0  # bytes of its output that it keeps if a stage ends with it; of the last layer: that the loss keeps
     split: float = 0.0  # seconds that a backward in two, I and W, takes longer
+    attention: float = 0.0  # of its keys and values, whose gradients wait for earlier slices where microbatches are in slices
 
     @property
     def seconds(self) -> float:

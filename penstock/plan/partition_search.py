@@ -123,7 +123,7 @@ class PartitionSearch:
             send=self.limits.send,
             size=[stage.output for stage in stages[:-1]],
             bandwidth=self.limits.bandwidth,
-            act=[policy.activation for policy in policies],
+            act=list(map(self._activation_bytes, stages, policies)),
             keep=[stage.keep for stage in stages],
         )
 
@@ -178,7 +178,11 @@ class PartitionSearch:
     def _evaluate_policies(
         self, rank: int, rank_stages: Sequence[StageCost], policies: tuple[ActivationPolicy, ...], static_bytes: float
     ) -> RankChoice:
-        sizes = [size for stage, policy in zip(rank_stages, policies, strict=True) for size in (policy.activation, stage.keep)]
+        sizes = [
+            size
+            for stage, policy in zip(rank_stages, policies, strict=True)
+            for size in (self._activation_bytes(stage, policy), stage.keep)
+        ]
         activation_bytes = max(
             sum([size * count for size, count in zip(sizes, counts, strict=True)]) for counts in self.timer.peak_counts[rank]
         )
@@ -186,6 +190,10 @@ class PartitionSearch:
 
         excess_bytes = max(0.0, peak_bytes - self.limits.memory_bytes[rank])
         return RankChoice(sum(policy.recompute_seconds for policy in policies), peak_bytes, excess_bytes, policies)
+
+    def _activation_bytes(self, stage: StageCost, policy: ActivationPolicy) -> float:
+        """Return the bytes of a microbatch in flight, with the gradients that its last slice leaves to the earlier ones."""
+        return policy.activation + stage.attention * (1 - 1 / self.timer.slices)
 
     # -- times ------------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import nn
 
 import penstock as ps
+from penstock.model import GPT, GPTConfig
 from penstock.partition.balance import Balance
 from penstock.plan import LayerCost, estimate, estimate_transformers, load, measure, measuring, plan
 from penstock.plan.estimating import profile_of_run
@@ -123,6 +124,29 @@ PAIR = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 def test_what_cannot_be_measured_is_told_in_a_sentence(model, args, message):
     with pytest.raises(ps.MismatchError, match=message):
         measure(model, args)
+
+
+def memory_planned_and_measured_in_slices():
+    """What a microbatch of a GPT in two slices is planned to take in flight, and took."""
+    tokens = torch.zeros(8, 64, dtype=torch.long)
+
+    def loss_fn(logits, target):
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    layers = measure(GPT(GPTConfig()), (tokens[:4],), loss_fn=loss_fn, target=tokens[:4], rounds=1, seconds=0)
+    [planned] = plan(layers, 1, 1e12, batch=8, microbatches=2, slices=2, schedules="1f1b", effort="quick")
+    options = {"example_args": (tokens[:4],), "slices": 2, "loss_weight": ps.tokens()}
+    pipe = ps.Pipeline(GPT(GPTConfig()), loss_fn, "1f1b", 2, **options)
+    pipe.step(tokens, target=tokens)
+    return sum(layer.attention for layer in layers.costs_at(4)), planned.costs.act, pipe.timeline().activation_sizes
+
+
+@pytest.mark.slow
+def test_keys_and_values_are_measured_as_their_gradients_wait_in_slices():
+    attention, [planned], [measured] = ps.launch(memory_planned_and_measured_in_slices, 1)[0]
+    assert attention == 2 * 4 * 64 * GPTConfig().width * 4 * GPTConfig().layers
+    assert planned == pytest.approx(measured.act, rel=0.001)
+    assert planned - measured.keep == pytest.approx(attention / 2, rel=0.01)  # W needs no gradients of earlier slices
 
 
 def test_one_tensor_is_an_example_too(clock):

@@ -1,4 +1,4 @@
-"""What F, B, I and W do in one step. A microbatch's gradient is scaled here: B of the last stage begins with its share."""
+"""The actions F, B, I and W of one step. A microbatch's gradient is scaled here: B of the last stage begins with its share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -61,7 +61,7 @@ class StepActions:
         return {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward, Kind.W: self.backward_weight}
 
     def forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
-        """Run a forward. Return a message for each taker; none on the last stage, whose output becomes the loss."""
+        """Run a forward. Return a message for each receiver; none on the last stage, whose output becomes the loss."""
         _, index, microbatch, _ = action
         stage, batch = self.stages[index], self.batch
         number = action.index_among_slices(batch.num_slices)

@@ -1,4 +1,4 @@
-"""What goes into a step: the call and its checks, and from it this rank's share of the batch, split into microbatches."""
+"""The call of a step and its checks, and from it this rank's share of the batch, split into microbatches."""
 
 import inspect
 import math

@@ -27,7 +27,7 @@ class ClockSkew(NamedTuple):
 
 
 def clock_id() -> str:
-    """Return what is equal for processes that share a monotonic clock: the kernel's boot id, else the machine's name."""
+    """Return an id that is equal for processes with the same monotonic clock: the kernel's boot id, else the machine's name."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return boot_id.read_text().strip() if boot_id.exists() else platform.node()
 

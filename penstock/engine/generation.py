@@ -179,7 +179,7 @@ class TextGeneration:
         return {**self.kwargs, "attention_mask": torch.cat([mask, ones], 1)[:, -num_inputs:]}
 
     def _forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
-        """Run a forward. Return a message for each taker; none on the last stage, whose logits become tokens."""
+        """Run a forward. Return a message for each receiver; none on the last stage, whose logits become tokens."""
         _, index, microbatch, slice_ = action
         lengths = self._batch.slice_lengths
         stage, position = self.engine.stages[index], self.text.shape[1] - self._num_inputs + sum(lengths[:slice_])

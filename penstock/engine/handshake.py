@@ -94,7 +94,7 @@ class StepHandshake:
         check_same_inputs_and_targets(headers, self.position)
         result, learned = self._last_result, self._learned.get(self._last_result.batch_kind)
         if result.lists:
-            specs = self._message_specs_of_lists.specs_for(result.program.lines, result.message_keys)
+            specs = self._message_specs_of_lists.known_specs(result.program.lines, result.message_keys)
         else:
             specs = learned.message_specs if learned is not None else {}
         return result._replace(learned=learned, message_specs=specs)

@@ -1,4 +1,4 @@
-"""What a user reads of the last step: its times, what ranks waited for, what carried their messages."""
+"""The last step, as a user reads it: its times, why ranks waited, which transports carried messages."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

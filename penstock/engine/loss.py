@@ -165,7 +165,7 @@ class LossChecks:
             self.rowwise_check = RowwiseLossCheck(loss_fn, reduction, loss_weight, rows_dim)
 
     def check_after_step(self, target: Any, is_list: bool = False) -> None:
-        """After a step or an evaluation with this `target`, or list of targets: warn if one of the checks finds something."""
+        """Warn if a check finds something. Called after a step or evaluation with this `target`, or list of targets."""
         has_warned = False
         for check in self._unequal_weights if target is not None else ():
             has_warned |= check.check_target(target, is_list)
@@ -192,7 +192,7 @@ class UnequalWeightsCheck:
         self._num_steps, self._has_warned = 0, False
 
     def check_target(self, target: Any, is_list: bool = False) -> bool:
-        """After a step with this `target`, or list of targets: count in each microbatch. Return whether it has warned."""
+        """Count what each microbatch of this `target`, or list of targets, weighs. Return whether it has warned."""
         self._num_steps += 1
         if self._has_warned or not is_power_of_two_or_zero(self._num_steps):
             return self._has_warned
@@ -299,7 +299,7 @@ class RowwiseLossCheck:
         return [map_tensors(Tensor.clone, part) for part in parts[: len(sizes)]]
 
     def warn(self) -> None:
-        """After the step, when reading a number waits for no device: warn if the losses do not fit together."""
+        """Warn if the losses do not fit together. Called after the step, when reading a number waits for no device."""
         measured, self._measured = self._measured, None
         finding = ""
         if measured is not None:

@@ -265,7 +265,7 @@ class MessageSpecCache:
     def __init__(self) -> None:
         self._specs: dict[object, dict[Transfer, MessageSpec]] = {}  # the oldest first
 
-    def specs_for(self, lines: Sequence[ProgramLine], keys: Sequence[object]) -> MessageSpecs:
+    def known_specs(self, lines: Sequence[ProgramLine], keys: Sequence[object]) -> MessageSpecs:
         """Return the known descriptions of a program's messages; `keys` say what each microbatch is like."""
         remembered = [self._specs.get(key, {}) for key in keys]
         transfers = chain.from_iterable((*line.receives, *line.outputs) for line in lines)

@@ -165,9 +165,9 @@ def _border_bytes(cuttable: CuttableModel, example: tuple[Any, ...]) -> dict[int
         return carried
 
     def count(number: int, stage: nn.Module, _: Any, output: Any) -> None:
-        takers = cast(GraphStage, stage).penstock.destinations
-        for taker, message in zip(takers, output if len(takers) > 1 else (output,), strict=False):
-            for border in range(number, taker):
+        destinations = cast(GraphStage, stage).penstock.destinations
+        for destination, message in zip(destinations, output if len(destinations) > 1 else (output,), strict=False):
+            for border in range(number, destination):
                 carried[border] += sum(tensor.nbytes for tensor in trees.tensors(message))
 
     for number, stage in enumerate(stages):
@@ -257,7 +257,7 @@ def _measure_seconds(stage: Stage, inputs: list[Tensor]) -> ActionSeconds:
     return *times[1][:2], *times[3]
 
 
-class _KeyValueBytes(AttentionContext):
+class _KeyValueGradientBytes(AttentionContext):
     """Counts the bytes of keys and values that get a gradient."""
 
     num_bytes = 0
@@ -278,7 +278,7 @@ def _measure_bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, ...]:
             Kind.W: lambda action, values: stage.backward_weight([0]),
         }
     )
-    with attention_context(counter := _KeyValueBytes()):
+    with attention_context(counter := _KeyValueGradientBytes()):
         output = acts[Kind.F](Action(Kind.F, MIDDLE_STAGE, 0), _new_message(inputs))
     gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
     carried, ends = sum(tensor.nbytes for tensor in output), StorageSet(output)

@@ -243,19 +243,19 @@ class PartitionSearch:
         how many of one rank's choices are skipped.
         """
         num_stages, starts = len(partition.starts), partition.starts
-        layer_moves = [(giver, taker) for giver in range(num_stages) for taker in range(num_stages) if giver != taker]
+        layer_moves = [(giver, receiver) for giver in range(num_stages) for receiver in range(num_stages) if giver != receiver]
         choice_moves = [(None, rank) for rank in range(len(partition.skipped_choices))] * 2
         moves: list[tuple[int | None, int]] = [*layer_moves, *choice_moves]
         random.shuffle(moves)
 
-        for giver, taker in moves:
+        for giver, receiver in moves:
             if giver is None:
                 skipped = list(partition.skipped_choices)
-                skipped[taker] = random.choice([number for number in range(4) if number != skipped[taker]])
+                skipped[receiver] = random.choice([number for number in range(4) if number != skipped[receiver]])
                 yield starts, tuple(skipped)
                 continue
 
-            low, high, shift = (giver, taker, -1) if giver < taker else (taker, giver, 1)
+            low, high, shift = (giver, receiver, -1) if giver < receiver else (receiver, giver, 1)
             shift *= random.choice((1, 1, 1, 2, 3))
             shifted = (start + shift for start in starts[low + 1 : high + 1])
             moved = (*starts[: low + 1], *shifted, *starts[high + 1 :])

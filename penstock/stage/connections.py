@@ -39,8 +39,8 @@ def stage_connections(
                 for source in exchanges[Kind.B][stage]
             },
             lent={
-                taker: [name for (lender, name), (borrower, _) in borrowings if (lender, borrower) == (stage, taker)]
-                for taker in exchanges[Kind.F][stage]
+                receiver: [name for (lender, name), (borrower, _) in borrowings if (lender, borrower) == (stage, receiver)]
+                for receiver in exchanges[Kind.F][stage]
             },
         )
         for stage in range(num_stages)

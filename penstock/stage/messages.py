@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.partition.graph_stage import GraphStage
 from penstock.stage.aliasing import Versions, mark_aliased
-from penstock.stage.backward.autograd_edges import StageInput
+from penstock.stage.backward.autograd_edges import StageInputGradients
 from penstock.stage.backward.parameter_slot import list_parameters_with_places
 from penstock.stage.connections import StageConnections
 from penstock.torch_private import TensorSlot
@@ -21,7 +21,7 @@ from penstock.trees import flatten
 class ReceivedInputs(NamedTuple):
     """The messages that a microbatch received, for which it returns gradients; none on the first stage."""
 
-    inputs: tuple[StageInput, ...] = ()  # one for each message
+    inputs: tuple[StageInputGradients, ...] = ()  # one for each message
     borrowed: Sequence[tuple[TensorSlot, Tensor]] = ()  # what takes the places of parameters of earlier stages
 
 
@@ -47,7 +47,7 @@ class StageMessages:
 
     def attach_inputs(self, messages: Sequence[Any]) -> tuple[Sequence[Any], ReceivedInputs]:
         """Return the values for the module, as the beginning of a graph, and what else came with the messages."""
-        inputs = tuple([StageInput() for _ in messages])
+        inputs = tuple([StageInputGradients() for _ in messages])
         values: list[Any] = []
         borrowed: list[tuple[TensorSlot, Tensor]] = []
         for stage_input, slots, message in zip(inputs, self._borrowed, messages, strict=True):

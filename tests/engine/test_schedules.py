@@ -105,7 +105,7 @@ class InputCounter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.linear.weight.register_hook(lambda gradient: None)  # otherwise too small to be put off
+        self.linear.weight.register_hook(lambda gradient: None)  # otherwise too small to be deferred
 
     def forward(self, hidden: Tensor) -> Tensor:
         output = self.linear(_Fresh.apply(hidden, self.alive))

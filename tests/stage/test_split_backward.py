@@ -306,7 +306,7 @@ def test_it_has_them_under_autocast(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_it_has_them_where_biases_get_their_gradients_in_i(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_backward, "MIN_DEFERRED_MULTIPLICATIONS", 0)  # so that all products are put off
+    monkeypatch.setattr(split_backward, "MIN_DEFERRED_MULTIPLICATIONS", 0)  # so that all products are deferred
     module = make(name)
     compare(module, [MODULES[name][1]() for _ in range(2)], in_order=True)
 
@@ -733,7 +733,7 @@ def test_replicas_stay_equal_and_sum_once_a_step(find_unused: bool) -> None:
             assert ours[name] is None or torch.equal(ours[name], split[0][0][name])
 
 
-# -- what is too small to be put off ------------------------------------------------------------------------------------
+# -- products too small to be deferred ------------------------------------------------------------------------------------
 
 
 def small_and_large() -> nn.Sequential:

@@ -50,7 +50,7 @@ def create_shared_memory(num_bytes: int) -> tuple[mmap.mmap | None, int]:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        _raise_if_descriptor_table_is_full(error)
+        _reraise_if_descriptor_table_is_full(error)
         return None, -1
 
     memory[: SECRET.size] = os.urandom(SECRET.size)
@@ -75,12 +75,12 @@ def open_shared_memory(pid: int, fd: int, secret: bytes) -> mmap.mmap | None:
         finally:
             os.close(own_fd)
     except (OSError, ValueError) as error:
-        _raise_if_descriptor_table_is_full(error)
+        _reraise_if_descriptor_table_is_full(error)
         return None
     return memory if memory[: SECRET.size] == secret else None
 
 
-def _raise_if_descriptor_table_is_full(error: Exception) -> None:
+def _reraise_if_descriptor_table_is_full(error: Exception) -> None:
     if isinstance(error, OSError) and error.errno in DESCRIPTOR_TABLE_FULL:
         raise error
 

@@ -143,7 +143,7 @@ class NonFiniteMonitor:
         return {kind: partial(self._run_action, function) for kind, function in functions.items()}
 
     def check_final_gradients(self) -> bool:
-        """At the end of a step: test all gradients, which are complete now. Return whether anything was not finite."""
+        """Test all gradients, which are complete at the end of a step. Return whether anything was not finite."""
         if self.is_active and self.first_value is None:
             self._check_weight_gradients(self._stages, SHARED)
         return self.first_value is not None

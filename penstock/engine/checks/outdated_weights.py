@@ -228,7 +228,7 @@ def _is_write(function: Callable[..., Any]) -> bool:
 
 
 def _check_parameter_not_outdated(parameter: RemoteParameter) -> None:
-    """Raise MismatchError if the rank that runs `parameter` has changed it, and nobody has loaded it here since."""
+    """Raise MismatchError if the rank that runs `parameter` has changed it, and it has not been loaded here since."""
     for record in _records_of([parameter]):
         model = None if record.trained_model is None else record.trained_model()
         if model is not None and (record.was_outdated or not record.has_changed()):
@@ -245,7 +245,7 @@ class _RefusalHook:
         _check_model_not_outdated(model)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle and deepcopy."""
+        """Pickle and deepcopy the hook with its model."""
         if self._model is not None and (model := self._model()) is not None:
             _check_model_not_outdated(model)
         return _RefusalHook, (None,)

@@ -33,7 +33,7 @@ class RemoteParameterUseCheck:
         self._remote = [(name, weakref.ref(parameter)) for name, parameter in remote_parameters]
 
     def record_gradients(self) -> list[GradientRecord]:
-        """Before a step's first backward: return the gradients of the remote parameters that still exist."""
+        """Return the gradients of the remote parameters that still exist. Called before a step's first backward."""
         alive = [(name, parameter) for name, reference in self._remote if (parameter := reference()) is not None]
         return [(name, parameter, parameter.grad, _version(parameter.grad)) for name, parameter in alive]
 

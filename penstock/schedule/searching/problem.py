@@ -95,7 +95,7 @@ class SearchProblem:
         self.source = dict[int, int]()  # slot -> the action that fills it
         self.receiver = dict[int, int]()  # slot -> the action that needs it
         slots, filled_slots = count + 1, set[int]()
-        for source, receiver, send in self._messages():
+        for source, receiver, send in self._dependencies_with_messages():
             joins_slices = source == stages - 1 and receiver == 2 * stages - 1  # from the last forward to the first backward
             for n in range(0, self.passes, self.slices if joins_slices else 1):
                 action = slot = receiver * self.passes + n
@@ -114,7 +114,7 @@ class SearchProblem:
         self.is_simple_chain = slots == count + 1 and all(send.transmission == 0 for sends in self.sends for send in sends)
         self.has_positive_times = self.is_simple_chain and min(self.cost[: 2 * stages * self.passes]) > 0
 
-    def _messages(self) -> Iterator[tuple[int, int, ActionMessage]]:
+    def _dependencies_with_messages(self) -> Iterator[tuple[int, int, ActionMessage]]:
         """Yield (sending code, receiving code, cost of the message), in the order in which a rank sends."""
         stages, home = self.num_stages, self.placement
         borders = self.costs.message_costs(stages)

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
-from penstock.schedule.timing.events import Event, StepEvents
+from penstock.schedule.timing.events import Event, TimelineEvents
 
 Cell = tuple[Event, ...]  # one event, or the two of a pair
 
@@ -46,7 +46,7 @@ class Idle(NamedTuple):
     cause: Cause
 
 
-def idle_times(rank: int, step: StepEvents) -> Iterator[Idle]:
+def idle_times(rank: int, step: TimelineEvents) -> Iterator[Idle]:
     """Yield the idle periods of `rank` with their causes, in order."""
     cells, free, sent_until = list(step.cells(rank)), step.start, step.start
     for cell, cause in zip(cells, _causes_without_communication(cells), strict=True):
@@ -86,7 +86,7 @@ def _causes_without_communication(cells: Sequence[Cell]) -> Iterator[Cause]:
 # ---- the critical path
 
 
-def critical_path(step: StepEvents) -> tuple[Event, ...]:
+def critical_path(step: TimelineEvents) -> tuple[Event, ...]:
     """Return the chain of events, first to last, that decides how long the step takes: see `Timeline.critical_path`."""
     if not step.events:
         return ()
@@ -97,7 +97,7 @@ def critical_path(step: StepEvents) -> tuple[Event, ...]:
     return tuple(reversed(path))
 
 
-def _limiting_events(event: Event, step: StepEvents, previous_cell: Cell, cell: Cell) -> Iterator[tuple[float, Event]]:
+def _limiting_events(event: Event, step: TimelineEvents, previous_cell: Cell, cell: Cell) -> Iterator[tuple[float, Event]]:
     """Yield the events that `event` of `cell` waited for, each with the time at which it allowed the start."""
     for previous in previous_cell[-1:]:
         yield previous.end, previous
@@ -106,7 +106,7 @@ def _limiting_events(event: Event, step: StepEvents, previous_cell: Cell, cell: 
             yield (needed.end, needed) if needed.rank == event.rank else step.arrivals[needed.action, member.action.stage]
 
 
-def _cells_of_actions(step: StepEvents) -> dict[Action, tuple[Cell, Cell]]:
+def _cells_of_actions(step: TimelineEvents) -> dict[Action, tuple[Cell, Cell]]:
     """Return action -> (the cell before it on its rank, or an empty one; its own cell)."""
     rows = [[(), *step.cells(rank)] for rank in range(step.ranks)]
     return {event.action: (previous, cell) for row in rows for previous, cell in pairwise(row) for event in cell}

@@ -47,7 +47,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepEvents:
+class TimelineEvents:
     """The events of a step, and what follows directly from them: the base of `Timeline`."""
 
     name: str

@@ -169,7 +169,7 @@ def _faster_messages(timeline: Timeline, measurement: Measurement) -> Iterator[I
     waits = [(gap, gap.needed) for gap in find_gaps(timeline) if gap.idle_when_input_computed and gap.needed]
     seconds_by_link = defaultdict[tuple[int, int], list[float]](list)
     for gap, needed in waits:
-        seconds_by_link[needed.rank, gap.after.rank].append(gap.message_seconds)
+        seconds_by_link[needed.rank, gap.after.rank].append(gap.seconds_since_input)
     links = {link: median(seconds) for link, seconds in seconds_by_link.items()}
     if not links:
         return
@@ -180,7 +180,9 @@ def _faster_messages(timeline: Timeline, measurement: Measurement) -> Iterator[I
 
     if links[slowest] < SLOW_MESSAGE_SHARE * median(measurement.seconds[Kind.F]):
         return
-    saved = {gap.after.action: gap.message_seconds - usual for gap, needed in waits if (needed.rank, gap.after.rank) in slow}
+    saved = {
+        gap.after.action: gap.seconds_since_input - usual for gap, needed in waits if (needed.rank, gap.after.rank) in slow
+    }
     shorter = replay(timeline, {}, saved)
     if timeline.makespan - shorter.makespan <= NOTABLE_SHARE * timeline.makespan:
         return

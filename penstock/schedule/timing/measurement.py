@@ -124,7 +124,7 @@ class Measurement:
             microbatch_factors=(),  # the bytes are of one microbatch, and it is not known which
         )
 
-    def idle_before_arrival(self, gap: "Gap") -> bool:
+    def idle_before_arrival(self, gap: "ActionGap") -> bool:
         """Return whether the rank was idle before its message came; else the engine alone took the time."""
         low, high = gap.border
         return gap.idle_before_arrival(
@@ -188,7 +188,7 @@ def _spread_over_new_stages(times: Sequence[float], old: Sequence[float], new: S
 # ---- from events to costs
 
 
-class Gap(NamedTuple):
+class ActionGap(NamedTuple):
     """The time between two actions of a rank: from the end of `before` to the start of `after`."""
 
     before: Event | None  # None: `after` is the first of its rank
@@ -207,7 +207,7 @@ class Gap(NamedTuple):
         return self.needed is not None and (self.before is None or self.needed.end >= self.before.end)
 
     @property
-    def message_seconds(self) -> float:
+    def seconds_since_input(self) -> float:
         """The seconds from the end of the action that made the last input to the start of `after`."""
         return self.after.start - self.needed.end if self.needed else 0.0
 
@@ -218,12 +218,12 @@ class Gap(NamedTuple):
         return self.needed.end + latency_seconds > self.before.end
 
 
-def find_gaps(timeline: Timeline) -> Iterator[Gap]:
+def find_gaps(timeline: Timeline) -> Iterator[ActionGap]:
     """Yield the gap before every action or pair of actions, rank by rank."""
     for rank in range(timeline.ranks):
         previous: Event | None = None
         for cell in timeline.cells(rank):
-            yield Gap(previous, cell[0], timeline.last_remote_need(cell))
+            yield ActionGap(previous, cell[0], timeline.last_remote_need(cell))
             previous = cell[0]
 
 
@@ -278,7 +278,7 @@ def _action_seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
     return dict(zip(Kind, zip(*costs, strict=True), strict=True))
 
 
-def _engine_seconds(engines: Iterable[Gap], stages: int) -> Times:
+def _engine_seconds(engines: Iterable[ActionGap], stages: int) -> Times:
     """Return the engine's time after every action, from gaps that are not waits; without samples, of its kind, or of all."""
     samples: Samples = defaultdict(list)
     for gap in engines:
@@ -293,15 +293,15 @@ def engine_and_message_seconds(*timelines: Timeline) -> tuple[Times, tuple[float
     """Return the engine's seconds after an action, and those of a message over each border, in steps of one table."""
     table, gaps = executed_table(timelines[0]), [gap for timeline in timelines for gap in find_gaps(timeline)]
     waits = [gap for gap in gaps if gap.idle_when_input_computed]
-    messages = _median_by_border(((gap, gap.message_seconds) for gap in waits), table)
+    messages = _median_by_border(((gap, gap.seconds_since_input) for gap in waits), table)
     between = _engine_seconds(
         (gap for gap in gaps if not gap.idle_before_arrival(messages.get(gap.border, 0.0))), table.num_stages
     )
-    sends = _median_by_border(((gap, gap.message_seconds - _time_after(between, gap.needed)) for gap in waits), table)
+    sends = _median_by_border(((gap, gap.seconds_since_input - _time_after(between, gap.needed)) for gap in waits), table)
     return between, tuple(sends.values())
 
 
-def _median_by_border(samples: Iterable[tuple[Gap, float]], table: Schedule) -> dict[Skip, float]:
+def _median_by_border(samples: Iterable[tuple[ActionGap, float]], table: Schedule) -> dict[Skip, float]:
     """Return the median over each border of two stages, at least 0; without samples, of its two ranks, or of all."""
     samples_by_key: Samples = defaultdict(list)
     for gap, seconds in samples:

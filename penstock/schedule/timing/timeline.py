@@ -7,10 +7,10 @@ from itertools import chain
 from penstock.schedule.memory import changes_memory_at_end, memory_after_actions, peaks_in_flight
 from penstock.schedule.table import Action
 from penstock.schedule.timing.causes import Cause, Idle, critical_path, idle_times
-from penstock.schedule.timing.events import Event, StepEvents
+from penstock.schedule.timing.events import Event, TimelineEvents
 
 
-class Timeline(StepEvents):
+class Timeline(TimelineEvents):
     """The times at which every action of one step ran, or would run.
 
     `idle_share` counts the time of all ranks, `bubble` that of the busiest one: they are equal if all have as much work.

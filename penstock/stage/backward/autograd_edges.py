@@ -13,7 +13,7 @@ from penstock.trees import flatten, map_tensors, unflatten
 Gradients = tuple[Tensor | None, ...]
 
 
-class StageInput:
+class StageInputGradients:
     """A message from another stage, and after the backward the gradients of those of its tensors that require one."""
 
     def __init__(self) -> None:

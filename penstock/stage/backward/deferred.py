@@ -1,4 +1,4 @@
-"""What one microbatch has put off on one stage: the uses of weights that its forward noted, whose gradients `W` computes."""
+"""The deferred weight gradients of one microbatch on one stage: uses of weights in its forward, for which `W` computes them."""
 
 import copy
 import itertools
@@ -22,7 +22,7 @@ NO_VIEW_EDGES = (None, None)
 
 
 class WeightUse:
-    """One use of a weight by an operation, with all that the weight's gradient needs but the gradient of the output."""
+    """One use of a weight by an operation, with all that the weight's gradient needs except the gradient of the output."""
 
     __slots__ = ("formula", "number", "targets", "unpack_saved", "value", "version", "view_edges", "weight")
 
@@ -117,7 +117,7 @@ class DeferredGradients:
         return value.to(dtype), *[None if weight is None else self._cast_detached(weight, dtype) for weight in weights]
 
     def _cast_detached(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Cast as autocast does: once for all microbatches, unless the weight is changed in between.
+        """Return the detached cast of `weight`, as autocast makes it: once for all microbatches, until the weight changes.
 
         Only casts of a parameter's memory are cached: the memory of a temporary tensor may be given to another one.
         """

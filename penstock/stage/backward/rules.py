@@ -1,4 +1,4 @@
-"""The operations whose weight gradients can be put off, and how those are computed: one rule for each operation.
+"""The operations whose weight gradients can be deferred, and the formulas of these: one rule for each operation.
 
 A rule replaces an operation while a stage runs its forward. It calls the operation with the weights outside the graph, so that
 the backward computes the input's gradient only, and notes with `defer` a formula for the weights' gradients. Each formula makes
@@ -19,7 +19,7 @@ from penstock.stage.backward.deferred import DeferredGradients, Formula, WeightG
 
 
 def linear(deferred: DeferredGradients, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: (.., K) and (N, K) -> (.., N). The bias' gradient is computed in `I`, a sum over what it has anyway."""
+    """`F.linear`: (.., K) and (N, K) -> (.., N). The bias' gradient is computed in `I`: it is a sum over the output's."""
     if input.dim() < 2 or weight.dim() != 2 or not deferred.are_standins(weight):
         return NotImplemented
     input, kernel = deferred.autocast_operands(input, weight)

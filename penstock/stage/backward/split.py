@@ -10,7 +10,7 @@
               -> parameter.grad, in one of three ways:
                   in the product        `merge`: addmm onto `.grad`, another order of summation
                   added                 to a `.grad` that exists, a group of parameters at once
-                  through autograd      first gradients, without a copy; and where somebody listens
+                  through autograd      first gradients, without a copy; and parameters with hooks
 
 Each parameter's gradients are summed in the order in which a whole backward sums them, but leftovers are one summand. They
 reach the parameter once, through its own edge of the autograd graph: hooks and DistributedDataParallel see what they see in a
@@ -43,7 +43,7 @@ class BackwardSplitter:
 
     `merge`: a product may add to `.grad` itself, where no hook waits for it. The order of summation changes.
     `shared`: parameters that other stages have too. They get their gradients in `I`.
-    `in_order`: the microbatches' `W` come in the order of their `I`. Then gradients that are cheaper to compute than to put off
+    `in_order`: the microbatches' `W` come in the order of their `I`. Then gradients that are cheaper to compute than to defer
     reach their parameters in `I`, with the same bits, from the second step on.
     `hooks_gradients`: something other than hooks of the parameters waits for their gradients, as DistributedDataParallel does.
     """
@@ -64,7 +64,7 @@ class BackwardSplitter:
         self._deferred_next: Sequence[int] | None = ()  # the slots that get them from the next step on; None: to be found
 
     def begin_step(self, slots: Sequence[ParameterSlot]) -> None:
-        """Look at all parameters of the module: since the last step they may have been frozen, replaced or moved."""
+        """Read all parameters of the module anew: since the last step they may have been frozen, replaced or moved."""
         self.autocast_cache.clear()
         self.has_tied_parameters = any(len(slot.places) > 1 for slot in slots)
 
@@ -83,7 +83,7 @@ class BackwardSplitter:
             self._deferred, self._free = self._deferred_next, []
 
     def begin_microbatch(self) -> DeferredGradients | None:
-        """Return stand-ins for a microbatch's forward, `I` and `W`; None if nothing of it is to be put off."""
+        """Return stand-ins for a microbatch's forward, `I` and `W`; None if nothing is to be deferred."""
         if self._free or not self._deferred:
             return self._free.pop() if self._free else None
         standins = {index: make_standin(self._slots[index].parameter, index) for index in self._deferred}
@@ -101,7 +101,7 @@ class BackwardSplitter:
     ) -> None:
         """Run `W` of one microbatch, or of several as one: add the sum of its gradients to every parameter.
 
-        `deferred`: empty if nothing was put off. `is_last`: no other backward follows in this step.
+        `deferred`: empty if nothing was deferred. `is_last`: no other backward follows in this step.
         `before_accumulation`: is called before the gradients reach the parameters, with tensors whose graph has all parameters
         that get one.
         """
@@ -156,7 +156,7 @@ class BackwardSplitter:
         return pending, leftovers
 
     def _parameters_worth_deferring(self, deferred: DeferredGradients, pending: Sequence[PendingUse]) -> Sequence[int]:
-        """Return the indices of the parameters to put off from the next step on, by what the first `W` has to compute.
+        """Return the indices of the parameters to defer from the next step on, by what the first `W` has to compute.
 
         Parameters with the user's hooks are among them: what a hook does belongs to `W`.
         """
@@ -181,7 +181,7 @@ class BackwardSplitter:
         return list(self._groups[key])
 
     def _parameters_with_gradients_from_i(self) -> list[nn.Parameter]:
-        """Return the parameters without stand-ins that have a gradient: `before_accumulation` has to hear of them too."""
+        """Return the parameters without stand-ins that have a gradient: they go to `before_accumulation` too."""
         deferred = {id(slot.parameter) for slot in self._slots}
         return [
             parameter for parameter in self.module.parameters() if id(parameter) not in deferred and parameter.grad is not None

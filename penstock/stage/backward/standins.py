@@ -1,8 +1,8 @@
-"""Stand-ins: what takes the place of a stage's parameters while a forward runs whose backward will be split.
+"""Stand-ins: tensors that replace a stage's parameters while a forward runs whose backward will be split.
 
 They are leaves that share the parameters' memory, so nothing that happens in `I` reaches the parameters:
 
-* An operation of `rules.RULES` puts its weights' gradients off: `I` stores the output's gradient with the saved input, and `W`
+* An operation of `rules.RULES` defers its weights' gradients: `I` stores the output's gradient with the saved input, and `W`
   computes.
 * Any other use of a parameter (norms, biases, the user's code) leaves its gradient on the stand-in, in `I`.
 

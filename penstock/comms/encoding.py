@@ -104,14 +104,14 @@ def all_gather_encoded(
     `encoded`: this rank's value, from `encode_to_tensor`. `sizes`: of all ranks' encoded values, in bytes.
     `all_gather`: torch's, or a function with the same arguments.
     """
-    padded = encoded.new_zeros(max(map(check_value_size, sizes)))
+    padded = encoded.new_zeros(max(map(check_announced_size, sizes)))
     padded[: encoded.numel()] = encoded
     rows = [torch.empty_like(padded) for _ in sizes]
     all_gather(rows, padded)
     return [decode(tensor_bytes(row[:size].cpu())) for row, size in zip(rows, sizes, strict=True)]
 
 
-def check_value_size(size: int) -> int:
+def check_announced_size(size: int) -> int:
     """Return `size`, the bytes that another rank announces for a value. Raises MismatchError unless it is possible."""
     if not 0 <= size <= MAX_VALUE_BYTES:
         raise MismatchError(f"another rank sends a value of {size:,} bytes: {MAX_VALUE_BYTES:,} are the most")

@@ -34,7 +34,7 @@ from penstock.comms.transport.channels import Channels
 from penstock.engine.actions import ActionFunctions, EarlyForward, StepActions, error_with_location, messages_of
 from penstock.engine.activation_memory import MemoryMeasurement
 from penstock.engine.batch import LocalBatch, StepCall, requires_grad_flags, split_batch
-from penstock.engine.checks.digest import check_tied_copies, is_comparison_due
+from penstock.engine.checks.digest import check_tied_copies, is_tied_comparison_due
 from penstock.engine.checks.gradient_factor import GradientFactorCheck
 from penstock.engine.checks.nonfinite import (
     CAUSE_TEXTS,
@@ -174,7 +174,7 @@ class Engine:
         if handshake_result.lists:
             batch = batch.with_targets_in_run_order(handshake_result.lists, self.position.replica)
         batch = batch._replace(slice_lengths=handshake_result.slice_lengths) if handshake_result.slice_lengths else batch
-        if batch.training and self.tied.owners and is_comparison_due(call.steps_before):
+        if batch.training and self.tied.owners and is_tied_comparison_due(call.steps_before):
             check_tied_copies(self.control, self.tied, call.steps_before)
 
         # 6. In the first step of a kind, on any rank: measure memory, and find parameters that are not registered.

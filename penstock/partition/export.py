@@ -218,7 +218,7 @@ class _Unflattener:
         """Return the graph."""
         input_specs = {spec.arg.name: spec for spec in self.program.graph_signature.input_specs}
         for node in self.program.graph.find_nodes(op="placeholder"):
-            self.copies[node] = self._copy_input(node, input_specs[node.name])
+            self.copies[node] = self._copy_input_or_parameter(node, input_specs[node.name])
 
         leaves = self._copy_body(self.program.graph_module, with_grad=True)
         structure = self.program.call_spec.out_spec
@@ -226,7 +226,7 @@ class _Unflattener:
         self.graph.output(output)
         return self.graph
 
-    def _copy_input(self, node: fx.Node, spec: Any) -> fx.Node:
+    def _copy_input_or_parameter(self, node: fx.Node, spec: Any) -> fx.Node:
         if spec.kind is InputKind.USER_INPUT:
             return self.graph.placeholder(node.name)
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):

@@ -30,7 +30,7 @@ class RecordedUnitCall:
         leaves = [next(replacements[_kind(leaf)]) if _kind(leaf) is not None else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.structure)
 
-    def run(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def run_without_values(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Run the unit on tensors without values; return its output's tensors."""
         args, kwargs = self.arguments(tensors, sizes)
         output_leaves, self.output_structure = tree_flatten(self.forward(*args, **kwargs))
@@ -57,7 +57,7 @@ UNIT_OPERATION = torch.ops.penstock.unit.default  # the target of a unit's node 
 @_unit.register_fake
 def _(call: int, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
     with suppress_shape_guards(tensors):  # decisions by sizes inside a unit do not restrict the graph
-        return _exports[-1][call].run(tensors, sizes)
+        return _exports[-1][call].run_without_values(tensors, sizes)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class ForwardSignature:
         if self._is_graph or not kwargs:
             return Arguments(args, kwargs)
 
-        first_kwargs = self._select_taken(kwargs, args)
+        first_kwargs = self._select_taken_keywords(kwargs, args)
         if unknown := [name for name in kwargs if name not in first_kwargs and name not in self._later_keywords]:
             keywords = ", ".join(self.keywords) or "nothing"
             raise MismatchError(f"no stage's forward takes {unknown[0]}=: the first takes {keywords}")
@@ -79,7 +79,7 @@ class ForwardSignature:
         value, keywords = values[0] if type(values[0]) is ValueWithKeywords else (values[0], {})
         args, kwargs = self._spread_over_parameters(value)
         if keywords:
-            kwargs = kwargs | self._select_taken(keywords, args, kwargs)
+            kwargs = kwargs | self._select_taken_keywords(keywords, args, kwargs)
         return Arguments(args, kwargs, keywords)
 
     def add_later_keywords(self, output: Any, keywords: Mapping[str, Any]) -> Any:
@@ -95,7 +95,9 @@ class ForwardSignature:
             return (), dict(value)
         return (value,), {}
 
-    def _select_taken(self, keywords: Mapping[str, Any], args: Sequence[Any], kwargs: Collection[str] = ()) -> dict[str, Any]:
+    def _select_taken_keywords(
+        self, keywords: Mapping[str, Any], args: Sequence[Any], kwargs: Collection[str] = ()
+    ) -> dict[str, Any]:
         """Return those of `keywords` that this forward takes, without the parameters that `args` and `kwargs` already set."""
         set_already = {*self.keywords[: len(args)], *kwargs}
         return {

@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.partition.graph_stage import GraphStage
 from penstock.randomness import default_generator, mix_in
-from penstock.stage.recompute import Recomputation, Recompute
+from penstock.stage.recompute import ForwardRecomputer, Recompute
 from penstock.torch_private import (
     children_by_name,
     fsdp_casts_inputs_or_outputs,
@@ -54,7 +54,7 @@ class ModuleRunner:
     ) -> None:
         self.index, self.module, self.recompute = index, module, recompute
         self.generator = default_generator(device)
-        self._recomputation = Recomputation()
+        self._recomputer = ForwardRecomputer()
 
         plain_sequential = type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
         is_known = layer_numbers is not None and plain_sequential
@@ -62,12 +62,12 @@ class ModuleRunner:
 
     def begin_step(self) -> None:
         """Forget what was learned of the module in the last step."""
-        self._recomputation.begin_step()
+        self._recomputer.begin_step()
 
     def run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the module's output. `seed`: of this step and microbatch; it moves the device's generator."""
         if self.recompute == "stage" and torch.is_grad_enabled():
-            return self._recomputation.run(self.module, self._run_module, seed, args, kwargs)
+            return self._recomputer.run(self.module, self._run_module, seed, args, kwargs)
         return self._run_module(seed, args, kwargs)
 
     def seed_loss(self, seed: int) -> None:
@@ -127,7 +127,7 @@ class ModuleRunner:
         self, seed: int | None, number: int, layer: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if self.recompute == "block" and isinstance(layer, nn.Module) and torch.is_grad_enabled():
-            return self._recomputation.run(layer, self._run_seeded, seed, number, layer, args, kwargs)
+            return self._recomputer.run(layer, self._run_seeded, seed, number, layer, args, kwargs)
         return self._run_seeded(seed, number, layer, args, kwargs)
 
     def _run_seeded(

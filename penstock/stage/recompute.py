@@ -14,7 +14,7 @@ from penstock.torch_private import TensorSlot, buffer_slots, tensor_version, tre
 Recompute = Literal["stage", "block"]
 
 
-class Recomputation:
+class ForwardRecomputer:
     """Runs forwards of modules twice. It remembers, for a step, which buffers they have and whether they change inputs."""
 
     def __init__(self) -> None:

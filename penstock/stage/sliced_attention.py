@@ -154,7 +154,7 @@ class SlicedAttention(AttentionContext):
         # 3. Attention. A checkpoint keeps nothing of it.
         saves_tensors = torch.is_grad_enabled() and saved_tensor_hooks() is None
         parts = [(joined_key, (*keys, key.detach())), (joined_value, (*values, value.detach()))]
-        with _join_again_in_backward(parts) if saves_tensors else _NO_CONTEXT:
+        with _save_parts_instead_of_joined(parts) if saves_tensors else _NO_CONTEXT:
             if mask is not None or query.shape[TIME] == 1 or dropout:
                 return attend(query, joined_key, joined_value, causal, mask, scale, dropout, part)
             enable_gqa, bias = query.shape[1] != key.shape[1], self._causal_mask(query, num_keys)
@@ -230,7 +230,7 @@ def _save_tensor(tensor: Tensor) -> _SavedTensor:
 
 
 @contextmanager
-def _join_again_in_backward(parts: list[tuple[Tensor, tuple[Tensor, ...]]]) -> Iterator[None]:
+def _save_parts_instead_of_joined(parts: list[tuple[Tensor, tuple[Tensor, ...]]]) -> Iterator[None]:
     """Run an operation inside. Instead of a joined tensor it saves the parts, which are kept anyway, for its backward."""
 
     def pack(saved: Tensor) -> Any:

@@ -158,7 +158,7 @@ def test_a_value_too_large_is_refused_at_both_ends(monkeypatch):
     with pytest.raises(ps.MismatchError, match=r"a value of 1,0.. bytes cannot be sent to another rank: 100 are the most"):
         encode(b"x" * 1000)
     with pytest.raises(ps.MismatchError, match="another rank sends a value of 101 bytes: 100 are the most"):
-        encoding.check_value_size(101)
+        encoding.check_announced_size(101)
 
 
 # ---- what another might send

@@ -227,7 +227,7 @@ def rank_looks(case):
 def test_copies_are_looked_at_after_few_steps_and_then_every_64():
     for looked, what in ps.launch(rank_looks, 2, "tied"):
         assert (looked, what) == ([0, 1, 2, 4, 8, 16, 32, 64, 128], {"to compare tied parameters"})
-    assert [step for step in range(300) if digest.is_comparison_due(step)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+    assert [step for step in range(300) if digest.is_tied_comparison_due(step)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
 
 
 def rank_loads_alone(folder):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.comms.abort import abort_backend
-from penstock.comms.encoding import check_value_size, view_as_bytes
+from penstock.comms.encoding import check_announced_size, view_as_bytes
 from penstock.comms.process_groups import DESTINATION_RANK, SOURCE_RANK, call_unprofiled, is_transport_error
 from penstock.comms.transport import message_spec
 from penstock.comms.transport.message_spec import TensorSpec
@@ -49,7 +49,7 @@ class GroupReceiver:
         """Wait for the description of a message; return its bytes (uint8). Raises MismatchError if its size is impossible."""
         size = torch.empty(1, dtype=torch.int64, device="cpu")
         self._description_group.recv([size], SOURCE_RANK, 0).wait()
-        packed = torch.empty(check_value_size(int(size)), dtype=torch.uint8, device="cpu")
+        packed = torch.empty(check_announced_size(int(size)), dtype=torch.uint8, device="cpu")
         self._description_group.recv([packed], SOURCE_RANK, 0).wait()
         return packed
 

@@ -103,7 +103,7 @@ def _open_pipe(pid: int, fd: int) -> int:
         raise dist.DistError("the sender is gone") from error
 
 
-_pipe_ends: "weakref.WeakSet[_PipeEnd]" = weakref.WeakSet()
+_pipe_ends: "weakref.WeakSet[_OsPipeEnd]" = weakref.WeakSet()
 
 
 def _close_pipes_in_child() -> None:
@@ -142,7 +142,7 @@ class BlockViews:
         return view
 
 
-class _PipeEnd:
+class _OsPipeEnd:
     """One process's end of the pipe."""
 
     transport_device, medium = CPU, "memory that both processes see"
@@ -166,7 +166,7 @@ class _PipeEnd:
         self._close_fd()
 
 
-class MemorySender(_PipeEnd):
+class MemorySender(_OsPipeEnd):
     """The sending end. From the first large message on, a thread copies all of them, in the order of sending."""
 
     def __init__(self, memory: mmap.mmap, pipe_fd: int, failure: SendFailure) -> None:
@@ -228,7 +228,7 @@ class MemorySender(_PipeEnd):
             self._pipe_lock.release()
 
 
-class MemoryReceiver(_PipeEnd):
+class MemoryReceiver(_OsPipeEnd):
     """The receiving end. Messages wait in their blocks, so posting a receive does nothing."""
 
     def __init__(self, memory: mmap.mmap, pipe_fd: int, timeout: timedelta) -> None:

@@ -114,7 +114,7 @@ def describe_ranks_by_digest(digests: Mapping[str, str]) -> str:
     return ", ".join(f"rank{'s' * (len(ranks) > 1)} {'/'.join(ranks)} {digest}" for digest, ranks in ranks_by_digest.items())
 
 
-def is_comparison_due(steps: int) -> bool:
+def is_tied_comparison_due(steps: int) -> bool:
     """Whether copies are compared after `steps` steps: 0, 1, 2, 4, .., then every `MAX_STEPS_BETWEEN_CHECKS`."""
     return steps % MAX_STEPS_BETWEEN_CHECKS == 0 or is_power_of_two_or_zero(steps)
 

@@ -107,8 +107,8 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
         # rank 1 | 1F0 1B0 1F1 1B1 1F2 1B2
     """
     family = _find_family(name)
-    if options.get("slices") == 1 and "slices" not in family.options:
-        del options["slices"]
+    if is_whole_number(options.get("slices")) and options["slices"] == 1:
+        del options["slices"]  # the default of every family
     if unknown := sorted(set(options) - set(family.options)):
         option_text = f"it has {', '.join(family.options)}" if family.options else "it has none"
         if with_option := names_with_options(unknown):
@@ -123,7 +123,7 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
         raise ScheduleError(
             f"{name} of {ranks} ranks and {microbatches} microbatches is too large: {MAX_CELLS:,} in all at most"
         )
-    options = {option: value and int(value) for option, value in options.items()}
+    options = {option: int(value) for option, value in options.items() if value is not None}
     stages_per_rank = family.stages_per_rank if stages_per_rank is None else int(stages_per_rank)
     _check_stages_per_rank(name, family, stages_per_rank)
     if "stages_per_rank" in family.options:

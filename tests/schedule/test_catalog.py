@@ -39,6 +39,14 @@ def test_the_number_of_stages_on_each_rank_can_be_said_or_left_out(name):
 @pytest.mark.parametrize("name", PLACED)
 def test_whole_microbatches_are_one_slice_of_every_family(name):
     assert build(name, 3, 4, slices=1) == build(name, 3, 4)
+    for wrong in (True, 1.0, 0):
+        with pytest.raises(ScheduleError, match=r"no option slices|use a whole number of 1 or more"):
+            build(name, 3, 4, slices=wrong)
+
+
+def test_an_option_of_none_is_the_familys_default():
+    assert build("gpipe", 3, 4, slices=None) == build("gpipe", 3, 4)
+    assert build("interleaved-1f1b", 3, 4, group_size=None) == build("interleaved-1f1b", 3, 4)
 
 
 def test_every_family_is_described_in_words():

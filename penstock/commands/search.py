@@ -8,6 +8,7 @@ from penstock.commands.options import command
 from penstock.commands.plan import SearchBar, check_writable
 from penstock.errors import PenstockError
 from penstock.plan import ModelProfile, parse_memory_size
+from penstock.plan.model_profile import waiting_gradient_bytes
 from penstock.schedule import Costs, search, simulate
 from penstock.schedule.table import PLACEMENTS
 from penstock.view.files import report_write_errors
@@ -50,9 +51,10 @@ class SearchCommand:
             raise PenstockError(f"{self.costs} has {len(stages)} stages, which do not divide by --ranks {self.ranks}")
         columns = dict(zip(stages[0]._fields, zip(*stages, strict=True), strict=True))
         times = columns["forward"], columns["backward_input"], columns["backward_weight"]
-        sizes = zip(columns["activation"], columns["ends"], columns["attention"], strict=True)
-        waiting = 1 - 1 / max(1, self.slices)  # share of a microbatch whose keys and values have gradients from later slices
-        activations = [inside + end + waiting * attention for inside, end, attention in sizes]
+        activations = [
+            stage.activation + stage.ends + waiting_gradient_bytes(stage.keys_and_values, max(1, self.slices))
+            for stage in stages
+        ]
         costs = Costs(*times, send=self.send / 1e3, act=activations, keep=columns["keep"])
         placement = PLACEMENTS[self.placement](len(stages), self.ranks)
         with SearchBar() as bar:

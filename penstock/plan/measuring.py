@@ -137,8 +137,8 @@ def _measure_units(units: Sequence[RecordedUnit], device: torch.device | None, r
         forward, backward, *in_two = (median(column) for column in zip(*duration, strict=True))
         weights = min(in_two[-1], backward)
         longer = max(0.0, sum(in_two) - forward - backward)
-        *sizes, attention = _call_with_unit_as_stage(unit, device, _measure_bytes)
-        layer_costs.append(LayerCost._make((unit.name, forward, backward - weights, weights, *sizes, longer, attention)))
+        *sizes, keys_and_values = _call_with_unit_as_stage(unit, device, _measure_bytes)
+        layer_costs.append(LayerCost._make((unit.name, forward, backward - weights, weights, *sizes, longer, keys_and_values)))
     return layer_costs
 
 

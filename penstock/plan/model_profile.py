@@ -32,7 +32,7 @@ class LayerCost(NamedTuple):
     output: float = 0.0  # sent over a border between stages after it
     ends: float = 0.0  # bytes of its output that it keeps if a stage ends with it; of the last layer: that the loss keeps
     split: float = 0.0  # seconds that a backward in two, I and W, takes longer
-    attention: float = 0.0  # of its keys and values, whose gradients wait for earlier slices where microbatches are in slices
+    keys_and_values: float = 0.0  # of its attention: in slices, their gradients wait for the backwards of earlier slices
 
     @property
     def seconds(self) -> float:
@@ -139,6 +139,11 @@ class ModelProfile:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             why = error if isinstance(error, ValueError) else repr(error)
             raise PenstockError(f"{path} does not say what a model's layers cost: {why}") from error
+
+
+def waiting_gradient_bytes(keys_and_values: float, slices: int) -> float:
+    """Return the bytes of the gradients of keys and values that a microbatch's last slice leaves to the earlier ones."""
+    return keys_and_values * (1 - 1 / slices)
 
 
 def _layer_cost_from_json(data: dict[str, Any]) -> LayerCost:

@@ -6,6 +6,7 @@ from itertools import pairwise, product
 from random import Random
 from typing import NamedTuple
 
+from penstock.plan.model_profile import waiting_gradient_bytes
 from penstock.plan.schedule_timer import ScheduleTimer
 from penstock.plan.stage_costs import ADAM_STATE_RATIO, ActivationPolicy, LayerChain, StageCost
 from penstock.schedule import Costs
@@ -193,7 +194,7 @@ class PartitionSearch:
 
     def _activation_bytes(self, stage: StageCost, policy: ActivationPolicy) -> float:
         """Return the bytes of a microbatch in flight, with the gradients that its last slice leaves to the earlier ones."""
-        return policy.activation + stage.attention * (1 - 1 / self.timer.slices)
+        return policy.activation + waiting_gradient_bytes(stage.keys_and_values, self.timer.slices)
 
     # -- times ------------------------------------------------------------------------------------------------------------
 

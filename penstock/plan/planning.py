@@ -81,7 +81,7 @@ class ReplicaTask(NamedTuple):
     def layer_chain(self, microbatches: int) -> LayerChain:
         """Return the layers' costs for `microbatches`: seconds of the mean one, bytes of the one with the most rows."""
         mean_rows, most_rows = self.rows / microbatches, -(-self.rows // microbatches)
-        byte_fields = ("activation", "keep", "output", "ends", "attention")
+        byte_fields = ("activation", "keep", "output", "ends", "keys_and_values")
         return LayerChain(
             [
                 mean._replace(**{field: getattr(largest, field) for field in byte_fields})

@@ -32,7 +32,7 @@ class StageCost(NamedTuple):
     output: float
     policies: tuple[ActivationPolicy, ...]  # nothing recomputed comes first
     split: float  # seconds that a backward in two, I and W, takes longer
-    attention: float  # bytes of keys and values, whose gradients wait for earlier slices
+    keys_and_values: float  # of its attention: in slices, their gradients wait for the backwards of earlier slices
 
 
 class LayerChain:
@@ -57,7 +57,7 @@ class LayerChain:
         return self._cached_stage_cost(start, end)
 
     def _compute_stage_cost(self, start: int, end: int) -> StageCost:
-        forward, backward_input, backward_weight, activation, keep, parameters, split, attention = (
+        forward, backward_input, backward_weight, activation, keep, parameters, split, keys_and_values = (
             self._prefix_sums[field][end] - self._prefix_sums[field][start] for field in _SUMMED_FIELDS
         )
         end_bytes = self.layers[end - 1].ends
@@ -90,8 +90,8 @@ class LayerChain:
             self._input_bytes[end],
             tuple(policies),
             split,
-            attention,
+            keys_and_values,
         )
 
 
-_SUMMED_FIELDS = ("forward", "backward_input", "backward_weight", "activation", "keep", "parameters", "split", "attention")
+_SUMMED_FIELDS = tuple(field for field in LayerCost._fields[1:] if field not in ("output", "ends"))

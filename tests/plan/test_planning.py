@@ -318,15 +318,15 @@ def test_the_fullest_that_a_table_makes_its_ranks_is_what_the_simulator_says(nam
 
 
 def test_gradients_that_wait_for_earlier_slices_take_memory():
-    line = [layer._replace(attention=8 * MB) for layer in layers(8)]
+    line = [layer._replace(keys_and_values=8 * MB) for layer in layers(8)]
     for slices, more in ((1, 0.0), (4, 0.75 * 2 * 8 * MB)):  # two layers a stage
-        with_attention, without = (
+        with_keys, without = (
             plan(some, 4, 1e9, batch=4, microbatches=4, schedules="1f1b", slices=slices, fewer=False, effort="quick")[0]
             for some in (line, layers(8))
         )
-        assert list(with_attention.costs.act) == pytest.approx([act + more for act in without.costs.act])
-        held = with_attention.timeline.peak_in_flight
-        extra = [with_ - peak for with_, peak in zip(with_attention.peak_memory, without.peak_memory, strict=True)]
+        assert list(with_keys.costs.act) == pytest.approx([act + more for act in without.costs.act])
+        held = with_keys.timeline.peak_in_flight
+        extra = [with_ - peak for with_, peak in zip(with_keys.peak_memory, without.peak_memory, strict=True)]
         assert extra == pytest.approx([more * in_flight for in_flight in held])
 
 

@@ -42,7 +42,7 @@ for _name in INPLACE_OPERATORS:
     setattr(_Proxy, f"__{_name}__", _inplace_method(getattr(operator, _name)))
 
 
-class _TracerOfGradMode(fx.Tracer):
+class _UnitTracer(fx.Tracer):
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         super().__init__(param_shapes_constant=True)
         self.units, self._autocast = units, _autocast_modes()
@@ -89,7 +89,7 @@ def _trace(model: nn.Module, units: Mapping[str, nn.Module]) -> fx.Graph:
     name = type(model).__name__
     try:
         with torch.enable_grad():
-            graph = _TracerOfGradMode(units).trace(model)
+            graph = _UnitTracer(units).trace(model)
     except MismatchError:
         raise
     except Exception as error:

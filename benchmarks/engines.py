@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import penstock as ps
 from penstock.schedule import Action, Event, Kind, Schedule
-from penstock.schedule.transform import with_full_backwards, with_weights_last
+from penstock.schedule.transform import with_full_backwards
 
 SINGLE_STAGE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}  # the peer's engines for these two alone
 SHARED = (*SINGLE_STAGE, "interleaved-1f1b", "looped-bfs", "interleaved-zb", "zb-v", "dualpipe-v")  # schedules both have
@@ -30,13 +30,11 @@ class EngineCase:
     schedule: str
     ranks: int
     microbatches: int
-    weights_last: bool = False  # all W at the end
-    merge: bool = False  # W that stand next to each other as one product; Penstock alone can
 
     def table(self) -> Schedule:
         """The table that runs: what Penstock makes of the schedule's, and the peer gets too."""
         table = ps.schedule.build(self.schedule, ranks=self.ranks, microbatches=self.microbatches)
-        return with_full_backwards(with_weights_last(table) if self.weights_last else table)
+        return with_full_backwards(table)
 
     def one_by_one(self) -> Schedule:
         """The table as both engines run it on a CPU: first one action of an overlapping pair, then the other."""
@@ -58,7 +56,7 @@ class Penstock:
     def __init__(self, case: EngineCase, rank: int) -> None:
         table = case.table()
         stages = case.subject.stages(table.num_stages)
-        self.pipe = ps.Pipeline(stages, case.subject.loss, schedule=table, merge_weight_gradients=case.merge)
+        self.pipe = ps.Pipeline(stages, case.subject.loss, schedule=table)
         self.modules: list[nn.Module] = [stages[index] for index in table.stages_of(rank)]
         self.input, self.target = case.subject.batch(case.microbatches)
 

@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --width 4096 --part step
     python benchmarks/gpu.py --device cpu --width 64 --rows 1 --time 16 --turns 2   # that it runs, nothing more
 
-step     one rank: a loop of plain PyTorch over the microbatches, 1F1B (F, B), zb-h1 (F, I, W), and zb-h1 with W merged
+step     one rank: a loop of plain PyTorch over the microbatches, 1F1B (F, B), and zb-h1 (F, I, W)
 host     the same at a width of 64: the device is never behind, so that a step's time is what the host takes to tell it
 split    one stage: our backward in two beside torch's stage_backward_input and stage_backward_weight
 pair     two ranks on the one device, through host memory, beside one process with the same work
@@ -36,8 +36,8 @@ from penstock.model import GPT, GPTConfig
 MICROBATCHES, LAYERS, VOCABULARY = 8, 4, 1024
 WARM_UP = 3
 NARROW = 64  # a width at which the device has nothing to do
-PLAIN, WHOLE, SPLIT, MERGED = "plain PyTorch", "1f1b (F, B)", "zb-h1 (F, I, W)", "zb-h1, W merged"
-ACTIONS = {PLAIN: 2, WHOLE: 2, SPLIT: 3, MERGED: 3}  # of a microbatch
+PLAIN, WHOLE, SPLIT = "plain PyTorch", "1f1b (F, B)", "zb-h1 (F, I, W)"
+ACTIONS = {PLAIN: 2, WHOLE: 2, SPLIT: 3}  # of a microbatch
 
 Act = Callable[[], object]
 
@@ -105,13 +105,11 @@ def ways(options: argparse.Namespace, width: int) -> dict[str, Act]:
             loss = token_loss(model(part), wanted)
             loss.backward(torch.full_like(loss, 1 / MICROBATCHES))
 
-    def penstock(schedule: str, merged: bool = False) -> Act:
-        pipe = ps.Pipeline(
-            model, token_loss, schedule, MICROBATCHES, topology=topology, seed=None, merge_weight_gradients=merged
-        )
+    def penstock(schedule: str) -> Act:
+        pipe = ps.Pipeline(model, token_loss, schedule, MICROBATCHES, topology=topology, seed=None)
         return lambda: pipe.step(inputs, target=target)
 
-    return {PLAIN: plain, WHOLE: penstock("1f1b"), SPLIT: penstock("zb-h1"), MERGED: penstock("zb-h1", merged=True)}
+    return {PLAIN: plain, WHOLE: penstock("1f1b"), SPLIT: penstock("zb-h1")}
 
 
 def part_step(options: argparse.Namespace) -> None:
@@ -119,7 +117,7 @@ def part_step(options: argparse.Namespace) -> None:
     times = in_turns(ways(options, options.width), options)
     told(times, PLAIN, ACTIONS)
     print("  I + W beside B:")
-    told({name: times[name] for name in (WHOLE, SPLIT, MERGED)}, WHOLE)
+    told({name: times[name] for name in (WHOLE, SPLIT)}, WHOLE)
     goal("I + W beside B", median(times[SPLIT]) / median(times[WHOLE]), most=1.05)
 
 

@@ -62,7 +62,7 @@ class Ours:
         """Full, or I and W."""
         self.stage.backward(0, [gradient])
         if self.divided:
-            self.stage.backward_weight([0])
+            self.stage.backward_weight(0)
 
     def end(self) -> None:
         """Of a step."""

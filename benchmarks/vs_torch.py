@@ -16,7 +16,6 @@ import tyro
 from engines import SHARED, EngineCase
 from explain import Spread, fed, ideal, ratio, step_times, times_of, typical_excess
 from measure import RankMeasurements, run_cases
-from merge import merge
 from split import split
 from subjects import Emulated, Perceptron, Subject, TransformerSubject, Trivial
 from tables import Row, show
@@ -34,7 +33,7 @@ DRIVEN = ("gpipe", "1f1b", "zb-v")  # schedules of the trivial stage
 class ComparisonOptions:
     """Compare Penstock with torch.distributed.pipelining."""
 
-    only: Literal["emulated", "compute", "engine", "split", "merge"] | None = None  # one part; default all
+    only: Literal["emulated", "compute", "engine", "split"] | None = None  # one part; default all
     ranks: tuple[int, ...] = (2, 4, 8)  # numbers of emulated devices
     schedules: tuple[str, ...] = SHARED  # on emulated devices
     repeats: int = 10  # steps of each engine that count
@@ -51,7 +50,6 @@ def main(options: ComparisonOptions) -> None:
         "compute": lambda: compute(options.repeats),
         "engine": lambda: engine(options.repeats),
         "split": lambda: split(options.repeats),
-        "merge": lambda: merge((8,) if options.quick else (8, 16), options.repeats),
     }
     results = {name: part() for name, part in parts.items() if options.only in (None, name)}
     if options.json is not None:

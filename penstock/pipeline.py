@@ -86,9 +86,6 @@ class Pipeline(ModuleMisuseHints):
         The names of the submodules at which each stage but the first begins. See `ps.partition.split`.
     example_args, example_kwargs
         One microbatch. The model is traced with it, and cut where the times measured on it are balanced, or at `cuts`.
-    merge_weight_gradients
-        Compute neighbouring W of one stage in one product over their joined rows: faster, and exact to rounding only, since
-        the order of the sums changes.
     recompute
         `"stage"` or `"block"`: keep only the input of every stage, or of every layer; the backward computes the rest again.
         Or a sequence of these and None with an entry for each stage.
@@ -150,7 +147,6 @@ class Pipeline(ModuleMisuseHints):
         cuts: Sequence[str] | None = None,
         example_args: Sequence[Any] | None = None,
         example_kwargs: Mapping[str, Any] | None = None,
-        merge_weight_gradients: bool = False,
         recompute: Recompute | Sequence[Recompute | None] | None = None,
         plan: PlanLike | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -169,7 +165,7 @@ class Pipeline(ModuleMisuseHints):
         redistribution = model if isinstance(model, Redistribution) else None  # `rebuild` gives one
         model = redistribution.model if redistribution else model
         self.loss_fn, self.loss_weight, self.reduction, self.scaler = loss_fn, loss_weight, reduction, scaler
-        self.merge_weight_gradients, self.sequence_dim = merge_weight_gradients, sequence_dim
+        self.sequence_dim = sequence_dim
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
 
         world = topology or comms.init_distributed()

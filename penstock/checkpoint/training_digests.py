@@ -218,8 +218,8 @@ def _gradient_sum_order(pipe: Pipeline) -> str:
     for stage in range(table.num_stages):
         row = table.actions[table.placement[stage]]
         microbatches = [cell.microbatch for cell in row if cell.stage == stage and cell.kind in (Kind.B, Kind.W)]
-        if microbatches != sorted(microbatches) or pipe.merge_weight_gradients:
-            return f"{table.name} {table.digest()[:12]}{' merged' if pipe.merge_weight_gradients else ''}"
+        if microbatches != sorted(microbatches):
+            return f"{table.name} {table.digest()[:12]}"
     return "of the microbatches"
 
 

@@ -111,9 +111,9 @@ class StepActions:
         ]
 
     def backward_weight(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
-        """Add the weights' gradients of the microbatches that the program has merged into this W; it may be none."""
-        if microbatches := self.program.weight_microbatches[action]:
-            self.stages[action.stage].backward_weight(microbatches, action in self.program.last_backwards)
+        """Add the weights' gradients that the microbatch's I has left."""
+        number = action.index_among_slices(self.batch.num_slices)
+        self.stages[action.stage].backward_weight(number, action in self.program.last_backwards)
         return ()
 
     def microbatch_losses(self) -> MicrobatchLosses:

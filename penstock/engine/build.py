@@ -366,7 +366,7 @@ def build_engine(
     return Engine(
         control,
         position,
-        RankPrograms(program, position.pipeline.rank, arguments.merge_weight_gradients, build_larger),
+        RankPrograms(program, position.pipeline.rank, build_larger),
         stages,
         parameters,
         tied,
@@ -398,7 +398,6 @@ def _build_stages(
             layer_numbers=model_partition.layer_numbers.get(index),
             connections=connections[index],
             later_keywords=frozenset().union(*comparison.keywords[index + 1 :]),
-            merge_weight_gradients=config.arguments.merge_weight_gradients,
             recompute=config.recompute[index],
             replication=replications[index],
             in_order=table.has_weights_in_backward_order(index),

@@ -275,7 +275,7 @@ def _measure_bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, ...]:
         {
             Kind.F: lambda action, values: stage.forward(0, values, split_backward=True),
             Kind.I: lambda action, values: stage.backward(0, values),
-            Kind.W: lambda action, values: stage.backward_weight([0]),
+            Kind.W: lambda action, values: stage.backward_weight(0),
         }
     )
     with attention_context(counter := _KeyValueGradientBytes()):

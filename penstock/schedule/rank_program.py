@@ -1,9 +1,8 @@
 """One rank's lines of a program, and what its stages must know before they run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby
 
 from penstock.schedule.program import Program, ProgramLine, lower
 from penstock.schedule.table import Action, Kind, Table
@@ -19,7 +18,6 @@ class RankProgram:
 
     lines: tuple[ProgramLine, ...]
     split_backwards: frozenset[tuple[int, int, int]]  # (stage, microbatch, slice) whose backward is I and W: F prepares for it
-    weight_microbatches: dict[Action, tuple[int, ...]]  # W -> the microbatches, or slices by index, whose gradients it adds
     last_backwards: frozenset[Action]  # the B or W with which a stage's gradients of this step are complete
 
     @cached_property
@@ -31,18 +29,11 @@ class RankProgram:
 class RankPrograms:
     """The programs of a rank, one for each kind of batch and call. Each is a part of a proved program, and proved as well.
 
-    `merge_weight_gradients`: of several adjacent W of one stage, the last computes the gradients of all.
     `build_larger(microbatches)`: builds a proved program of the same rule for more microbatches than `program` has.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        rank: int,
-        merge_weight_gradients: bool = False,
-        build_larger: Callable[[int], Program] | None = None,
-    ) -> None:
-        self.program, self.rank, self.merge_weight_gradients = program, rank, merge_weight_gradients
+    def __init__(self, program: Program, rank: int, build_larger: Callable[[int], Program] | None = None) -> None:
+        self.program, self.rank = program, rank
         self._build_larger = build_larger and lru_cache(MAX_LARGER_PROGRAMS)(build_larger)
         self._cached_program = lru_cache(MAX_CACHED_PROGRAMS)(self._lower_and_prove)
 
@@ -92,18 +83,5 @@ class RankPrograms:
         return RankProgram(
             steps,
             frozenset((stage, microbatch, slice_) for kind, stage, microbatch, slice_ in row if kind is Kind.I),
-            _weight_microbatches(row, self.merge_weight_gradients, slices),
             frozenset({action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}.values()),
         )
-
-
-def _weight_microbatches(row: Sequence[Action], merge_weight_gradients: bool, slices: int) -> dict[Action, tuple[int, ...]]:
-    """Return W -> the microbatches whose gradients it computes; if merged, the last W of a run computes all of the run."""
-    weights: dict[Action, tuple[int, ...]] = {}
-    for _, run in groupby(row, key=lambda action: action[:2] if merge_weight_gradients else action):
-        actions = list(run)
-        if actions[0].kind is Kind.W:
-            weights |= dict.fromkeys(actions, ()) | {
-                actions[-1]: tuple(action.index_among_slices(slices) for action in actions)
-            }
-    return weights

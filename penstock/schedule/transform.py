@@ -29,31 +29,6 @@ def _cells_with_full_backwards(schedule: Schedule, rank: int) -> Iterator[Cell]:
         yield cell
 
 
-def with_weights_last(schedule: Schedule) -> Schedule:
-    """Return `schedule` with an I for every B, and all W of a rank at the end of its row, stage by stage.
-
-    Gradients are sent earlier, and with `Pipeline(merge_weight_gradients=True)` each weight's gradient is one product over all
-    microbatches. The price: every microbatch stays in flight to the end.
-    """
-    return from_rows(
-        schedule.name, [list(_cells_with_weights_last(schedule, rank)) for rank in range(schedule.ranks)], schedule.placement
-    )
-
-
-def _cells_with_weights_last(schedule: Schedule, rank: int) -> Iterator[Cell]:
-    for cell in schedule.cells(rank):
-        if not isinstance(cell, Action):
-            yield _as_input_backward(cell[0]), _as_input_backward(cell[1])
-        elif cell.kind is not Kind.W:
-            yield _as_input_backward(cell)
-    backwards = [action for action in schedule.actions[rank] if action.kind in (Kind.B, Kind.I)]
-    yield from sorted((action._replace(kind=Kind.W) for action in backwards), key=lambda action: action[1:])
-
-
-def _as_input_backward(action: Action) -> Action:
-    return action._replace(kind=Kind.I) if action.kind is Kind.B else action
-
-
 def with_overlapped_pairs(table: Schedule, makespan_of: Callable[[Schedule], float], tries: int) -> Schedule:
     """Return `table` with adjacent actions made pairs where the makespan does not grow; at most `tries` pairs are tried."""
     rows, best = [list(table.cells(rank)) for rank in range(table.ranks)], makespan_of(table)

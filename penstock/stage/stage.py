@@ -53,7 +53,7 @@ class Stage:
     `layer_numbers`, `recompute`: see `ModuleRunner`.
     `connections`: the stages it exchanges messages with, by default those of a chain.
     `later_keywords`: keywords of the step that stages after this one take (see `arguments.py`).
-    `merge_weight_gradients`, `in_order`: see `BackwardSplitter`.
+    `in_order`: see `BackwardSplitter`.
     `replication`: how data parallelism replicates or shards the stage.
     """
 
@@ -68,7 +68,6 @@ class Stage:
         recompute: Recompute | None = None,
         connections: StageConnections | None = None,
         later_keywords: frozenset[str] = frozenset(),
-        merge_weight_gradients: bool = False,
         replication: Replication | None = None,
         in_order: bool = False,
     ) -> None:
@@ -81,9 +80,7 @@ class Stage:
         self._signature = ForwardSignature(module, later_keywords)
         self._messages = StageMessages(index, module, self.connections)
         self._runner = ModuleRunner(index, module, device, layer_numbers, recompute)
-        self._splitter = BackwardSplitter(
-            module, merge_weight_gradients, self._messages.shared_parameters, in_order, self.replication.hooks_gradients
-        )
+        self._splitter = BackwardSplitter(module, self._messages.shared_parameters, in_order, self.replication.hooks_gradients)
 
         # Of the microbatches in flight.
         self.in_flight: dict[int, InFlightMicrobatch] = {}  # slices of microbatches have a number each
@@ -291,9 +288,9 @@ class Stage:
             self._after_backward(is_last)
         return [stage_input.gradients for stage_input in received.inputs]
 
-    def backward_weight(self, microbatches: Sequence[int], is_last: bool = False) -> None:
-        """Add the weights' gradients that `backward` has left, those of several microbatches as one. `is_last`: as there."""
-        deferred = [self._deferred.pop(microbatch) for microbatch in microbatches if microbatch in self._deferred]
+    def backward_weight(self, microbatch: int, is_last: bool = False) -> None:
+        """Add the weights' gradients that `backward` has left. `is_last`: as there."""
+        deferred = self._deferred.pop(microbatch, None)
         needs_hook = is_last and self.replication.hooks_gradients
         with self._outside_autocast:
             self._splitter.run_weight_backward(deferred, is_last, self.replication.before_last_backward if needs_hook else None)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine import build
-from penstock.schedule.transform import with_weights_last
 
 pytestmark = pytest.mark.ranks
 
@@ -214,7 +213,7 @@ def test_an_exception_in_w_is_told_with_its_action_and_the_next_step_works() -> 
     assert losses[0] == losses[1] == accumulate(model, nn.functional.cross_entropy, data("mlp", 8), 4)
 
 
-# -- tables of one's own, and merged weight gradients ---------------------------------------------------------------
+# -- tables of one's own ----------------------------------------------------------------------------------------------
 
 
 def forwards_first(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
@@ -251,25 +250,3 @@ def test_a_csv_is_proved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     schedule = build.build_table(path, 2, 5, {})
     assert [ps.schedule.verify(schedule).program] == proved
     assert schedule.actions == ps.schedule.build("zb-v", 2, 5).actions
-
-
-def rank_merged(name: str, last: bool) -> dict[str, Any]:
-    model, loss_fn = make("gpt", depth=5)
-    model.double()
-    table = ps.schedule.build(name, 2, 6)
-    pipe = ps.Pipeline(model, loss_fn, with_weights_last(table) if last else table, merge_weight_gradients=True)
-    for seed in (3, 4):
-        inputs, target = data("gpt", 13, seed)
-        pipe.step(inputs, target=target)
-    return gradients(pipe.named_parameters())
-
-
-@pytest.mark.parametrize(("name", "last"), [("zb-h1", False), ("zb-v", False), ("1f1b", True), ("dualpipe-v", True)])
-def test_merged_weight_gradients_are_exact_to_rounding(name: str, last: bool) -> None:
-    ours = merged(ps.launch(rank_merged, 2, name, last))
-    model, loss_fn = make("gpt", depth=5)
-    model.double()
-    for seed in (3, 4):
-        accumulate(model, loss_fn, data("gpt", 13, seed), 6)
-    for key, parameter in model.named_parameters():
-        assert torch.allclose(ours[key], parameter.grad, rtol=1e-12, atol=1e-14), key

@@ -306,7 +306,7 @@ def everyday_alone() -> dict[str, Any]:
     return {"twice": twice, "frozen": {name: p.grad for name, p in whole.named_parameters()}}
 
 
-OPTIONS = (("recompute", None), ("recompute", "stage"), ("recompute", "block"), ("merge_weight_gradients", True))
+OPTIONS = (("recompute", None), ("recompute", "stage"), ("recompute", "block"))
 EVERYDAYS = tuple((way, *option) for way, option in product(WAYS, OPTIONS))
 
 

@@ -51,17 +51,3 @@ def test_a_split_backward_is_known_before_its_forward_and_the_last_action_of_a_s
     program = programs("zb-h1", 2, rank=1).select(True)
     assert program.split_backwards == {(1, 0, 0), (1, 1, 0)}  # stage, microbatch, slice
     assert {str(action) for action in program.last_backwards} == {"1W1"}
-    assert {str(action): microbatches for action, microbatches in program.weight_microbatches.items()} == {
-        "1W0": (0,),
-        "1W1": (1,),
-    }
-
-
-def test_the_last_of_several_w_in_a_row_does_for_all_if_they_are_merged():
-    program = programs("zb-h2", rank=1, merge_weight_gradients=True).select(True)
-    assert {str(action): microbatches for action, microbatches in program.weight_microbatches.items()} == {
-        "1W0": (0,),
-        "1W1": (),
-        "1W2": (),
-        "1W3": (1, 2, 3),
-    }

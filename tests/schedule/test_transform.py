@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.schedule import Kind, build, from_rows, names, verify
-from penstock.schedule.transform import with_full_backwards, with_weights_last
+from penstock.schedule import build, from_rows, names, verify
+from penstock.schedule.transform import with_full_backwards
 
 
 def test_an_i_and_its_w_become_a_b_where_no_other_rank_waits_in_between() -> None:
@@ -30,10 +30,3 @@ def test_what_was_proved_stays_proved(name: str) -> None:
         for microbatches in (1, 3, 8):
             table = build(name, ranks, microbatches)
             assert verify(with_full_backwards(table)).peak_in_flight == verify(table).peak_in_flight
-            last = with_weights_last(table)
-            verify(last)
-            for rank, row in enumerate(last.actions):
-                kinds = [action.kind for action in row]
-                weights = len(last.stages_of(rank)) * microbatches
-                assert Kind.B not in kinds
-                assert kinds[-weights:] == [Kind.W] * weights

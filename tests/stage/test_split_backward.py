@@ -252,10 +252,10 @@ def run(stage: Stage, batches: list[Tensor], split: bool, late: bool = True) -> 
         seeds = [torch.randn(out.shape, generator=generator).to(out.dtype) for out in outputs[m] if out.requires_grad]
         gradients.append(stage.backward(m, seeds)[0])
         if split and not late:
-            stage.backward_weight([m])
+            stage.backward_weight(m)
     if split and late:
         for m in range(len(batches)):
-            stage.backward_weight([m])
+            stage.backward_weight(m)
     return outputs, gradients
 
 
@@ -341,7 +341,7 @@ def test_nothing_reaches_the_parameters_before_w(name: str) -> None:
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     stage.backward(0, [torch.ones_like(leaf) for leaf in leaves])
     assert all(parameter.grad is None for parameter in module.parameters())
-    stage.backward_weight([0])
+    stage.backward_weight(0)
     assert any(parameter.grad is not None for parameter in module.parameters())
 
 
@@ -364,7 +364,7 @@ def test_the_weight_gradients_of_products_are_put_off(name: str, monkeypatch: py
     output = stage.forward(0, [value.requires_grad_(value.is_floating_point())], split_backward=True)
     stage.backward(0, [torch.ones_like(output)])
     assert not computed
-    stage.backward_weight([0])
+    stage.backward_weight(0)
     assert len(computed) == PUT_OFF[name]
 
 
@@ -382,7 +382,7 @@ def test_hooks_on_parameters_see_each_microbatchs_whole_gradient_once_in_w() -> 
             stage.backward(m, [torch.ones_like(output)])
             if split:
                 assert len(seen[split]) == before
-                stage.backward_weight([m])
+                stage.backward_weight(m)
             assert len(seen[split]) == before + 2
         seen[split].append(module.a.weight.grad)
     assert sorted(map(str, seen[True])) == sorted(map(str, seen[False]))
@@ -419,7 +419,7 @@ def test_checkpointed_blocks_are_recomputed_once_in_i(reentrant: bool) -> None:
     stage.backward(0, [torch.ones_like(output)])
     assert module.forwards == 4
     assert all(parameter.grad is None for parameter in module.parameters())
-    stage.backward_weight([0])
+    stage.backward_weight(0)
     assert module.forwards == 4
     torch.manual_seed(1)
     batches = [torch.randn(7, 6) for _ in range(3)]
@@ -432,7 +432,7 @@ def test_checkpointed_blocks_are_recomputed_once_in_i(reentrant: bool) -> None:
                 output = again.forward(m, [value.clone().requires_grad_()], split_backward=split)
                 again.backward(m, [torch.ones_like(output)])
                 if split:
-                    again.backward_weight([m])
+                    again.backward_weight(m)
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), other.parameters(), strict=True))
     else:
         module.zero_grad()
@@ -462,7 +462,7 @@ def test_activations_no_weight_needs_go_with_i_and_the_rest_with_w() -> None:
     assert [alive[number]() is not None for number in range(4)] == [False, True, True, False]
     stage.backward(0, [seed])
     assert [alive[number]() is not None for number in range(4)] == [False, False, True, False]
-    stage.backward_weight([0])
+    stage.backward_weight(0)
     assert [alive[number]() is not None for number in range(4)] == [False, False, False, False]
 
 
@@ -477,7 +477,7 @@ def test_an_input_changed_in_place_is_an_error_as_in_a_full_backward() -> None:
     output = stage.forward(0, [batch(7, 6)], split_backward=True)
     stage.backward(0, [torch.ones_like(output)])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        stage.backward_weight([0])
+        stage.backward_weight(0)
 
 
 @pytest.mark.parametrize("create_graph", [True, False])
@@ -520,7 +520,7 @@ def test_parameters_may_be_frozen_replaced_and_moved_between_steps() -> None:
             output = item.forward(0, [value.to(item.module[0].weight.dtype)], split_backward=split)
             item.backward(0, [torch.ones_like(output)])
             if split:
-                item.backward_weight([0])
+                item.backward_weight(0)
         for p, q in zip(module.parameters(), other.module.parameters(), strict=True):
             assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad)
 
@@ -551,7 +551,7 @@ def test_values_that_a_forward_puts_in_the_place_of_a_parameters_stay_there(in_o
             expected.backward(torch.ones_like(expected))
             stage.backward(m, [torch.ones_like(output)])
         for m in range(3):
-            stage.backward_weight([m], is_last=m == 2)
+            stage.backward_weight(m, is_last=m == 2)
         for p, q in zip(module.parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q)
             assert torch.equal(p.grad, q.grad)
@@ -578,7 +578,7 @@ def test_a_weight_kept_from_one_microbatch_to_the_next_loses_nothing() -> None:
         for m in range(3):
             stage.backward(m, [torch.ones(7, 5).double()])
             if split:
-                stage.backward_weight([m], is_last=m == 2)
+                stage.backward_weight(m, is_last=m == 2)
         sums.append(module.w.grad)
     assert torch.allclose(*sums, rtol=1e-12, atol=0)
 
@@ -601,7 +601,7 @@ def test_around_a_compiled_layer_the_others_are_split() -> None:
     stage.backward(0, [torch.ones_like(stage.forward(0, [batches[0]], split_backward=True))])
     assert compiled[1].weight.grad is not None
     assert compiled[0].weight.grad is compiled[2].weight.grad is None
-    stage.backward_weight([0])
+    stage.backward_weight(0)
     assert compiled[0].weight.grad is not None
     compiled.zero_grad()
     run(stage, batches, split=True)
@@ -627,65 +627,6 @@ def test_gradients_are_added_in_one_go_where_nobody_listens(monkeypatch: Any) ->
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), plain.parameters(), strict=True))
         assert (added, len(seen)) == (expected, 2 * hooked)
         added.clear()
-
-
-# -- several W as one -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mlp",
-        "transformer",
-        "conv2d",
-        "conv transposed",
-        "embedding = head",
-        "embedding, by frequency",
-        "embedding of one index",
-        "tied",
-        "x @ w",
-        "norms",
-        "x @ w.t()",
-    ],
-)
-def test_merged_weight_gradients_are_exact_to_rounding(name: str) -> None:
-    module = make(name).double()
-    other = copy.deepcopy(module)
-    values = [MODULES[name][1]() for _ in range(4)]
-    values = [value.double() if value.is_floating_point() else value for value in values]
-    merging = Stage(1, module, CPU, merge_weight_gradients=True)
-    for _ in range(2):
-        merging.begin_step()
-        for m, value in enumerate(values):
-            output = merging.forward(m, [value], split_backward=True)
-            merging.backward(m, [torch.ones_like(output)])
-        merging.backward_weight([0])
-        merging.backward_weight([1, 2, 3])
-        for value in values:
-            output = other(value)
-            output.backward(torch.ones_like(output))
-    for (parameter_name, p), q in zip(module.named_parameters(), other.parameters(), strict=True):
-        assert torch.allclose(p.grad, q.grad, rtol=1e-12, atol=1e-12), parameter_name
-
-
-def test_merged_weight_gradients_are_one_product() -> None:
-    products = []
-
-    class Count(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            products.append(func.__name__) if "mm" in func.__name__ else None
-            return func(*args, **(kwargs or {}))
-
-    module = nn.Linear(6, 5)
-    module.weight.grad, module.bias.grad = torch.zeros(5, 6), torch.zeros(5)
-    stage = Stage(1, module, CPU, merge_weight_gradients=True)
-    stage.begin_step()
-    for m in range(3):
-        output = stage.forward(m, [torch.randn(7, 6)], split_backward=True)
-        stage.backward(m, [torch.ones_like(output)])
-    with Count():
-        stage.backward_weight([0, 1, 2])
-    assert products == ["addmm_.default"]
 
 
 # -- replicas -------------------------------------------------------------------------------------------------------
@@ -716,7 +657,7 @@ def rank_replicas(split: bool, find_unused: bool) -> tuple[dict[str, Tensor], in
             stage.backward(m, [torch.ones(7, 5).double()], is_last=m == 2 and not split)
         if split:
             for m in range(3):
-                stage.backward_weight([m], is_last=m == 2)
+                stage.backward_weight(m, is_last=m == 2)
         stage.replication.finish_step(training=True)
     return {name: p.grad for name, p in module.named_parameters()}, sums
 
@@ -752,7 +693,7 @@ def two_steps(stage: Stage, rows: int, order: tuple[int, ...]) -> list[dict[str,
             stage.backward(m, [torch.randn(rows, 8, generator=generator)])
         found.append({name: None if p.grad is None else p.grad.clone() for name, p in stage.module.named_parameters()})
         for m in order:
-            stage.backward_weight([m], is_last=m == order[-1])
+            stage.backward_weight(m, is_last=m == order[-1])
         found.append({name: p.grad.clone() for name, p in stage.module.named_parameters()})
     return found
 
@@ -805,7 +746,7 @@ def test_a_stage_with_small_weights_only_leaves_nothing_to_w() -> None:
         for m, value in enumerate(values):
             stage.forward(m, [value], split_backward=True)
             stage.backward(m, [torch.ones(4, 5)])
-            stage.backward_weight([m], is_last=m == 2)
+            stage.backward_weight(m, is_last=m == 2)
             other(value).backward(torch.ones(4, 5))
     assert not stage._deferred
     for p, q in zip(module.parameters(), other.parameters(), strict=True):

@@ -487,7 +487,7 @@ def test_what_a_microbatch_gives_back_is_not_changed_by_the_next_one(split):
         [[gradient]] = stage.backward(microbatch, [torch.ones_like(output)])
         given.append((gradient, gradient.clone()))
         if split:
-            stage.backward_weight([microbatch])
+            stage.backward_weight(microbatch)
     assert all(torch.equal(gradient, before) for gradient, before in given)
 
 
@@ -515,7 +515,7 @@ def test_what_a_weight_is_owed_is_not_changed_by_a_sum_that_begins_with_a_view_o
             output = stage.forward(microbatch, [value.clone().requires_grad_()], split_backward=True)
             stage.backward(microbatch, [torch.ones_like(output)])
         for microbatch in range(3):
-            stage.backward_weight([microbatch], is_last=microbatch == 2)
+            stage.backward_weight(microbatch, is_last=microbatch == 2)
     for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
 

@@ -1,7 +1,5 @@
 """The deferred weight gradients of one microbatch on one stage: uses of weights in its forward, for which `W` computes them."""
 
-import copy
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,10 +22,10 @@ NO_VIEW_EDGES = (None, None)
 class WeightUse:
     """One use of a weight by an operation, with all that the weight's gradient needs except the gradient of the output."""
 
-    __slots__ = ("formula", "number", "targets", "unpack_saved", "value", "version", "view_edges", "weight")
+    __slots__ = ("formula", "targets", "unpack_saved", "value", "version", "view_edges", "weight")
 
-    def __init__(self, number: int, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.number, self.formula = number, formula
+    def __init__(self, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.formula = formula
         self.value: Tensor | None = value  # the operation's input
         self.version = tensor_version(value)
         self.unpack_saved: Callable[[], Tensor] | None = None
@@ -66,23 +64,6 @@ class WeightUse:
 PendingUse = tuple[WeightUse, Tensor]  # a use of a weight, and the gradient of its output
 
 
-def join_microbatches(pending: Sequence[Sequence[PendingUse]]) -> list[PendingUse]:
-    """Return the uses of several microbatches: those of the same operation are joined into one with all their rows."""
-    same_operation: dict[Any, list[PendingUse]] = {}
-    for use, gradient in itertools.chain.from_iterable(pending):
-        formula = (use.formula.func, str(use.formula.args)) if isinstance(use.formula, partial) else use.formula
-        key = use.number, formula, use.targets, use.unpack().shape[1:], gradient.shape[1:]
-        same_operation.setdefault(key, []).append((use, gradient))
-    return [uses[0] if len(uses) == 1 else _join_rows(uses) for uses in same_operation.values()]
-
-
-def _join_rows(uses: Sequence[PendingUse]) -> PendingUse:
-    joined = copy.copy(uses[0][0])
-    joined.value = torch.cat([use.unpack() for use, _ in uses])
-    joined.version = tensor_version(joined.value)
-    return joined, torch.cat([gradient for _, gradient in uses])
-
-
 class DeferredGradients:
     """Stand-ins for one microbatch's forward and `I`, and the weight uses and gradients that they collect for its `W`.
 
@@ -93,7 +74,6 @@ class DeferredGradients:
         self.standins, self.autocast_cache = standins, autocast_cache
         self.has_view_uses = False  # whether an operation has ever used a view of a weight
         self.gradients: dict[WeightUse, Gradients] = {}  # of the outputs, in the order in which the backward reached them
-        self._use_numbers = itertools.count()
         self._memory = {index: standin.detached.data_ptr() for index, standin in standins.items()}
         self.replacements = [(place, standin) for index, standin in standins.items() for place in slots[index].places]
         for standin in standins.values():
@@ -135,7 +115,7 @@ class DeferredGradients:
         output.requires_grad (through the input)    a pre-hook of the node that made `output` stores the gradient
         not                                         `output` begins a graph, whose only purpose is to store it
         """
-        use = WeightUse(next(self._use_numbers), formula, value, weight, bias)
+        use = WeightUse(formula, value, weight, bias)
         self.has_view_uses = self.has_view_uses or use.view_edges != NO_VIEW_EDGES
 
         on_gradients: Any = partial(self.gradients.__setitem__, use)  # autograd calls this without running any Python code
@@ -173,7 +153,6 @@ class DeferredGradients:
         """
         pending = [(use, gradient) for use, (gradient,) in self.gradients.items() if gradient is not None]
         self.gradients.clear()
-        self._use_numbers = itertools.count()
 
         if self.has_view_uses and (through_views := [pair for pair in pending if pair[0].view_edges != NO_VIEW_EDGES]):
             self._backward_through_views(through_views)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.stage.backward.deferred import DeferredGradients, Formula, WeightGradients
+from penstock.stage.backward.deferred import DeferredGradients, WeightGradients
 
 
 def linear(deferred: DeferredGradients, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -130,13 +130,6 @@ def _matmul_weight_grad(gradient: Tensor, value: Tensor, weight: Tensor) -> Weig
 def _fold_rows(value: Tensor) -> Tensor:
     """Reshape (.., K) to (rows, K)."""
     return value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
-
-
-# Formulas that are one matrix product, which can add to a sum itself -> its factors, from output gradient and input.
-GEMM_FACTORS: dict[Formula, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    _linear_weight_grad: lambda gradient, value: (_fold_rows(gradient).t(), _fold_rows(value)),
-    _matmul_weight_grad: lambda gradient, value: (_fold_rows(value).t(), _fold_rows(gradient)),
-}
 
 
 def _embedding_weight_grad(padding: int, gradient: Tensor, value: Tensor, weight: Tensor) -> WeightGradients:

@@ -7,8 +7,7 @@
                   dL/dx                 is the gradient of the stage's input
                   no rule (norms, ..)   autograd leaves the gradient on the stand-in: a leftover
     W         gradient = formula(dL/dy, x, w) for each pending use; summed by parameter, with the leftover
-              -> parameter.grad, in one of three ways:
-                  in the product        `merge`: addmm onto `.grad`, another order of summation
+              -> parameter.grad, in one of two ways:
                   added                 to a `.grad` that exists, a group of parameters at once
                   through autograd      first gradients, without a copy; and parameters with hooks
 
@@ -17,7 +16,6 @@ reach the parameter once, through its own edge of the autograd graph: hooks and 
 whole backward. No graph is walked and none is retained.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -27,9 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.stage.backward.deferred import AutocastCache, DeferredGradients, PendingUse, WeightUse, join_microbatches
+from penstock.stage.backward.deferred import AutocastCache, DeferredGradients, PendingUse
 from penstock.stage.backward.parameter_slot import ParameterSlot
-from penstock.stage.backward.rules import GEMM_FACTORS
 from penstock.stage.backward.standins import make_standin
 from penstock.stage.backward.weight_gradients import WeightGradientGroup, group_parameters
 from penstock.torch_private import has_gradient_hooks, is_compiled, run_backward
@@ -41,18 +38,15 @@ BeforeAccumulation = Callable[[Sequence[Tensor]], None]
 class BackwardSplitter:
     """Splits the backward of one stage: gives its microbatches their stand-ins, and runs their `W`.
 
-    `merge`: a product may add to `.grad` itself, where no hook waits for it. The order of summation changes.
     `shared`: parameters that other stages have too. They get their gradients in `I`.
     `in_order`: the microbatches' `W` come in the order of their `I`. Then gradients that are cheaper to compute than to defer
     reach their parameters in `I`, with the same bits, from the second step on.
     `hooks_gradients`: something other than hooks of the parameters waits for their gradients, as DistributedDataParallel does.
     """
 
-    def __init__(
-        self, module: nn.Module, merge: bool, shared: Collection[nn.Parameter], in_order: bool, hooks_gradients: bool
-    ) -> None:
+    def __init__(self, module: nn.Module, shared: Collection[nn.Parameter], in_order: bool, hooks_gradients: bool) -> None:
         self.module, self._hooks_gradients = module, hooks_gradients
-        self.merge, self.in_order = merge and not hooks_gradients, in_order and not hooks_gradients
+        self.in_order = in_order and not hooks_gradients
         self.autocast_cache: AutocastCache = {}  # of this step
         self.has_tied_parameters = False  # whether a parameter has several places in the module
         self._shared = {id(parameter) for parameter in shared}
@@ -78,7 +72,7 @@ class BackwardSplitter:
         if (slot_keys := [slot.cache_key() for slot in included]) != self._slot_keys:
             self._slots, self._slot_keys, self._free, self._groups = included, slot_keys, [], {}
             self._deferred = range(len(included))
-            self._deferred_next = None if self.in_order and not self.merge else self._deferred
+            self._deferred_next = None if self.in_order else self._deferred
         elif self._deferred_next is not None and len(self._deferred_next) < len(self._deferred):
             self._deferred, self._free = self._deferred_next, []
 
@@ -97,15 +91,15 @@ class BackwardSplitter:
             self.autocast_cache, self._free = {}, []  # they are for the former memory
 
     def run_weight_backward(
-        self, deferred: Sequence[DeferredGradients], is_last: bool, before_accumulation: BeforeAccumulation | None
+        self, deferred: DeferredGradients | None, is_last: bool, before_accumulation: BeforeAccumulation | None
     ) -> None:
-        """Run `W` of one microbatch, or of several as one: add the sum of its gradients to every parameter.
+        """Run `W` of one microbatch: add the sum of its gradients to every parameter.
 
-        `deferred`: empty if nothing was deferred. `is_last`: no other backward follows in this step.
+        `deferred`: None if nothing was deferred. `is_last`: no other backward follows in this step.
         `before_accumulation`: is called before the gradients reach the parameters, with tensors whose graph has all parameters
         that get one.
         """
-        if not deferred and before_accumulation is None:
+        if deferred is None and before_accumulation is None:
             return
 
         # 1. What is to be computed, in groups. After the last `I`, stand-ins in `_free` may have some that the module kept.
@@ -134,25 +128,23 @@ class BackwardSplitter:
             run_backward([get_gradient_edge(root) for root in roots], root_gradients)
 
         # 4. The stand-ins serve again, unless the memory that they stand for was replaced.
-        self._free += [done for done in deferred if done.autocast_cache is self.autocast_cache]
+        if deferred is not None and deferred.autocast_cache is self.autocast_cache:
+            self._free.append(deferred)
 
     def _pop_pending_and_leftovers(
-        self, deferred: Sequence[DeferredGradients], unused: Sequence[DeferredGradients]
+        self, deferred: DeferredGradients | None, unused: Sequence[DeferredGradients]
     ) -> tuple[list[PendingUse], dict[int, Tensor]]:
         """Return the uses whose gradients are to be computed, and the leftovers by index of the parameter."""
-        pending_by_microbatch = [microbatch.pop_pending() for microbatch in deferred]
-        if self._deferred_next is None and deferred:
-            self._deferred_next = self._parameters_worth_deferring(deferred[0], pending_by_microbatch[0])
+        pending, leftovers = list[PendingUse](), dict[int, Tensor]()
+        if deferred is not None:
+            pending = deferred.pop_pending()
+            deferred.pop_leftovers(leftovers)
+            if self._deferred_next is None:
+                self._deferred_next = self._parameters_worth_deferring(deferred, pending)
 
-        joined = len(pending_by_microbatch) != 1
-        pending = join_microbatches(pending_by_microbatch) if joined else pending_by_microbatch[0]
-        pending += itertools.chain.from_iterable(standins.pop_pending() for standins in unused)
-
-        leftovers = dict[int, Tensor]()
-        for standins in (*deferred, *unused):
+        for standins in unused:
+            pending += standins.pop_pending()
             standins.pop_leftovers(leftovers)
-        if self.merge:
-            pending = [pair for pair in pending if not self._accumulate_in_product(*pair)]
         return pending, leftovers
 
     def _parameters_worth_deferring(self, deferred: DeferredGradients, pending: Sequence[PendingUse]) -> Sequence[int]:
@@ -186,19 +178,6 @@ class BackwardSplitter:
         return [
             parameter for parameter in self.module.parameters() if id(parameter) not in deferred and parameter.grad is not None
         ]
-
-    def _accumulate_in_product(self, use: WeightUse, gradient: Tensor) -> bool:
-        """Add the weight's gradient to `.grad` in the product that computes it, if that is possible; return whether it is."""
-        index, _ = use.targets
-        factors = GEMM_FACTORS.get(use.formula)
-        if factors is None or index is None:
-            return False
-        weight = self._slots[index].parameter
-        if weight.grad is None or gradient.dtype != weight.dtype or has_gradient_hooks(weight):
-            return False
-        with torch.no_grad():
-            weight.grad.addmm_(*factors(gradient, use.unpack()))
-        return True
 
 
 class _ComputeGradientsFunction(torch.autograd.Function):

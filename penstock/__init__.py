@@ -5,6 +5,7 @@ The names below are found when first used, so that importing the package, and ev
 
 from typing import TYPE_CHECKING
 
+from penstock.distribution import warn_of_other_distribution
 from penstock.lazy import lazy_exports
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from penstock.stage.auxiliary import auxiliary_loss
 
 __version__ = "0.2.0"
+
+warn_of_other_distribution()
 
 __all__ = [
     "LostRankError",

@@ -101,7 +101,7 @@ def made(folder: Path, release: str, base: str, index_url: str | None, wheel: Pa
     ]
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join([*pinned, f"torch=={release}"]))
-    pip(python, "-c", constraints, f"penstock[{EXTRAS}] @ {wheel.as_uri()}")
+    pip(python, "-c", constraints, f"penstock-pipeline[{EXTRAS}] @ {wheel.as_uri()}")
     pip(python, "--no-deps", "--force-reinstall", wheel)  # also where an older one of the same version was
     return python
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from penstock import __version__
+import penstock
+from penstock.distribution import other_distribution_problem
 from penstock.errors import PenstockError
 
 GROUPS = {  # group -> command -> its class, whose docstring is its help and whose fields are its options
@@ -46,10 +47,12 @@ COMMANDS = {name: path for group in GROUPS.values() for name, path in group.item
 def main() -> None:
     """Run the typed command. An error of Penstock is printed in one line, with exit code 1; Ctrl-C exits with 130."""
     words = sys.argv[1:]
+    if not hasattr(penstock, "__version__"):  # another project's package, written over this one
+        sys.exit(f"penstock: {other_distribution_problem()}")
     try:
         with _flush_output():
             if words == ["--version"]:
-                print(f"penstock {__version__}")
+                print(f"penstock {penstock.__version__}")
             elif words in ([], ["-h"], ["--help"]):
                 print(help_text())
             else:

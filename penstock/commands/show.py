@@ -187,7 +187,7 @@ class ShowCommand(SimulationOptions):
     svg: Optional[Path] = None
     """Write a figure for a paper."""
     png: Optional[Path] = None
-    """Write the same figure as an image; needs Pillow: pip install 'penstock[png]'."""
+    """Write the same figure as an image; needs Pillow: pip install 'penstock-pipeline[png]'."""
     memory: bool = False
     """Show memory in the figures of --svg and --png, even if it is not known in bytes."""
     path: bool = False

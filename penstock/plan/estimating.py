@@ -106,14 +106,14 @@ def estimate_transformers(path: Path, tokens: int, speed: float) -> ModelProfile
         from transformers import AutoConfig, AutoModelForCausalLM
     except Exception as error:  # ModuleNotFoundError, or whatever a broken installation raises
         problem = f"transformers:CONFIG.json needs transformers, which cannot be imported here ({first_line(error)})"
-        raise PenstockError(f"{problem}: pip install 'penstock[transformers]'") from error
+        raise PenstockError(f"{problem}: pip install 'penstock-pipeline[transformers]'") from error
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except Exception as error:  # of the config's, or of a broken installation, which imports each model when it is asked for
         problem = f"no causal language model can be made of {path} ({first_line(error)})"
-        raise PenstockError(f"{problem}: give another config.json, or pip install 'penstock[transformers]'") from error
+        raise PenstockError(f"{problem}: give another config.json, or pip install 'penstock-pipeline[transformers]'") from error
     if tokens < 1:
         raise PenstockError(f"rows of {tokens} tokens are none: give 1 or more")
     rows = torch.zeros(1, tokens, dtype=torch.long)

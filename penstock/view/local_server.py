@@ -48,7 +48,7 @@ def application(handle: Callable[["Request"], Answer], policy: str, name: str) -
         from werkzeug.wrappers import Request, Response
     except ImportError as error:
         raise PenstockError(
-            f"{name} is served with Werkzeug, which is not installed: pip install 'penstock[studio]'"
+            f"{name} is served with Werkzeug, which is not installed: pip install 'penstock-pipeline[studio]'"
         ) from error
 
     def to_response(answer: Answer) -> "Response":

@@ -11,7 +11,7 @@ PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 
 # From the ground up: a room imports from those before it. `penstock` is the package's own face.
 ORDER = [
-    *("errors", "lazy", "schedule"),  # plain Python
+    *("errors", "lazy", "distribution", "schedule"),  # plain Python
     *("torch_private", "trees", "randomness", "attention_hook"),
     *("comms", "partition", "stage", "mesh", "engine", "pipeline", "model", "checkpoint"),
     *("plan", "penstock", "view", "integrations", "learn", "commands", "__main__"),

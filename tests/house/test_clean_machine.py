@@ -65,7 +65,7 @@ class Machine:
         packages = next(folder.glob("lib/python*/site-packages"))
         pip = (sys.executable, "-m", "pip", "--python", self.bin / "python", "install", "--quiet", "--no-deps", "--no-index")
         subprocess.run([*pip, wheel], check=True)
-        [installed] = (Distribution.at(info) for info in packages.glob("penstock-*.dist-info"))
+        [installed] = (Distribution.at(info) for info in packages.glob("penstock_pipeline-*.dist-info"))
         bring(packages, declared(installed))
         self.extra = folder / "extra"  # on the path of those who ask for it
         self.extra.mkdir()
@@ -162,7 +162,9 @@ def test_a_schedule_is_drawn_and_a_lab_checks_itself(machine: Machine) -> None:
 
 def test_the_studio_says_what_it_needs_and_serves_where_that_is(machine: Machine) -> None:
     with machine.start("penstock", "studio", "--no-browser") as refused:
-        message = "penstock: the studio is served with Werkzeug, which is not installed: pip install 'penstock[studio]'\n"
+        message = (
+            "penstock: the studio is served with Werkzeug, which is not installed: pip install 'penstock-pipeline[studio]'\n"
+        )
         assert refused.communicate() == ("", message)
     with machine.start("penstock", "studio", "--no-browser", extra=True) as serving:
         assert serving.stdout is not None

@@ -215,7 +215,7 @@ def test_or_tools_proves_that_nothing_is_shorter(more, monkeypatch):
 
 def test_without_or_tools_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    with pytest.raises(ScheduleError, match=r"pip install 'penstock\[optimal\]'"):
+    with pytest.raises(ScheduleError, match=r"pip install 'penstock-pipeline\[optimal\]'"):
         search(COSTS, V, 4, effort="optimal")
 
 

@@ -141,7 +141,7 @@ def test_the_png_is_the_figure_painted(tmp_path):
 
 def test_without_pillow_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(PenstockError, match=r"pip install 'penstock\[png\]'"):
+    with pytest.raises(PenstockError, match=r"pip install 'penstock-pipeline\[png\]'"):
         save_png(figure(Record((two_ranks(),))), tmp_path / "a.png")
 
 

@@ -388,7 +388,7 @@ def test_without_werkzeug_one_line_says_what_to_install():
     code += "sys.argv = ['penstock', 'studio', '--no-browser']\nfrom penstock.commands.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    message = "penstock: the studio is served with Werkzeug, which is not installed: pip install 'penstock[studio]'"
+    message = "penstock: the studio is served with Werkzeug, which is not installed: pip install 'penstock-pipeline[studio]'"
     assert done.stderr.strip() == message
 
 

@@ -21,17 +21,18 @@ from penstock.comms.transport.channels import open_receiver, open_sender
 from penstock.comms.transport.group_transport import PendingSends
 from penstock.comms.transport.message_spec import tensor_spec_of
 from penstock.comms.transport.send_thread import SendFailure
+from penstock.distribution import other_distribution_problem
 from penstock.torch_private import NEWEST_RELEASE, parse_release
 
 SIZES = (1, 16_384, 1_048_576)  # floats
 ROUNDS = 50
 Transfer = Callable[[Tensor], Any]  # sends or receives the tensor
 EXTRAS = {  # module -> its use
-    "sklearn": "penstock train --model mlp (pip install 'penstock[mlp]')",
-    "tensorboard": "metrics in TensorBoard (pip install 'penstock[tensorboard]')",
-    "PIL": "penstock show --png (pip install 'penstock[png]')",
-    "werkzeug": "penstock studio (pip install 'penstock[studio]')",
-    "ortools": "penstock search --effort optimal (pip install 'penstock[optimal]')",
+    "sklearn": "penstock train --model mlp (pip install 'penstock-pipeline[mlp]')",
+    "tensorboard": "metrics in TensorBoard (pip install 'penstock-pipeline[tensorboard]')",
+    "PIL": "penstock show --png (pip install 'penstock-pipeline[png]')",
+    "werkzeug": "penstock studio (pip install 'penstock-pipeline[studio]')",
+    "ortools": "penstock search --effort optimal (pip install 'penstock-pipeline[optimal]')",
 }
 
 
@@ -39,6 +40,8 @@ def examine() -> None:
     """Print what this machine offers; a minus sign marks what is missing."""
     print(f"+ Python {platform.python_version()}, torch {torch.__version__}, penstock {penstock.__version__}")
     _warn_if_untested(torch.__version__)
+    if problem := other_distribution_problem():
+        print(f"- {problem}")
     print(f"+ {count_cores()} processor cores: more ranks than cores share them, and actions take longer than the table says")
     _devices()
     _print_item(dist.is_gloo_available(), "Gloo, for CPUs", "Gloo: this build of torch does not have it")

@@ -154,7 +154,7 @@ class TrainConfig:
     def _check_digits(self) -> None:
         """Raise PenstockError without scikit-learn, and for a width smaller than the images."""
         if importlib.util.find_spec("sklearn") is None:
-            raise PenstockError("--model mlp: the digits come with scikit-learn: pip install 'penstock[mlp]'")
+            raise PenstockError("--model mlp: the digits come with scikit-learn: pip install 'penstock-pipeline[mlp]'")
         if self.width < PIXELS:
             raise PenstockError(f"--width {self.width} is less than the images' {PIXELS} pixels: use {PIXELS} or more")
 

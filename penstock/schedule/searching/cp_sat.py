@@ -45,7 +45,7 @@ def _import_cp_model() -> Any:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        problem = "effort='optimal' asks OR-Tools, which is not installed: pip install 'penstock[optimal]'"
+        problem = "effort='optimal' asks OR-Tools, which is not installed: pip install 'penstock-pipeline[optimal]'"
         raise ScheduleError(problem) from error
     return cp_model
 

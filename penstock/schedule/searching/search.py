@@ -66,7 +66,7 @@ def search(
     a number, or one for each rank. By default any amount.
     `effort`: `quick`, `normal` or `long`: about 1, 10 and 60 seconds. Work is counted, not time, so the same arguments give the
     same table on any machine. `optimal`, for small pipelines: `normal`, and then up to some minutes of OR-Tools
-    (`pip install 'penstock[optimal]'`), which proves that nothing is shorter, or finds it, or raises the bound.
+    (`pip install 'penstock-pipeline[optimal]'`), which proves that nothing is shorter, or finds it, or raises the bound.
     `start`: one more table to begin with, for example an earlier result.
     `progress`: called with the share of work done and the best makespan so far (infinite before there is one), about ten
     times a second. If it returns something true, the search ends with its best table, as it does on Ctrl-C.

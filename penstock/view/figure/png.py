@@ -15,7 +15,9 @@ def save_png(figure: Figure, path: str | PathLike[str]) -> None:
     try:
         from PIL import Image, ImageDraw
     except ImportError as error:
-        raise PenstockError("a PNG is painted with Pillow, which is not installed: pip install 'penstock[png]'") from error
+        raise PenstockError(
+            "a PNG is painted with Pillow, which is not installed: pip install 'penstock-pipeline[png]'"
+        ) from error
     image = Image.new("RGB", (round(figure.width * SCALE), round(figure.height * SCALE)), "#ffffff")
     canvas = ImageDraw.Draw(image)
     for shape in figure.shapes:

@@ -47,8 +47,9 @@ COMMANDS = {name: path for group in GROUPS.values() for name, path in group.item
 def main() -> None:
     """Run the typed command. An error of Penstock is printed in one line, with exit code 1; Ctrl-C exits with 130."""
     words = sys.argv[1:]
-    if not hasattr(penstock, "__version__"):  # another project's package, written over this one
-        sys.exit(f"penstock: {other_distribution_problem()}")
+    if not hasattr(penstock, "__version__"):  # another project's package was written over this one, or removed with its files
+        reinstall = "files are missing. Run: pip install --force-reinstall --no-deps penstock-pipeline"
+        sys.exit(f"penstock: {other_distribution_problem() or reinstall}")
     try:
         with _flush_output():
             if words == ["--version"]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.comms.control_group import convert_transport_errors
-from penstock.comms.transport.channels import Channels, MessageSpecs
+from penstock.comms.transport.channels import Channels
 from penstock.engine.actions import messages_of
 from penstock.engine.batch import StepCall, split_batch
 from penstock.engine.cache import TokenCache, max_context, supports_incremental_decoding
@@ -137,7 +137,6 @@ class TextGeneration:
         self._cuts_prompt &= 1 < engine.schedule.slices <= tokens.shape[1]
         self._caches: dict[tuple[int, int], TokenCache] = defaultdict(TokenCache)  # by stage and microbatch
         self._prompt_length = tokens.shape[1]
-        self._known_specs: tuple[int, MessageSpecs] = 0, {}  # the number of tokens in a pass, and its messages' specs
 
     def generate_next_token(self, channels: Channels) -> Tensor:
         """Run one pass. Return the token that each row has got, (batch,)."""
@@ -159,14 +158,12 @@ class TextGeneration:
         self._batch = batch._replace(slice_lengths=slice_lengths(slices, num_inputs))
         program = self.program if slices == 1 else engine.programs.select(False, len(self.sizes))
         self._new_tokens: dict[int, Tensor] = {}  # by microbatch
-        specs = self._known_specs[1] if self._known_specs[0] == num_inputs else {}
-        channels.set_message_specs(specs)
+        channels.begin_step([("generate", self.text.shape[0], num_inputs, slices, rows) for rows in self.sizes])
         engine.run_program(program.lines, {Kind.F: self._forward}, channels, ActionClock())
 
         # 3. The new tokens, on all ranks.
         column = self._exchange_tokens()
         channels.end_step()
-        self._known_specs = num_inputs, specs
         self.text = torch.cat([self.text, column[:, None]], dim=1)
         return column
 

@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.comms.control_group import ControlGroup
-from penstock.comms.transport.channels import MessageSpecs
 from penstock.engine.batch import AUTOCAST_DTYPES, NO_ROWS, LocalBatch, StepHeader
 from penstock.engine.checks.gradient_factor import TOLERANCE
-from penstock.engine.microbatch_list import MessageSpecCache, ReplicaList, check_same_row_counts, exchange_lists
+from penstock.engine.microbatch_list import ReplicaList, check_same_row_counts, exchange_lists
 from penstock.engine.sequence import slice_lengths
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
@@ -16,7 +15,7 @@ from penstock.schedule import ActivationSize
 from penstock.schedule.rank_program import RankProgram, RankPrograms
 from penstock.stage.microbatch import loss_shares, rows_dim_hint, split_sizes
 
-MAX_LEARNED_KINDS = 64  # kinds of batch whose messages and memory are remembered
+MAX_LEARNED_KINDS = 64  # kinds of batch whose memory is remembered
 
 # Fields of the header that must be equal on all ranks -> the two halves of the error, of which one describes a value.
 EQUAL_FIELDS: Mapping[str, tuple[str, Callable[[float], str]]] = {
@@ -35,11 +34,7 @@ def _autocast_name(autocast_index: float) -> str:
     return "none" if dtype is None else f"one of {str(dtype).removeprefix('torch.')}"
 
 
-class LearnedShapes(NamedTuple):
-    """Message specs and activation sizes of a kind of batch: found in its first step, reused in later ones."""
-
-    message_specs: MessageSpecs
-    activation_sizes: Mapping[int, ActivationSize]  # stage of this rank -> bytes that a microbatch keeps, if known
+ActivationSizes = Mapping[int, ActivationSize]  # stage of this rank -> bytes that a microbatch keeps, if known
 
 
 class HandshakeResult(NamedTuple):
@@ -54,12 +49,11 @@ class HandshakeResult(NamedTuple):
     wants_losses: bool  # whether a rank wants the loss of each microbatch
     batch_kind: tuple[object, ...]
     lists: Sequence[ReplicaList]  # of each replica, if the step is over a list of microbatches
-    message_keys: Sequence[object]  # what each microbatch of a list is like, for its messages
-    message_specs: MessageSpecs  # of the messages that are known; the others are described when they are sent
+    message_signatures: Sequence[object]  # of each microbatch: those of one signature are expected to have equal messages
     token_shares: Sequence[float]  # of this rank's tokens, or of each slice, in its microbatch's loss; 1 unless tokens are cut
     sequence_lengths: Sequence[int]  # the tokens of each rank along cp, if there are several
     slice_lengths: Sequence[int]  # the tokens of each slice, if microbatches have several
-    learned: LearnedShapes | None  # None in the first step of its kind
+    learned: ActivationSizes | None  # None in the first step of its kind
 
 
 class StepHandshake:
@@ -67,8 +61,7 @@ class StepHandshake:
 
     def __init__(self, control: ControlGroup, position: MeshPosition, programs: RankPrograms) -> None:
         self.control, self.position, self.programs = control, position, programs
-        self._learned: dict[tuple[object, ...], LearnedShapes] = {}  # by kind of batch, the oldest first
-        self._message_specs_of_lists = MessageSpecCache()  # of microbatches in lists
+        self._learned: dict[tuple[object, ...], ActivationSizes] = {}  # by kind of batch, the oldest first
         self._last_kinds: tuple[Sequence[tuple[float, ...]], bool] = [], False  # what `_last_result` was read from
         self._last_result: HandshakeResult
         self._warned = set[str]()  # the warnings that have been given
@@ -92,18 +85,10 @@ class StepHandshake:
             self._last_kinds, self._last_result = kinds, self._result_of_headers(headers, batch, wait_reason)
 
         check_same_inputs_and_targets(headers, self.position)
-        result, learned = self._last_result, self._learned.get(self._last_result.batch_kind)
-        if result.lists:
-            specs = self._message_specs_of_lists.known_specs(result.program.lines, result.message_keys)
-        else:
-            specs = learned.message_specs if learned is not None else {}
-        return result._replace(learned=learned, message_specs=specs)
+        return self._last_result._replace(learned=self._learned.get(self._last_result.batch_kind))
 
-    def remember(self, result: HandshakeResult, learned: LearnedShapes) -> None:
+    def remember(self, result: HandshakeResult, learned: ActivationSizes) -> None:
         """Remember what a step has shown about its kind of batch. All ranks forget the same kinds, the oldest first."""
-        if result.lists:
-            self._message_specs_of_lists.remember(learned.message_specs, result.message_keys)
-            learned = learned._replace(message_specs={})
         self._learned.pop(result.batch_kind, None)
         self._learned[result.batch_kind] = learned
         if len(self._learned) > MAX_LEARNED_KINDS:
@@ -112,7 +97,6 @@ class StepHandshake:
     def forget_learned(self) -> None:
         """Forget all kinds. After a failed step some ranks may have learned what others have not."""
         self._learned.clear()
-        self._message_specs_of_lists.forget()
 
     def _check_target_rows(self, headers: Sequence[StepHeader], batch: LocalBatch, wait_reason: str) -> None:
         """Raise MismatchError, with all shapes, if inputs and target of a replica differ in rows."""
@@ -195,6 +179,7 @@ class StepHandshake:
         ]
         skipped = [frozenset(number for number, shares in enumerate(column) if not any(shares)) for column in columns]
         shapes = {(len(rows), numbers) for rows, numbers in zip(microbatch_rows, skipped, strict=True)}
+        kind = (skipped[replica], tuple(map(tuple, lengths)), *[header.batch_kind for header in headers])
         return HandshakeResult(
             program=self.programs.select(batch.training, len(microbatch_rows[replica]), skipped[replica]),
             microbatch_rows=microbatch_rows[replica],
@@ -203,10 +188,13 @@ class StepHandshake:
             has_backward=any(map(any, loss_shares)),
             same_on_replicas=len(shapes) == 1,
             wants_losses=any(header.wants_losses for header in headers),
-            batch_kind=(skipped[replica], tuple(map(tuple, lengths)), *[header.batch_kind for header in headers]),
+            batch_kind=kind,
             lists=lists,
-            message_keys=_message_keys(headers, lists[replica], skipped[replica]) if lists else (),
-            message_specs={},
+            message_signatures=(
+                _message_signatures(headers, lists[replica], skipped[replica])
+                if lists
+                else [(kind, number) for number in range(len(microbatch_rows[replica]))]
+            ),
             token_shares=[
                 share / sum(shares) if batch.call.reduction == "mean" and any(shares) else 1.0
                 for number, share in enumerate(loss_shares[self.position.batch_part_index])
@@ -252,7 +240,7 @@ class StepHandshake:
         return [loss_shares(row, total) for row in weights]
 
 
-def _message_keys(
+def _message_signatures(
     headers: Sequence[StepHeader], replica_list: ReplicaList, forward_only_microbatches: frozenset[int]
 ) -> list[object]:
     """Return, for each microbatch of a list, all that its messages depend on."""

@@ -6,27 +6,21 @@ of a microbatch whose shapes were seen before need no description.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.comms.control_group import ControlGroup
-from penstock.comms.transport.channels import MessageSpecs
-from penstock.comms.transport.message_spec import MessageSpec
 from penstock.engine.microbatch_costs import MicrobatchCosts
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.grouping import Limit, SizeLimit
 from penstock.mesh.position import MeshPosition
 from penstock.partition.rows import rows_dim_of, unwrap
-from penstock.schedule.program import ProgramLine, Transfer
 from penstock.schedule.table import Table
 from penstock.schedule.timing.simulate import Costs
 from penstock.stage import microbatch
 from penstock.trees import leaves
-
-MAX_REMEMBERED_SHAPES = 1024  # microbatch shapes whose messages are remembered
 
 
 class MicrobatchSummary(NamedTuple):
@@ -257,34 +251,3 @@ def _check_limit(sizes: Sequence[float], table: Table, order: object, limit: Siz
             f"limit of {limit.format(limit.most)}: {least}. Make smaller microbatches, take a schedule with fewer in flight, "
             "or give a higher limit"
         )
-
-
-class MessageSpecCache:
-    """Message specs by the shapes of their microbatch. The ranks of a pipeline remember and forget the same ones."""
-
-    def __init__(self) -> None:
-        self._specs: dict[object, dict[Transfer, MessageSpec]] = {}  # the oldest first
-
-    def known_specs(self, lines: Sequence[ProgramLine], keys: Sequence[object]) -> MessageSpecs:
-        """Return the known descriptions of a program's messages; `keys` say what each microbatch is like."""
-        remembered = [self._specs.get(key, {}) for key in keys]
-        transfers = chain.from_iterable((*line.receives, *line.outputs) for line in lines)
-        found = {transfer: remembered[transfer.action.microbatch].get(_without_microbatch(transfer)) for transfer in transfers}
-        return {transfer: spec for transfer, spec in found.items() if spec is not None}
-
-    def remember(self, specs: MessageSpecs, keys: Sequence[object]) -> None:
-        """Remember the `specs` of a step's messages. `keys`: of its microbatches."""
-        for key in keys:
-            self._specs[key] = self._specs.pop(key, {})
-        for transfer, spec in specs.items():
-            self._specs[keys[transfer.action.microbatch]][_without_microbatch(transfer)] = spec
-        while len(self._specs) > MAX_REMEMBERED_SHAPES:
-            del self._specs[next(iter(self._specs))]
-
-    def forget(self) -> None:
-        """Forget all specs, after a failed step."""
-        self._specs.clear()
-
-
-def _without_microbatch(transfer: Transfer) -> Transfer:
-    return transfer._replace(action=transfer.action._replace(microbatch=0))

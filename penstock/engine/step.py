@@ -48,7 +48,7 @@ from penstock.engine.checks.nonfinite import (
 from penstock.engine.checks.outdated_weights import TensorsSharedBetweenPipelines
 from penstock.engine.checks.unregistered_uses import GradientRecord, RemoteParameterUseCheck
 from penstock.engine.clock import ActionClock, make_clock, measure_own_clock_skew
-from penstock.engine.handshake import LearnedShapes, StepHandshake
+from penstock.engine.handshake import StepHandshake
 from penstock.engine.microbatch_costs import MicrobatchCosts, MicrobatchSamples
 from penstock.engine.profiling import action_ranges, message_ranges
 from penstock.engine.report import (
@@ -185,7 +185,7 @@ class Engine:
             measurement.skip_microbatches(handshake_result.forward_only_microbatches)
 
         # 7. Run the program.
-        channels.set_message_specs(handshake_result.message_specs)
+        channels.begin_step(handshake_result.message_signatures)
         actions = StepActions(self.stages, self.schedule.stages - 1, batch, handshake_result, early_forward)
         functions = self._wrap_with_observers(actions.functions, measurement)
         if self.attention is not None:
@@ -215,8 +215,7 @@ class Engine:
                 self.microbatch_samples.add_seconds(result.actions, clock, shapes)
             else:
                 self.microbatch_samples.add_bytes(measurement.sizes_by_microbatch, shapes)
-        learned = LearnedShapes(handshake_result.message_specs, result.activation_sizes)
-        self.handshake.remember(handshake_result, learned)
+        self.handshake.remember(handshake_result, result.activation_sizes)
         self.shared_tensors.steps += batch.training
         self._previous_end = clock.mark_end()
         return result
@@ -353,9 +352,7 @@ class Engine:
         if (slices := actions.batch.num_slices) > 1:
             rows = [outputs[first : first + slices] for first in range(0, len(outputs), slices)]
             outputs = [join(row, actions.batch.call.sequence_dim) for row in rows]
-        sizes = (
-            handshake_result.learned.activation_sizes if handshake_result.learned else measurement.sizes if measurement else {}
-        )
+        sizes = handshake_result.learned or (measurement.sizes if measurement else {})
         return StepResult(loss, loss_list, outputs, report, ran, clock, sizes, origin)
 
     # -- values that are not finite ------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from penstock.comms.transport.memory_transport import MemoryReceiver, MemorySend
 from penstock.comms.transport.message_spec import tensor_spec_of
 from penstock.comms.transport.send_thread import SendFailure
 from penstock.comms.transport.shared_memory import FREE, SPARE_BYTES, BlockAllocator
+from penstock.comms.transport.spec_cache import MessageSpecCache
 from penstock.schedule.program import Transfer
 from penstock.schedule.table import Action, Kind
 from penstock.trees import flatten
@@ -267,13 +268,17 @@ class Shelf:
 
 def test_tensors_on_gpus_go_through_host_memory_in_their_layout():
     transfer, shelf = Transfer(Action(Kind.F, 0, 3), 0, 1), Shelf()
-    outgoing, incoming = SendChannel(shelf, SimpleNamespace(raise_if_failed=lambda: None)), ReceiveChannel(shelf, 1, 0)
+    specs = MessageSpecCache()
+    outgoing, incoming = (
+        SendChannel(shelf, SimpleNamespace(raise_if_failed=lambda: None), specs),
+        ReceiveChannel(shelf, 1, 0, specs),
+    )
     with FakeTensorMode():
         hidden = torch.ones(4, 6, 2, device="cuda:0").transpose(0, 2)
         rows = torch.zeros(3, 5, dtype=torch.int16, device="cuda:0")
         message = {"hidden": hidden, "rows": rows, "column": rows.select(1, 0)}
         spec = message_spec.message_spec_of(*flatten(message))
-        outgoing.specs = incoming.specs = {transfer: spec}
+        specs.add(transfer, spec)
         outgoing.send(transfer, message)
         assert [message.device for message in shelf.messages] == [CPU] * 3
         incoming.post_receive(transfer)
@@ -289,8 +294,9 @@ def test_memory_that_a_rank_lacks_for_a_message_to_come_is_its_own_refusal():
         def post_receive(self, spec):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    transfer, incoming = Transfer(Action(Kind.F, 0, 3), 0, 1), ReceiveChannel(Full(), 1, 0)
-    incoming.specs = {transfer: message_spec.message_spec_of(*flatten(torch.ones(3)))}
+    transfer, specs = Transfer(Action(Kind.F, 0, 3), 0, 1), MessageSpecCache()
+    specs.add(transfer, message_spec.message_spec_of(*flatten(torch.ones(3))))
+    incoming = ReceiveChannel(Full(), 1, 0, specs)
     with pytest.raises(ps.ResourceError, match=r"rank 1 could not receive the .*0F3.*: RuntimeError: .*allocate"):
         incoming.post_receive(transfer)
 
@@ -298,7 +304,8 @@ def test_memory_that_a_rank_lacks_for_a_message_to_come_is_its_own_refusal():
 @pytest.mark.parametrize("size", [-1, 2**40])
 def test_a_description_that_none_can_be_as_long_as_is_refused_and_no_rank_is_called_lost(size):
     gloo = SimpleNamespace(name=lambda: "gloo", recv=lambda tensors, *_: SimpleNamespace(wait=lambda: tensors[0].fill_(size)))
-    incoming = ReceiveChannel(GroupReceiver(gloo, gloo, CPU), 1, 0)
+    incoming = ReceiveChannel(GroupReceiver(gloo, gloo, CPU), 1, 0, specs := MessageSpecCache())
+    specs.begin_step(["a signature"] * 4)
     incoming.post_receive(transfer := Transfer(Action(Kind.F, 0, 3), 0, 1))
     with pytest.raises(ps.MismatchError, match=r"another rank sends a value of .* bytes: 268,435,456 are the most"):
         incoming.receive(transfer, CPU)

@@ -4,15 +4,15 @@ There is one channel for each direction between two ranks, with its own transpor
 it cannot deadlock: `schedule/verify.py`). A transport sends and receives tensors on its `transport_device`. For stages on GPUs
 whose messages go through host memory, the channel copies them. All transports are opened before anything is sent.
 
-The first step with a new batch signature sends a description before every message. Both ends keep the descriptions. Later steps
-with that signature send only the bytes, into receives that were posted early:
+The first step with a microbatch of a new signature sends a description before its messages. Both ends keep the descriptions
+(`spec_cache.py`). Later steps send only the bytes, into receives that were posted early:
 
     first step:    description, bytes; description, bytes; ..
     later steps:   bytes; bytes; ..
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -28,11 +28,11 @@ from penstock.comms.transport.group_transport import GroupReceiver, GroupSender,
 from penstock.comms.transport.memory_transport import MemoryReceiver, MemorySender, open_memory_receiver, open_memory_sender
 from penstock.comms.transport.message_spec import ConstantSpec, MessageSpec, TensorSpec
 from penstock.comms.transport.send_thread import SendFailure
+from penstock.comms.transport.spec_cache import MessageSpecCache
 from penstock.errors import MismatchError, PenstockError, ResourceError
 from penstock.schedule.program import Program, Transfer
 from penstock.trees import flatten
 
-MessageSpecs = dict[Transfer, MessageSpec]
 PostedReceives = list[tuple[Any, TensorSpec]]  # (posted receive, description of its tensor)
 Sender = MemorySender | GroupSender
 Receiver = MemoryReceiver | GroupReceiver
@@ -45,6 +45,7 @@ class Channels:
         self.outgoing: dict[int, SendChannel] = {}  # destination rank in the pipeline -> channel
         self.incoming: dict[int, ReceiveChannel] = {}  # source rank in the pipeline -> channel
         self.transports: dict[str, Sender | Receiver] = {}  # by the ranks at their ends, as `0-1`
+        self._specs = MessageSpecCache()
         self._pending: PendingSends | None = None
         if groups is None:
             return
@@ -60,23 +61,21 @@ class Channels:
             ):
                 if rank == sender:
                     self.transports[name] = outgoing = open_sender(groups, key, receiver, pending)
-                    self.outgoing[destination] = SendChannel(outgoing, pending.failure)
+                    self.outgoing[destination] = SendChannel(outgoing, pending.failure, self._specs)
                 elif rank == receiver:
                     self.transports[name] = incoming = open_receiver(groups, key, sender)
-                    self.incoming[source] = ReceiveChannel(incoming, rank, sender)
+                    self.incoming[source] = ReceiveChannel(incoming, rank, sender, self._specs)
 
         with convert_transport_errors("for the other ranks to open their channels"):
             groups.world_group.barrier().wait()  # else a rank could begin the step while another fails to open a transport
 
-    def set_message_specs(self, specs: MessageSpecs) -> None:
-        """Set the known descriptions of a step's messages. Another message is sent with its own, which is added to `specs`."""
-        for outgoing in self.outgoing.values():
-            outgoing.specs = specs
-        for incoming in self.incoming.values():
-            incoming.specs = specs
+    def begin_step(self, signatures: Sequence[Hashable]) -> None:
+        """Begin a step whose microbatches have these `signatures`, the same on all ranks: see `MessageSpecCache`."""
+        self._specs.begin_step(signatures)
 
     def end_step(self) -> None:
         """Free sent messages, once the step is over on all ranks. Raises ResourceError if this rank could not send one."""
+        self._specs.end_step()
         if self._pending is not None:
             self._pending.failure.raise_if_failed()
             self._pending.finish_step()
@@ -122,9 +121,8 @@ def _open_description_and_tensor_groups(groups: ProcessGroups, name: str, rank: 
 class SendChannel:
     """The sending end of a channel."""
 
-    def __init__(self, transport: Sender, failure: SendFailure) -> None:
-        self.transport, self._failure = transport, failure
-        self.specs: MessageSpecs = {}
+    def __init__(self, transport: Sender, failure: SendFailure, specs: MessageSpecCache) -> None:
+        self.transport, self._failure, self._specs = transport, failure, specs
 
     def send(self, transfer: Transfer, value: Any) -> None:
         """Send `value` as the message of `transfer`, without waiting.
@@ -134,7 +132,7 @@ class SendChannel:
         """
         self._failure.raise_if_failed()
         try:
-            known_spec = self.specs.get(transfer)
+            known_spec = self._specs.step_specs[transfer]
             if known_spec is not None and isinstance(value, Tensor) and known_spec.describes(value):  # the common case
                 self._send_if_tensor(transfer, value, known_spec.leaves[0])
             else:
@@ -151,7 +149,7 @@ class SendChannel:
         leaves, tree = flatten(value)
         spec = message_spec.message_spec_of(leaves, tree)
         if known_spec is None:
-            self.specs[transfer] = spec
+            self._specs.add(transfer, spec)
             self.transport.send_description(message_spec.pack_spec(spec))
         elif spec != known_spec:
             leaves, spec = _leaves_in_known_spec(transfer, leaves, spec, known_spec), known_spec
@@ -190,17 +188,17 @@ def _leaves_in_known_spec(transfer: Transfer, leaves: list[Any], spec: MessageSp
 class ReceiveChannel:
     """The receiving end of a channel."""
 
-    def __init__(self, transport: Receiver, rank: int, source: int) -> None:
-        self.transport, self.rank, self.source = transport, rank, source
-        self.specs: MessageSpecs = {}
+    def __init__(self, transport: Receiver, rank: int, source: int, specs: MessageSpecCache) -> None:
+        self.transport, self.rank, self.source, self._specs = transport, rank, source, specs
         self.posted: deque[tuple[Transfer, PostedReceives | None]] = deque()  # None until a description has arrived
         self.early: dict[Transfer, Any] = {}  # messages that arrived before one that is needed first; rarely any
 
     def post_receive(self, transfer: Transfer) -> None:
         """Post the receives for the message of `transfer`, the next in this channel. Raises as `receive`."""
         try:
-            waits = transfer not in self.specs or (self.posted and self.posted[-1][1] is None)
-            self.posted.append((transfer, None if waits else self._post_tensor_receives(self.specs[transfer])))
+            spec = self._specs.step_specs[transfer]
+            waits = spec is None or (self.posted and self.posted[-1][1] is None)
+            self.posted.append((transfer, None if spec is None or waits else self._post_tensor_receives(spec)))
         except (OSError, MemoryError, RuntimeError) as error:
             raise self._convert_error(transfer, error) from error
 
@@ -212,9 +210,13 @@ class ReceiveChannel:
         while not self.early or transfer not in self.early:
             arriving, posted = self.posted.popleft()
             try:
+                spec = self._specs.step_specs[arriving]
+                if spec is None:
+                    spec = message_spec.unpack_spec(self.transport.receive_description())
+                    self._specs.add(arriving, spec)
                 if posted is None:
-                    posted = self._receive_description(arriving)
-                spec = self.specs[arriving]
+                    posted = self._post_tensor_receives(spec)
+                    self._post_waiting_receives()
                 tensors = [self.transport.wait_receive(work, leaf_spec) for work, leaf_spec in posted]
             except (OSError, MemoryError, RuntimeError) as error:
                 raise self._convert_error(arriving, error) from error
@@ -227,20 +229,16 @@ class ReceiveChannel:
             self.early[arriving] = message
         return self.early.pop(transfer)
 
-    def _receive_description(self, transfer: Transfer) -> PostedReceives:
-        """Receive the description of a message unless it is known; post and return its receives, and post those behind it.
+    def _post_waiting_receives(self) -> None:
+        """Post the receives behind a message whose description has arrived, up to the next one without.
 
         A transport delivers messages in the order of posted receives. So none is posted behind a message without a description.
         """
-        if transfer not in self.specs:
-            self.specs[transfer] = message_spec.unpack_spec(self.transport.receive_description())
-        posted = self._post_tensor_receives(self.specs[transfer])
-
-        for number, (message_key, _) in enumerate(self.posted):
-            if message_key not in self.specs:
+        for number, (transfer, _) in enumerate(self.posted):
+            spec = self._specs.step_specs[transfer]
+            if spec is None:
                 break
-            self.posted[number] = message_key, self._post_tensor_receives(self.specs[message_key])
-        return posted
+            self.posted[number] = transfer, self._post_tensor_receives(spec)
 
     def _convert_error(self, transfer: Transfer, error: Exception) -> PenstockError:
         """Return Penstock's error for a receive that raised `error`: ResourceError or WaitError."""

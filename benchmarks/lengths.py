@@ -145,7 +145,7 @@ def predict(pipe: ps.Pipeline, batch: Batch, order: str) -> float:
     """What the simulator says of a step over the list, in the order that runs, at the fitted costs."""
     costs, sizes = pipe.plan_costs(), [(len(entry), entry.shape[1]) for entry in batch[0]]
     if order == "planned":
-        from penstock.schedule.microbatch_order import plan_order
+        from penstock.plan.microbatch_order import plan_order
 
         order_planned = plan_order([costs(*size) for size in sizes], pipe.schedule, costs.step_costs(sizes))
         sizes = [sizes[index] for index in order_planned]

@@ -24,10 +24,10 @@ from tables import Row, show
 from torch import nn
 
 import penstock as ps
+from penstock.explain.explain import MeasuredTimeline
 from penstock.learn.devices import DIM, EmulatedLayer
 from penstock.schedule import Schedule, Timeline
-from penstock.schedule.timing.explain import MeasuredTimeline
-from penstock.schedule.timing.measurement import Measurement
+from penstock.timing.measurement import Measurement
 
 LAYERS = 32
 SECONDS = 0.003, 0.003, 0.002  # of F, I and W of a layer

@@ -10,8 +10,6 @@ from penstock.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from penstock import checkpoint, comms, model, partition, plan, schedule
-    from penstock.attention_hook import attention
-    from penstock.comms.launch.launcher import launch
     from penstock.comms.topology import Topology
     from penstock.engine import cache
     from penstock.engine.loss import tokens
@@ -24,10 +22,12 @@ if TYPE_CHECKING:
         ScheduleError,
         StageError,
     )
+    from penstock.launcher.launch import launch
     from penstock.model import ShardedMLP
     from penstock.partition.rows import Replicated, Rows
     from penstock.pipeline import Pipeline
     from penstock.stage import microbatch
+    from penstock.stage.attention import attention
     from penstock.stage.auxiliary import auxiliary_loss
 
 __version__ = "0.2.0"
@@ -65,17 +65,19 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         **{name: "errors" for name in __all__ if name.endswith("Error")},
-        **{name: name for name in ("checkpoint", "comms", "model", "partition", "plan", "schedule")},
         "Pipeline": "pipeline",
         "Replicated": "partition.rows",
         "Rows": "partition.rows",
         "ShardedMLP": "model",
         "Topology": "comms.topology",
-        "attention": "attention_hook",
+        "attention": "stage.attention",
         "auxiliary_loss": "stage.auxiliary",
-        "cache": "engine.cache",
-        "launch": "comms.launch.launcher",
-        "microbatch": "stage.microbatch",
+        "launch": "launcher.launch",
         "tokens": "engine.loss",
+    },
+    {
+        **{name: name for name in ("checkpoint", "comms", "model", "partition", "plan", "schedule")},
+        "cache": "engine.cache",
+        "microbatch": "stage.microbatch",
     },
 )

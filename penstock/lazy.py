@@ -3,24 +3,28 @@
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 
-def lazy_exports(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_exports(
+    package: str, names: Mapping[str, str], modules: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for `package`.
 
-    `modules`: public name -> the module of the package that defines it, or one of another package by its full name. Where the
-    two are equal, the module itself is exported.
+    `names`: public name -> the module that defines it. `modules`: public name -> the module that it stands for. A module is
+    given by its name inside the package, or one of another package by its full name.
     """
 
     def import_name(name: str) -> Any:
         """Import the value of `name`, and keep it in the package."""
-        if name not in modules:
+        if name not in names and name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        prefix = "" if modules[name].startswith("penstock.") else f"{package}."
-        module = importlib.import_module(prefix + modules[name])
-        value = module if modules[name].split(".")[-1] == name else getattr(module, name)
+        module_name = modules[name] if name in modules else names[name]
+        prefix = "" if module_name.startswith("penstock.") else f"{package}."
+        module = importlib.import_module(prefix + module_name)
+        value = module if name in modules else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 
-    return import_name, lambda: sorted(modules)
+    return import_name, lambda: sorted([*names, *modules])

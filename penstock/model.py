@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.attention_hook import attention
 from penstock.comms.topology import CPU
 from penstock.engine import cache
 from penstock.errors import MismatchError
 from penstock.randomness import mix_seed, preserve_generator_state
+from penstock.stage.attention import attention
 from penstock.stage.microbatch import split_sizes
 
 

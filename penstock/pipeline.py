@@ -14,34 +14,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from penstock import comms
-from penstock.attention_hook import attention_context
 from penstock.comms.control_group import ControlGroup, shared_control_group
 from penstock.comms.topology import Topology
 from penstock.engine.batch import StepCall
-from penstock.engine.build import PlanLike, ScheduleRule, build_engine, check_attention, materialise_stages, parse_arguments
-from penstock.engine.checks import outdated_weights
-from penstock.engine.checks.nonfinite import OnNonfinite
+from penstock.engine.build import PlanLike, ScheduleRule, build_engine, materialise_stages, parse_arguments
 from penstock.engine.clock import measure_own_clock_skew
-from penstock.engine.generation import GenerationOptions, generate_text
 from penstock.engine.hints import ModuleMisuseHints, add_backward_hint
 from penstock.engine.last_step import LastStep
 from penstock.engine.loss import LossChecks, Reduction
-from penstock.engine.microbatch_costs import MicrobatchCosts
 from penstock.engine.model_partition import OriginalModel, partition_model
 from penstock.engine.optimizers import check_elementwise_optimizer, norm_type_of_caller, optimizer_of_caller
 from penstock.engine.rank_comparison import compare_ranks
-from penstock.engine.redistribute import Redistribution, merge_arguments, optimizer_list
 from penstock.engine.report import StepReport, StepResult
 from penstock.errors import LostRankError, MismatchError, PenstockError
+from penstock.explain.explain import MeasuredTimeline
+from penstock.generate import GenerationOptions, generate_text
+from penstock.guards import outdated_weights
+from penstock.guards.attention import check_attention
+from penstock.guards.nonfinite import OnNonfinite
 from penstock.mesh.data_parallel import ApplyDataParallel
-from penstock.mesh.grouping import Cost, Limit
 from penstock.mesh.position import mesh_position
 from penstock.mesh.sampler import GroupSampler, ReplicaSampler
 from penstock.mesh.tensor_parallel import TensorParallelPlan
 from penstock.partition.materialise import Init
+from penstock.plan.grouping import Cost, Limit
+from penstock.plan.microbatch_costs import MicrobatchCosts
 from penstock.randomness import preserve_generator_state
-from penstock.schedule import MeasuredTimeline, Schedule
+from penstock.rebuild import Redistribution, merge_arguments, optimizer_list
 from penstock.schedule.catalog import all_build_options
+from penstock.schedule.schedule import Schedule
+from penstock.stage.attention import attention_context
 from penstock.stage.module_runner import evaluation_mode
 from penstock.stage.recompute import Recompute
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import penstock as ps
-from penstock.comms.launch import forkserver
+from penstock.launcher import forkserver
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of ranks, and of interpreters that tests start

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.comms.launch import rank_processes
-from penstock.comms.launch.forkserver import HELD_SIGNALS, forkserver_context
-from penstock.comms.launch.rank_main import rank_main
+from penstock.launcher import rank_processes
+from penstock.launcher.forkserver import HELD_SIGNALS, forkserver_context
+from penstock.launcher.rank_main import rank_main
 
 WAIT = 500  # seconds
 Ended = subprocess.CompletedProcess[str]

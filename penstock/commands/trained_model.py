@@ -10,9 +10,9 @@ import tyro
 from penstock.commands.options import command
 from penstock.commands.source import nearest_path
 from penstock.commands.train.config import SETTINGS, TrainConfig, saved_options
-from penstock.comms.launch.forkserver import start_forkserver_early
-from penstock.comms.launch.launcher import launch
 from penstock.errors import PenstockError
+from penstock.launcher.forkserver import start_forkserver_early
+from penstock.launcher.launch import launch
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Communication of ranks: start them, send tensors, make the same calls on all, raise the same error when one fails.
+"""Communication of ranks: send tensors, make the same calls on all, raise the same error when one fails.
 
 topology          this process's rank, the number of ranks, this rank's device
 rendezvous        what ranks write into the store: the id of a run, which ranks have left
@@ -15,7 +15,6 @@ device_mesh       the device mesh of all ranks
 preemption        signals that ask the program to save and exit
 system            limits and settings of the operating system, messages for the user
 time_limits       all times of this room
-launch/           start ranks on this machine, and restart them when one has failed
 transport/        messages between stages
 """
 

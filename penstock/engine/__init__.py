@@ -5,7 +5,6 @@ batch              the call, this rank's share of the batch, and the header
 handshake          what all ranks agree on before data flows
 microbatch_list    a batch that comes as a list of microbatches
 sequence           the tokens of a batch, and the part of them that one rank takes
-microbatch_costs   what microbatches of other sizes take, fitted to steps over lists
 actions            what F, B, I and W do in a step; where gradients are scaled
 clock              when every action ran, on a clock that all ranks share
 activation_memory  the bytes that a microbatch keeps alive
@@ -17,13 +16,9 @@ last_step          what a user reads of the last step
 build              from a pipeline's arguments to its engine
 model_partition    the model that a rank was given, and the stages of it that it runs
 rank_comparison    what the ranks compare before they build
-redistribute       the same model in another cut: tensors are sent to the ranks that will run them
 loss               a mean or a sum, and the weight of each microbatch in it
 optimizers         optimizers of all ranks that act as one; which function iterates over `pipe.parameters()`
 hints              errors for what people try on a pipeline because modules have it
 
-generation         text, token by token
-cache              what layers keep of earlier tokens meanwhile
-
-checks             warnings and errors about values, weights and parameters
+cache              what layers keep of earlier tokens while `penstock.generate` makes text
 """

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.schedule import ActivationSize
+from penstock.schedule.memory import ActivationSize
 from penstock.schedule.table import Action, Kind
 from penstock.stage.stage import Stage
 from penstock.torch_private import TorchDispatchMode, is_compiled, preload_dynamo, storage_key

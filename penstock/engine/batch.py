@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.comms.topology import Topology
-from penstock.engine.checks.digest import cached_hash48, hash_values
 from penstock.engine.loss import Reduction, RowwiseLossCheck
-from penstock.engine.microbatch_costs import MicrobatchCosts
 from penstock.engine.microbatch_list import (
     MicrobatchListSummary,
     ReplicaList,
@@ -32,8 +30,10 @@ from penstock.engine.sequence import (
     take_tokens,
 )
 from penstock.errors import MismatchError
-from penstock.mesh.grouping import Limit
+from penstock.guards.digest import cached_hash48, hash_values
 from penstock.mesh.position import MeshPosition
+from penstock.plan.grouping import Limit
+from penstock.plan.microbatch_costs import MicrobatchCosts
 from penstock.randomness import mix_in, mix_seed
 from penstock.schedule.table import Action, Table
 from penstock.stage import microbatch

@@ -14,36 +14,33 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock import partition, torch_private
-from penstock.attention_hook import (
-    AttentionContext,
-    AttentionWhileTracing,
-    attention_context,
-    check_layers_can_run_in_slices,
-    check_positions,
-    check_tokens_mix_in_attention,
-    no_attention_error,
-)
 from penstock.comms.control_group import ControlGroup
-from penstock.engine.checks.nonfinite import NonFiniteMonitor, check_on_nonfinite
-from penstock.engine.checks.unregistered_uses import RemoteParameterUseCheck, check_loss_reads_no_remote_attribute
 from penstock.engine.loss import check_reduction
 from penstock.engine.model_partition import ModelPartition, check_can_be_cut
 from penstock.engine.rank_comparison import RankComparisonResult
-from penstock.engine.redistribute import PLAN_ARGUMENTS, Redistribution
 from penstock.engine.sequence import first_stage_signature, kwargs_with_position_ids, parse_slices, sequence_length
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
+from penstock.guards.nonfinite import NonFiniteMonitor, check_on_nonfinite
+from penstock.guards.unregistered_uses import RemoteParameterUseCheck, check_loss_reads_no_remote_attribute
 from penstock.mesh.parallelize import parallelize_stages
 from penstock.mesh.position import MeshPosition
 from penstock.partition.graph_stage import move_stage_to_device
 from penstock.partition.materialise import Init, has_meta_tensors, materialise
 from penstock.partition.rows import resolve_rows_dim
-from penstock.schedule import Program, Schedule, build, from_rows, verify
-from penstock.schedule.catalog import did_you_mean, family_options
+from penstock.rebuild import PLAN_ARGUMENTS, Redistribution
+from penstock.schedule.catalog import build, did_you_mean, family_options
+from penstock.schedule.program import Program
+from penstock.schedule.proof import verify
 from penstock.schedule.rank_program import RankPrograms
-from penstock.schedule.schedule import read_csv_cells
+from penstock.schedule.schedule import Schedule, from_rows, read_csv_cells
 from penstock.schedule.table import Cell, Table
 from penstock.schedule.transform import with_full_backwards
+from penstock.stage.attention import (
+    AttentionContext,
+    AttentionWhileTracing,
+    attention_context,
+)
 from penstock.stage.connections import stage_connections
 from penstock.stage.rank_parameters import RankParameters
 from penstock.stage.recompute import Recompute
@@ -257,33 +254,6 @@ def recompute_per_stage(recompute: Recompute | Sequence[Recompute | None] | None
 
 
 # -- stages and engine ----------------------------------------------------------------------------------------------------
-
-
-def check_attention(
-    modules: Iterable[nn.Module],
-    cuttable: partition.CuttableModel | None,
-    context: AttentionContext,
-    in_slices: bool,
-    redistribution: Redistribution | None,
-) -> None:
-    """Raise MismatchError if tokens would mix in a layer that does not call `ps.attention`, as far as it is known here.
-
-    `context`: which was set when the model was cut. `redistribution`: of a model that was cut before.
-    """
-    for module in modules:
-        check_tokens_mix_in_attention(module)
-        if in_slices:
-            check_layers_can_run_in_slices(module)
-        if cuttable is None:
-            check_positions(module)
-    if cuttable is not None:
-        check_positions(cuttable.model, cuttable.unit_order)
-    if cuttable is None or not cuttable.is_exported:
-        return
-    if redistribution is not None and not redistribution.cuts_tokens:
-        raise MismatchError("the model was traced for whole sequences, and its masks are theirs: make a new Pipeline of slices")
-    if redistribution is None and not context.num_calls:
-        raise no_attention_error()
 
 
 def materialise_stages(

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.attention_hook import current_context
+from penstock.stage.attention import current_context
 from penstock.torch_private import has_hooks_or_patched_forward, is_compiled
 
 _TOKENWISE_LAYERS = nn.Embedding, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity

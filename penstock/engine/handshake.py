@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.batch import AUTOCAST_DTYPES, NO_ROWS, LocalBatch, StepHeader
-from penstock.engine.checks.gradient_factor import TOLERANCE
 from penstock.engine.microbatch_list import ReplicaList, check_same_row_counts, exchange_lists
 from penstock.engine.sequence import slice_lengths
 from penstock.errors import MismatchError
+from penstock.guards.gradient_factor import TOLERANCE
 from penstock.mesh.position import MeshPosition
-from penstock.schedule import ActivationSize
+from penstock.schedule.memory import ActivationSize
 from penstock.schedule.rank_program import RankProgram, RankPrograms
 from penstock.stage.microbatch import loss_shares, rows_dim_hint, split_sizes
 

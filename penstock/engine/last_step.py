@@ -8,7 +8,8 @@ from penstock.engine.clock import measure_own_clock_skew
 from penstock.engine.report import StepReport
 from penstock.engine.step import Engine
 from penstock.errors import PenstockError
-from penstock.schedule import Event, MeasuredTimeline, MessageCost
+from penstock.explain.explain import MeasuredTimeline
+from penstock.timing.events import Event, MessageCost
 
 
 class LastStep:

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.checks import is_power_of_two_or_zero
 from penstock.errors import MismatchError, is_whole_number
+from penstock.guards import is_power_of_two_or_zero
 from penstock.partition.rows import rows_dim_of, unwrap
 from penstock.randomness import preserve_generator_state
 from penstock.stage.microbatch import count_rows, microbatch_weights, nonempty_split_sizes, split

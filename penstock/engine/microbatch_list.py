@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from penstock.comms.control_group import ControlGroup
-from penstock.engine.microbatch_costs import MicrobatchCosts
 from penstock.errors import MismatchError, is_whole_number
-from penstock.mesh.grouping import Limit, SizeLimit
 from penstock.mesh.position import MeshPosition
 from penstock.partition.rows import rows_dim_of, unwrap
+from penstock.plan.grouping import Limit, SizeLimit
+from penstock.plan.microbatch_costs import MicrobatchCosts
 from penstock.schedule.table import Table
-from penstock.schedule.timing.simulate import Costs
 from penstock.stage import microbatch
+from penstock.timing.simulate import Costs
 from penstock.trees import leaves
 
 
@@ -223,7 +223,7 @@ def microbatch_order(
     if order == "given":
         indices = list(range(len(inputs)))
     elif order == "planned":
-        from penstock.schedule.microbatch_order import plan_order  # imports numpy, which no other step needs
+        from penstock.plan.microbatch_order import plan_order  # imports numpy, which no other step needs
 
         factors = [costs(*shape) if costs else float(entry.elements) for shape, entry in zip(shapes, inputs, strict=True)]
         stage_costs = costs.step_costs(shapes) if costs else Costs()
@@ -241,7 +241,7 @@ def microbatch_order(
 
 def _check_limit(sizes: Sequence[float], table: Table, order: object, limit: SizeLimit) -> None:
     """Raise MismatchError where microbatches of these `sizes`, in the order they run, have more than `limit` in flight."""
-    from penstock.schedule.microbatch_order import peak_in_flight  # imports numpy, which no other step needs
+    from penstock.plan.microbatch_order import peak_in_flight  # imports numpy, which no other step needs
 
     peaks = peak_in_flight(sizes, table)
     if max(peaks) > limit.most:

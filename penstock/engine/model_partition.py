@@ -15,7 +15,8 @@ from penstock.mesh import data_parallel
 from penstock.mesh.position import MeshPosition
 from penstock.partition.balance import Balance
 from penstock.partition.graph_stage import skip_routes
-from penstock.schedule import Schedule, Skip
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.table import Skip
 from penstock.stage import tied_parameters
 from penstock.stage.connections import StageParameter, tied_parameter_skips
 from penstock.stage.replication import Replication

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from penstock import partition
 from penstock.comms.control_group import ControlGroup
-from penstock.engine.checks import outdated_weights
-from penstock.engine.checks.digest import tensor_crc
 from penstock.engine.clock import clock_id
 from penstock.engine.model_partition import ModelPartition
 from penstock.errors import MismatchError
+from penstock.guards import outdated_weights
+from penstock.guards.digest import tensor_crc
 from penstock.mesh.position import MeshPosition
-from penstock.schedule import Schedule
+from penstock.schedule.schedule import Schedule
 from penstock.stage.arguments import keyword_names
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from penstock.comms.control_group import ControlGroup
-from penstock.engine.checks.nonfinite import NonFiniteOrigin
 from penstock.engine.clock import ActionClock
+from penstock.guards.nonfinite import NonFiniteOrigin
 from penstock.mesh.position import MeshPosition
-from penstock.schedule import ActivationSize
+from penstock.schedule.memory import ActivationSize
 from penstock.schedule.table import Action
 from penstock.stage import microbatch
 

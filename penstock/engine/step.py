@@ -17,7 +17,7 @@ A step of 1F1B with two microbatches on two ranks. Time goes to the right; slant
                    the order: which receives are posted, which awaited      schedule/program.py, schedule/rank_program.py
        \  /        messages between stages, sent without waiting            comms/transport/channels.py
     8  average     gradients become those of the whole batch                mesh/parallelize.py
-    9  conclude    loss and times, values that are not finite               engine/report.py, engine/checks/nonfinite.py
+    9  conclude    loss and times, values that are not finite               engine/report.py, guards/nonfinite.py
        rollback    after a failure, or a value that is not finite           engine/rollback.py
 
 When anything raises on one rank, all ranks raise the same error: `Pipeline` sees to that, by comms/control_group.py.
@@ -27,29 +27,14 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.attention_hook import attention_context, no_attention_error
 from penstock.comms.control_group import ControlGroup, WaitError, convert_transport_errors
 from penstock.comms.preemption import preempted
 from penstock.comms.transport.channels import Channels
 from penstock.engine.actions import ActionFunctions, EarlyForward, StepActions, error_with_location, messages_of
 from penstock.engine.activation_memory import MemoryMeasurement
 from penstock.engine.batch import LocalBatch, StepCall, requires_grad_flags, split_batch
-from penstock.engine.checks.digest import check_tied_copies, is_tied_comparison_due
-from penstock.engine.checks.gradient_factor import GradientFactorCheck
-from penstock.engine.checks.nonfinite import (
-    CAUSE_TEXTS,
-    DATA,
-    STATE,
-    NonFiniteMonitor,
-    NonFiniteOrigin,
-    OnNonfinite,
-    find_origin,
-)
-from penstock.engine.checks.outdated_weights import TensorsSharedBetweenPipelines
-from penstock.engine.checks.unregistered_uses import GradientRecord, RemoteParameterUseCheck
 from penstock.engine.clock import ActionClock, make_clock, measure_own_clock_skew
 from penstock.engine.handshake import StepHandshake
-from penstock.engine.microbatch_costs import MicrobatchCosts, MicrobatchSamples
 from penstock.engine.profiling import action_ranges, message_ranges
 from penstock.engine.report import (
     BackgroundSave,
@@ -63,14 +48,29 @@ from penstock.engine.report import (
 from penstock.engine.rollback import StepRollback
 from penstock.engine.sequence import first_stage_signature
 from penstock.errors import NonFiniteError, ResourceError
+from penstock.guards.digest import check_tied_copies, is_tied_comparison_due
+from penstock.guards.gradient_factor import GradientFactorCheck
+from penstock.guards.nonfinite import (
+    CAUSE_TEXTS,
+    DATA,
+    STATE,
+    NonFiniteMonitor,
+    NonFiniteOrigin,
+    OnNonfinite,
+    find_origin,
+)
+from penstock.guards.outdated_weights import TensorsSharedBetweenPipelines
+from penstock.guards.unregistered_uses import GradientRecord, RemoteParameterUseCheck
 from penstock.mesh.context_parallel import ContextParallelAttention
 from penstock.mesh.fsdp import begin_step_and_prefetch
 from penstock.mesh.parallelize import finish_gradient_averaging
 from penstock.mesh.position import MeshPosition
 from penstock.partition.attributes import AttributeSnapshot
+from penstock.plan.microbatch_costs import MicrobatchCosts, MicrobatchSamples
 from penstock.schedule.program import ProgramLine, Transfer
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.table import Action, Kind
+from penstock.stage.attention import attention_context, no_attention_error
 from penstock.stage.backward.autograd_edges import detach_for_next_stage
 from penstock.stage.microbatch import join
 from penstock.stage.rank_parameters import RankParameters

@@ -4,8 +4,8 @@ import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.comms.launch.forkserver import start_forkserver_early
 from penstock.errors import PenstockError
+from penstock.launcher.forkserver import start_forkserver_early
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 position          this rank's place in the mesh
 sampler           the rows of a dataset that each replica gets
-grouping          rows of different lengths grouped into microbatches
 ddp               a stage that DistributedDataParallel replicates
 fsdp              a stage that `fully_shard` shards over its replicas
 gradient_presence which gradients any replica has

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.attention_hook import AttentionContext, WeightsPart, attend, check_mask_can_be_cut
 from penstock.errors import MismatchError
+from penstock.stage.attention import AttentionContext, WeightsPart, attend, check_mask_can_be_cut
 
 
 class ContextParallelAttention(AttentionContext):

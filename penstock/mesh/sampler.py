@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Sampler
 
 from penstock.errors import MismatchError, is_whole_number
-from penstock.mesh.grouping import Cost, Limit, group_rows
+from penstock.plan.grouping import Cost, Limit, group_rows
 from penstock.randomness import mix_seed
 
 

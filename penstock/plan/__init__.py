@@ -7,6 +7,10 @@
 `stage_costs`       the cost of a stage of consecutive layers: time, activations, parameters
 `schedule_timer`    a fast makespan of one table for many costs
 `slice_lengths`     lengths of a microbatch's slices, from a step that ran in slices
+`microbatch_order`  the order of unequal microbatches that makes a step short
+`microbatch_costs`  what microbatches of other sizes take, fitted to steps over lists
+`grouping`          rows of different lengths grouped into microbatches
+`search/`           the search for tables, for any costs within a limit on memory
 `partition_search`  partitions of the layers for one table, with the recomputation that makes them fit
 `bounds`            a lower bound of a step, and why a plan is above it
 `result`            a plan, as an object and as JSON
@@ -19,9 +23,9 @@ from typing import TYPE_CHECKING
 from penstock.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from penstock.mesh.grouping import group_rows
     from penstock.plan.arguments import parse_memory_size
     from penstock.plan.estimating import estimate, estimate_transformers
+    from penstock.plan.grouping import group_rows
     from penstock.plan.measuring import measure
     from penstock.plan.model_profile import LayerCost, ModelProfile
     from penstock.plan.overheads import Overheads, measure_overheads
@@ -56,7 +60,7 @@ __getattr__, __dir__ = lazy_exports(
         **dict.fromkeys(("Plan", "is_plan_file", "is_plan_text", "load", "parse_plan", "robustness"), "result"),
         **dict.fromkeys(("Overheads", "measure_overheads"), "overheads"),
         **dict.fromkeys(("estimate", "estimate_transformers"), "estimating"),
-        "group_rows": "penstock.mesh.grouping",
+        "group_rows": "grouping",
         "measure": "measuring",
         "parse_memory_size": "arguments",
         "plan": "planning",

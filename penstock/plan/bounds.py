@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from penstock.plan.model_profile import LayerCost
-from penstock.schedule import Timeline
+from penstock.timing.timeline import Timeline
 
 
 def min_step_seconds(

@@ -22,7 +22,8 @@ from penstock.partition.rows import unwrap_tree
 from penstock.partition.unit_times import RecordedUnit, replace_tensors_temporarily
 from penstock.plan.measuring import UnitWithTensorArguments, costs_in_layer_order, record_layer_inputs
 from penstock.plan.model_profile import LayerCost, ModelProfile
-from penstock.schedule import Kind, Measurement
+from penstock.schedule.table import Kind
+from penstock.timing.measurement import Measurement
 from penstock.torch_private import storage_key
 
 

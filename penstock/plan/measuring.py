@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock import trees
-from penstock.attention_hook import AttentionContext, attention_context
 from penstock.comms.topology import CPU
 from penstock.engine.activation_memory import MemoryMeasurement, StorageSet
 from penstock.errors import MismatchError, PenstockError
@@ -30,8 +29,10 @@ from penstock.partition.unit_times import (
 )
 from penstock.plan.model_profile import LayerCost, ModelProfile, ProfileSample
 from penstock.randomness import preserve_generator_state
-from penstock.schedule import Action, ActivationSize, Kind
+from penstock.schedule.memory import ActivationSize
+from penstock.schedule.table import Action, Kind
 from penstock.stage import microbatch
+from penstock.stage.attention import AttentionContext, attention_context
 from penstock.stage.connections import StageConnections
 from penstock.stage.stage import Stage
 from penstock.torch_private import gradient_hooks, pretend_exporting, tree_flatten, tree_unflatten

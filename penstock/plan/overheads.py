@@ -10,7 +10,8 @@ from penstock import comms
 from penstock.pipeline import Pipeline
 from penstock.plan.measuring import measure
 from penstock.plan.model_profile import LayerCost, ModelProfile, ProfileSample
-from penstock.schedule import Kind, Measurement
+from penstock.schedule.table import Kind
+from penstock.timing.measurement import Measurement
 
 PROBE_MICROBATCHES, PROBE_STEPS = 8, 5
 MESSAGE_FLOATS = 1, 262_144  # of the two messages from which latency and bandwidth are computed

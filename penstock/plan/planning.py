@@ -16,9 +16,10 @@ from penstock.plan.model_profile import LayerCost, ModelProfile, as_profile
 from penstock.plan.partition_search import EvaluatedPartition, Limits, PartitionSearch, StageStarts
 from penstock.plan.result import Plan
 from penstock.plan.schedule_timer import ScheduleTimer
+from penstock.plan.search.search import search
 from penstock.plan.stage_costs import ADAM_STATE_RATIO, LayerChain
-from penstock.schedule import build, search, simulate
-from penstock.schedule.catalog import FAMILIES
+from penstock.schedule.catalog import FAMILIES, build
+from penstock.timing.simulate import simulate
 
 Effort = Literal["quick", "normal", "long"]
 Progress = Callable[[str, float, float], object]

@@ -12,8 +12,13 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.plan.schedule_timer import KINDS, ScheduleTimer
 from penstock.plan.stage_costs import Recompute
-from penstock.schedule import Costs, Kind, Measurement, Schedule, Timeline, from_rows, simulate, verify
 from penstock.schedule.memory import format_bytes
+from penstock.schedule.proof import verify
+from penstock.schedule.schedule import Schedule, from_rows
+from penstock.schedule.table import Kind
+from penstock.timing.measurement import Measurement
+from penstock.timing.simulate import Costs, simulate
+from penstock.timing.timeline import Timeline
 
 FORMAT = "penstock plan 1"
 

@@ -12,8 +12,10 @@ from itertools import accumulate, pairwise
 from operator import ge
 from random import Random
 
-from penstock.schedule import Action, Kind, Schedule, simulate
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.table import Action, Kind
 from penstock.schedule.transform import with_full_backwards
+from penstock.timing.simulate import simulate
 
 KINDS = tuple(Kind)  # F, B, I, W: the order of costs
 

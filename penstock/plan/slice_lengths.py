@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 
 from penstock.errors import MismatchError, is_whole_number
-from penstock.schedule import Timeline
+from penstock.timing.timeline import Timeline
 
 
 def plan_slices(timeline: Timeline, lengths: Sequence[int]) -> list[int]:

@@ -1,6 +1,6 @@
-"""A schedule is a table of actions: built, proved, lowered, timed and explained. Plain Python, no torch.
+"""A schedule is a table of actions: built, proved and lowered. Plain Python: no torch, no times.
 
-A table goes through these steps: family -> table -> verify -> program -> simulate, or the engine.
+A table goes through these steps: family -> table -> verify -> program -> the engine, or `penstock.timing.simulate`.
 
 `table`         actions, what each waits for, and the table of them
 `memory`        the memory of activations, and how many are in flight
@@ -10,29 +10,34 @@ A table goes through these steps: family -> table -> verify -> program -> simula
 `pytorch_csv`   PyTorch's lowered tables, to be proved
 `rank_program`  what one rank does of a program, for each kind of batch and call
 `transform`     tables made from tables
-`microbatch_order`  the order of unequal microbatches that makes a step short
 `families/`     the rules by which tables are made
 `catalog`       the families by name
-`searching/`    the search for tables, for any costs within a limit on memory
-`timing/`       when every action runs or ran, and why a rank waits
+
+The public names below include those of `penstock.timing`, `penstock.explain` and `penstock.plan.search`. Each is found when
+first used, so that a step imports none of these.
 """
 
-from penstock.errors import ScheduleError
-from penstock.schedule.catalog import build, names
-from penstock.schedule.memory import ActivationSize
-from penstock.schedule.program import Compute, Program, ProgramLine, Script, Transfer, lower
-from penstock.schedule.pytorch_csv import script_from_compute_comms_csv, script_from_compute_comms_rows
-from penstock.schedule.schedule import Schedule, from_rows
-from penstock.schedule.searching.search import Found, search
-from penstock.schedule.table import Action, Kind, Skip, Table
-from penstock.schedule.timing.causes import Cause, Idle
-from penstock.schedule.timing.events import Event, MessageCost
-from penstock.schedule.timing.explain import MeasuredTimeline, explain
-from penstock.schedule.timing.explanation import Explanation, Improvement
-from penstock.schedule.timing.measurement import Measurement
-from penstock.schedule.timing.simulate import Costs, averaging_end_time, simulate
-from penstock.schedule.timing.timeline import Timeline
-from penstock.schedule.verify import Proof, prove, verify
+from typing import TYPE_CHECKING
+
+from penstock.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from penstock.errors import ScheduleError
+    from penstock.explain.explain import MeasuredTimeline, explain
+    from penstock.explain.explanation import Explanation, Improvement
+    from penstock.plan.search.search import Found, search
+    from penstock.schedule.catalog import build, names
+    from penstock.schedule.memory import ActivationSize
+    from penstock.schedule.program import Compute, Program, ProgramLine, Script, Transfer, lower
+    from penstock.schedule.proof import Proof, prove, verify
+    from penstock.schedule.pytorch_csv import script_from_compute_comms_csv, script_from_compute_comms_rows
+    from penstock.schedule.schedule import Schedule, from_rows
+    from penstock.schedule.table import Action, Kind, Skip, Table
+    from penstock.timing.causes import Cause, Idle
+    from penstock.timing.events import Event, MessageCost
+    from penstock.timing.measurement import Measurement
+    from penstock.timing.simulate import Costs, averaging_end_time, simulate
+    from penstock.timing.timeline import Timeline
 
 __all__ = [
     "Action", "ActivationSize", "Cause", "Compute", "Costs", "Event", "Explanation", "Found", "Idle", "Improvement", "Kind",
@@ -40,3 +45,24 @@ __all__ = [
     "Script", "Skip", "Table", "Timeline", "Transfer", "averaging_end_time", "build", "explain", "from_rows", "lower",
     "names", "prove", "script_from_compute_comms_csv", "script_from_compute_comms_rows", "search", "simulate", "verify",
 ]  # fmt: skip
+
+_NAMES_OF_MODULE = {
+    "catalog": ("build", "names"),
+    "memory": ("ActivationSize",),
+    "program": ("Compute", "Program", "ProgramLine", "Script", "Transfer", "lower"),
+    "pytorch_csv": ("script_from_compute_comms_csv", "script_from_compute_comms_rows"),
+    "schedule": ("Schedule", "from_rows"),
+    "table": ("Action", "Kind", "Skip", "Table"),
+    "proof": ("Proof", "prove", "verify"),
+    "penstock.errors": ("ScheduleError",),
+    "penstock.explain.explain": ("MeasuredTimeline", "explain"),
+    "penstock.explain.explanation": ("Explanation", "Improvement"),
+    "penstock.plan.search.search": ("Found", "search"),
+    "penstock.timing.causes": ("Cause", "Idle"),
+    "penstock.timing.events": ("Event", "MessageCost"),
+    "penstock.timing.measurement": ("Measurement",),
+    "penstock.timing.simulate": ("Costs", "averaging_end_time", "simulate"),
+    "penstock.timing.timeline": ("Timeline",),
+}
+
+__getattr__, __dir__ = lazy_exports(__name__, {name: module for module, names in _NAMES_OF_MODULE.items() for name in names})

@@ -8,9 +8,9 @@ from typing import Any
 
 from penstock.errors import ScheduleError, is_whole_number
 from penstock.schedule.families import controllable_memory, one_f_one_b, two_chunks
+from penstock.schedule.proof import verify
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import PLACEMENTS, Cell, pause_garbage_collection
-from penstock.schedule.verify import verify
 
 
 @dataclass(frozen=True)

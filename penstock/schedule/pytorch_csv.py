@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.program import Compute, Instruction, Script, Transfer, TransferTable, remote_transfers
+from penstock.schedule.proof import check_table
 from penstock.schedule.schedule import FilePath, Schedule, from_rows, parse_pytorch_csv_cell, read_csv_cells
 from penstock.schedule.table import Action, Cell, actions_of
-from penstock.schedule.verify import check_table
 
 _POST = re.compile(r"([0-9]{1,9})(SEND|RECV|WAIT_SEND)_([FB])([0-9]{1,9})")
 

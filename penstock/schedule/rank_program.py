@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from penstock.schedule.program import Program, ProgramLine, lower
+from penstock.schedule.proof import prove
 from penstock.schedule.table import Action, Kind, Table
-from penstock.schedule.verify import prove
 
 MAX_CACHED_PROGRAMS = 64  # batches differ in the number of microbatches, and in which of them have a backward
 MAX_LARGER_PROGRAMS = 8  # programs of all ranks, for more microbatches than the pipeline has

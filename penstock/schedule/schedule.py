@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 
 from penstock.errors import ScheduleError
+from penstock.schedule.proof import verify
 from penstock.schedule.table import PLACEMENTS, Action, Cell, Table, actions_of
-from penstock.schedule.verify import verify
 
 MAX_CSV_BYTES = 2**25  # of a file
 MAX_TABLE_CELLS, MAX_TABLE_ROWS = 500_000, 10_000

@@ -7,6 +7,7 @@
 `aliasing`         in-place changes that would be lost where values no longer share memory
 `module_runner`    how the module is run: layer by layer, random numbers seeded for each
 `recompute`        a forward that runs again in the backward
+`attention`        `ps.attention`, and the context in which it finds the tokens of other parts of a sequence
 `sliced_attention` the keys and values that slices of a microbatch leave for later ones
 `auxiliary`        losses that arise inside a model
 `backward/`        the backward in two: the input's gradient now, the weights' later

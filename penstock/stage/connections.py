@@ -4,8 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.schedule import Kind, Skip
-from penstock.schedule.table import receiving_stages
+from penstock.schedule.table import Kind, Skip, receiving_stages
 
 StageParameter = tuple[int, str]  # a stage, and a parameter's name in it
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.attention_hook import AttentionContext, current_context
+from penstock.stage.attention import AttentionContext, current_context
 from penstock.stage.backward.parameter_slot import replace_temporarily
 from penstock.torch_private import TensorSlot, buffer_slots, tensor_version, tree_flatten, tree_unflatten
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
 
-from penstock.attention_hook import CHECKPOINTS, LOOKS_AHEAD, AttentionContext, WeightsPart, attend
 from penstock.errors import MismatchError
+from penstock.stage.attention import CHECKPOINTS, LOOKS_AHEAD, AttentionContext, WeightsPart, attend
 from penstock.stage.backward.autograd_edges import gradient_edge
 from penstock.torch_private import DisableTorchFunction, causal_bias, saved_tensor_hooks, tensor_version
 

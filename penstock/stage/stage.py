@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from penstock.attention_hook import attention_context
 from penstock.errors import MismatchError
 from penstock.stage.aliasing import (
     ALIASED_VALUE,
@@ -19,6 +18,7 @@ from penstock.stage.aliasing import (
     unwrap_aliased_messages,
 )
 from penstock.stage.arguments import ForwardSignature
+from penstock.stage.attention import attention_context
 from penstock.stage.auxiliary import AuxiliaryLossCollector
 from penstock.stage.backward.autograd_edges import Gradients, gradient_edge
 from penstock.stage.backward.deferred import DeferredGradients

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from penstock.schedule import Event, Kind, Timeline
 from penstock.schedule.memory import format_bytes, format_per_rank
-from penstock.schedule.timing.causes import Cause
+from penstock.timing.causes import Cause
 
 FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "=", Kind.W: "~", None: "="}  # None: an overlapped pair
 COLOR = {

@@ -264,7 +264,7 @@ def test_what_describes_no_tensor_is_refused(text):
 # ---- nothing is unpickled
 
 
-LAUNCHER = "penstock/comms/launch"  # unpickles what its own pipes to the ranks it started bring: docs/explanation/security.md
+LAUNCHER = "penstock/launcher"  # unpickles what its own pipes to the ranks it started bring: docs/explanation/security.md
 UNPICKLES = {f"{LAUNCHER}/rank_processes.py", f"{LAUNCHER}/rank_main.py", f"{LAUNCHER}/pickling.py"}
 MODULES = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
 CALLS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list")

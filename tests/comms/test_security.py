@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
 from penstock.comms.encoding import all_gather_values, encode
-from penstock.comms.launch.pipe_store import PipeStore, serve_store
 from penstock.comms.transport.shared_memory import create_shared_memory
+from penstock.launcher.pipe_store import PipeStore, serve_store
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells who listens")
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}

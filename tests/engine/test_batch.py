@@ -9,7 +9,7 @@ from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import nn
 
 import penstock as ps
-from penstock.engine.checks.digest import MAX_HASHED_VALUES, _sample_bytes, hash_values
+from penstock.guards.digest import MAX_HASHED_VALUES, _sample_bytes, hash_values
 from penstock.mesh.sampler import ReplicaSampler
 
 ROWS, M = 9, 4

@@ -26,8 +26,8 @@ from torch import nn
 
 import penstock as ps
 from penstock.comms import process_groups
-from penstock.comms.launch import rank_processes
 from penstock.comms.transport import memory_transport
+from penstock.launcher import rank_processes
 from penstock.stage.stage import Stage
 
 pytestmark = pytest.mark.ranks

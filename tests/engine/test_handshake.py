@@ -15,13 +15,13 @@ from penstock.comms.control_group import ControlGroup
 from penstock.comms.transport import message_spec
 from penstock.comms.transport.channels import SendChannel
 from penstock.engine import activation_memory
-from penstock.engine.checks.digest import cached_hash48
 from penstock.engine.handshake import MAX_LEARNED_KINDS
+from penstock.guards.digest import cached_hash48
 from penstock.stage.microbatch import batch_signature
 
 BATCHES = """
 import torch
-from penstock.engine.checks.digest import cached_hash48
+from penstock.guards.digest import cached_hash48
 from penstock.stage.microbatch import batch_signature
 keywords = {"mask": torch.ones(4, dtype=torch.bool), "n": 3, "name": "x", "none": None, "list": [torch.ones(1)]}
 batch = ((torch.zeros(2, 3), torch.zeros(1)), keywords)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.comms.transport import channels
 from penstock.comms.transport.group_transport import GroupReceiver, GroupSender
-from penstock.schedule.microbatch_order import plan_order
+from penstock.plan.microbatch_order import plan_order
 
 WIDTH, WORDS = 8, 13
 

@@ -246,7 +246,7 @@ def test_a_function_or_a_csv_is_a_schedule(tmp_path: Path) -> None:
 def test_a_csv_is_proved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, proved = str(tmp_path / "mine.csv"), []
     ps.schedule.build("zb-v", 2, 5).to_csv(path)
-    monkeypatch.setattr(sys.modules["penstock.schedule.verify"], "prove", lambda program, **_: proved.append(program))
+    monkeypatch.setattr(sys.modules["penstock.schedule.proof"], "prove", lambda program, **_: proved.append(program))
     schedule = build.build_table(path, 2, 5, {})
     assert [ps.schedule.verify(schedule).program] == proved
     assert schedule.actions == ps.schedule.build("zb-v", 2, 5).actions

@@ -9,12 +9,15 @@ ROOT = Path(__file__).parents[2]
 HOUSE = ROOT / "penstock"
 PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 
-# From the ground up: a room imports from those before it. `penstock` is the package's own face.
+# From the ground up: a room imports from those before it. `penstock` is the package's own face. Parts of `plan` that need
+# less, or more, than the rest are rooms of their own.
 ORDER = [
-    *("errors", "lazy", "distribution", "schedule"),  # plain Python
-    *("torch_private", "trees", "randomness", "attention_hook"),
-    *("comms", "partition", "stage", "mesh", "engine", "pipeline", "model", "checkpoint"),
-    *("plan", "penstock", "view", "integrations", "learn", "commands", "__main__"),
+    *("errors", "lazy", "distribution", "schedule", "timing", "plan.search"),
+    *("plan.microbatch_order", "explain"),  # no torch until here
+    *("torch_private", "trees", "randomness", "plan.grouping"),
+    *("comms", "partition", "stage", "mesh", "engine"),  # a step
+    *("plan", "rebuild", "guards", "generate", "launcher", "pipeline", "model", "checkpoint"),
+    *("plan.overheads", "penstock", "view", "integrations", "learn", "commands", "__main__"),
 ]
 
 MODULES = {
@@ -24,27 +27,55 @@ MODULES = {
 
 
 def room(module: str) -> str:
-    """The room that a module is in: `schedule` for `penstock.schedule.timing.simulate`."""
-    return module.split(".")[1] if "." in module else module
+    """The room that a module is in: `timing` of `penstock.timing.simulate`, `plan.search` of `penstock.plan.search.bounds`."""
+    _, *parts = [*module.split("."), ""]
+    return next((name for name in (".".join(parts[:2]), parts[0]) if name in ORDER), module)
 
 
 @cache
 def imports(module: str) -> set[str]:
-    """The modules of penstock that `module` imports, wherever in it."""
+    """The modules of penstock that `module` imports, wherever in it. A lazy name of a package counts as its module."""
     found = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+    for node in _list_imports(module):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{module} imports by dots: write the module's whole name"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {name if name in MODULES else str(node.module) for name in names}
+            found |= {name if name in MODULES else lazy_names(str(node.module)).get(name, str(node.module)) for name in names}
     return found & MODULES.keys()
+
+
+@cache
+def lazy_names(package: str) -> dict[str, str]:
+    """The names that a package finds when they are first used, each with its module: it imports them for type checkers."""
+    nodes = _imports_for_type_checkers(package) if package in MODULES else []
+    return {f"{package}.{alias.name}": str(node.module) for node in nodes for alias in node.names}
+
+
+def _list_imports(module: str) -> list[ast.Import | ast.ImportFrom]:
+    """The imports of a module, without those by which a package tells type checkers its lazy names."""
+    nodes = [node for node in ast.walk(_parse(module)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    lazy = _imports_for_type_checkers(module)
+    return [node for node in nodes if node not in lazy]
+
+
+def _imports_for_type_checkers(module: str) -> list[ast.ImportFrom]:
+    """The imports of a package, if it is one, under `if TYPE_CHECKING`."""
+    if MODULES[module].name != "__init__.py":
+        return []
+    blocks = [node for node in _parse(module).body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    return [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+
+
+@cache
+def _parse(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
 def docstring(module: str) -> str:
     """What a module says of itself; empty if nothing."""
-    return ast.get_docstring(ast.parse(MODULES[module].read_text(encoding="utf-8"))) or ""
+    return ast.get_docstring(_parse(module)) or ""
 
 
 def idea(module: str) -> str:
@@ -54,8 +85,10 @@ def idea(module: str) -> str:
 
 def table() -> str:
     """The table: every room, from the ground up, with its idea."""
-    places = [name for name in ORDER if name not in ("penstock", "__main__")]
-    rows = [f"| `{name}{'/' if (HOUSE / name).is_dir() else '.py'}` | {idea(f'penstock.{name}')} |" for name in places]
+    rooms = [name for name in ORDER if name not in ("penstock", "__main__")]
+    paths = [HOUSE.joinpath(*name.split(".")) for name in rooms]
+    places = [f"{path.relative_to(HOUSE)}{'/' if path.is_dir() else '.py'}" for path in paths]
+    rows = [f"| `{place}` | {idea(f'penstock.{name}')} |" for place, name in zip(places, rooms, strict=True)]
     return "\n".join(["| room | idea |", "|---|---|", *rows])
 
 

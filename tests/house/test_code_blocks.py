@@ -8,14 +8,14 @@ import torch.distributed as dist
 from blocks import PAGES, CodeBlock, Listing, docstrings, page, run
 
 import penstock as ps
-from penstock.schedule.searching import search as searching
+from penstock.plan.search import search as searching
 
 LISTINGS = [listing for path in PAGES if (listing := page(path)).blocks]
 TESTED = {  # pages whose programs have a test of their own, which runs them on ranks
     "README.md": "tests/house/test_readme.py",
     "docs/howto/data.md": "tests/engine/test_batch.py",
     "docs/howto/inference.md": "tests/engine/test_generation.py",
-    "docs/howto/recovery.md": "tests/comms/test_restarts.py",
+    "docs/howto/recovery.md": "tests/launcher/test_restarts.py",
 }
 MOST_LEFT_OUT = 16  # blocks that say why they cannot run here
 
@@ -98,7 +98,7 @@ LEFT_OUT = {  # and why
     "penstock.comms.preemption.catch_preemption": "catches signals for good",
     "penstock.comms.point_to_point.send_tensor": "one half of what docs/learn/processes.md runs",
     "penstock.comms.point_to_point.recv_tensor": "the other half",
-    "penstock.comms.launch.launcher.launch": "as every program of docs/ does",
+    "penstock.launcher.launch.launch": "as every program of docs/ does",
 }
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.comms.launch import rank_processes
+from penstock.launcher import rank_processes
 from penstock.stage.auxiliary import auxiliary_loss
 from penstock.stage.dtensor import gather_full_tensor
 

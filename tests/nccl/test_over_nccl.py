@@ -20,10 +20,10 @@ from torch import nn
 
 import penstock as ps
 from penstock.comms import backends, topology
-from penstock.comms.launch import rank_processes
 from penstock.comms.topology import Topology
 from penstock.comms.transport import channels
 from penstock.comms.transport.channels import Channels, opening_order
+from penstock.launcher import rank_processes
 
 # Where a host that runs ahead waits, on the last stage's rank: at the end of a step, and behind the first one of a pipeline.
 FOR_THE_LOSS = {"engine/report.py local_loss_and_dtype", "engine/loss.py _describe_mismatch"}

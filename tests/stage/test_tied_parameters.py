@@ -10,7 +10,7 @@ from torch import nn
 import penstock as ps
 from penstock import checkpoint
 from penstock.commands.train.setup import token_loss
-from penstock.engine.checks import digest
+from penstock.guards import digest
 
 pytestmark = pytest.mark.ranks
 

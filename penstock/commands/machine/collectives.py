@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock import comms
-from penstock.comms.launch.launcher import launch
+from penstock.launcher.launch import launch
 from penstock.view.files import report_write_errors
 
 WARM_UP, FEWEST_SAMPLES, MOST_SAMPLES = 3, 5, 400

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from penstock.commands.options import command
 from penstock.commands.source import table_of
-from penstock.comms.launch.forkserver import start_forkserver_early
 from penstock.errors import PenstockError
+from penstock.launcher.forkserver import start_forkserver_early
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 SIZES = tuple(4**power for power in range(5, 15))  # 1 KB to 256 MB

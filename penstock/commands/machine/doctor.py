@@ -14,7 +14,6 @@ from torch import Tensor
 
 import penstock
 from penstock import comms
-from penstock.comms.launch.launcher import launch
 from penstock.comms.process_groups import ProcessGroups
 from penstock.comms.system import count_cores
 from penstock.comms.transport.channels import open_receiver, open_sender
@@ -22,6 +21,7 @@ from penstock.comms.transport.group_transport import PendingSends
 from penstock.comms.transport.message_spec import tensor_spec_of
 from penstock.comms.transport.send_thread import SendFailure
 from penstock.distribution import other_distribution_problem
+from penstock.launcher.launch import launch
 from penstock.torch_private import NEWEST_RELEASE, parse_release
 
 SIZES = (1, 16_384, 1_048_576)  # floats

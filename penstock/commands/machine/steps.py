@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock import comms
-from penstock.comms.launch.launcher import launch
+from penstock.launcher.launch import launch
 from penstock.learn.devices import EmulatedLayer
 from penstock.learn.emulated_device import EmulatedDevice
 from penstock.pipeline import Pipeline

@@ -12,10 +12,10 @@ import tyro
 from penstock.commands.options import command
 from penstock.commands.train.config import PLAN, TrainConfig, saved_options
 from penstock.commands.train.restarts import may_restart, resize_for_processes
-from penstock.comms.launch.forkserver import start_forkserver_early
 from penstock.comms.preemption import catch_preemption
 from penstock.comms.system import read_torchrun_integer
 from penstock.errors import PenstockError
+from penstock.launcher.forkserver import start_forkserver_early
 from penstock.view.files import report_write_errors
 
 

@@ -24,12 +24,12 @@ from penstock.commands.train.progress import Progress, print_result
 from penstock.commands.train.restarts import job_name, may_restart, resize_for_processes
 from penstock.commands.train.result import TrainResult
 from penstock.commands.train.setup import Setup, set_up
-from penstock.comms.launch.launcher import launch
 from penstock.comms.system import count_cores
 from penstock.errors import PenstockError
+from penstock.launcher.launch import launch
 from penstock.plan import load
 from penstock.schedule import Costs, Timeline, simulate
-from penstock.schedule.timing.measurement import Measurement
+from penstock.timing.measurement import Measurement
 from penstock.view.files import write
 from penstock.view.record import TIMELINE_FILE, Record, save
 from penstock.view.watch.server import serve_in_background

@@ -1,7 +1,7 @@
 """Channels: messages from one rank to a neighbour, in the order of the schedule, over a transport that is chosen here.
 
 There is one channel for each direction between two ranks, with its own transport (order of messages: `schedule/program.py`; why
-it cannot deadlock: `schedule/verify.py`). A transport sends and receives tensors on its `transport_device`. For stages on GPUs
+it cannot deadlock: `schedule/proof.py`). A transport sends and receives tensors on its `transport_device`. For stages on GPUs
 whose messages go through host memory, the channel copies them. All transports are opened before anything is sent.
 
 The first step with a microbatch of a new signature sends a description before its messages. Both ends keep the descriptions

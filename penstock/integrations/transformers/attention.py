@@ -12,8 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from penstock.attention_hook import attention, current_context
 from penstock.errors import MismatchError
+from penstock.stage.attention import attention, current_context
 
 NAME = "penstock"
 UNSUPPORTED_KEYWORDS = ("position_bias", "s_aux", "sliding_window", "softcap")  # of transformers' attention functions

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.comms.control_group import shared_control_group
-from penstock.engine.checks.outdated_weights import allow_outdated_use
+from penstock.guards.outdated_weights import allow_outdated_use
 from penstock.integrations.transformers.arguments import TrainingArguments, check_arguments
 from penstock.integrations.transformers.grouping_collator import GroupingCollator, RowBatch
 from penstock.integrations.transformers.model_view import (

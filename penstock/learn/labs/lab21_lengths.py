@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 import penstock as ps
 from penstock import schedule
 from penstock.learn.lab_helpers import check, drawing, percent, say
+from penstock.plan.microbatch_order import plan_order
 from penstock.schedule import Costs, Timeline
-from penstock.schedule.microbatch_order import plan_order
 
 RANKS, ROWS, MICROBATCHES, DRAWS = 4, 64, 16, 12
 SIGMA = 1.0  # of the logarithm of the lengths; their median is 148

@@ -110,7 +110,7 @@ def check_targets(name: str, max_steps: float, max_in_flight: float, schedule: S
 
 def run_on_ranks(function: Callable[..., Any], ranks: int, answers: Any, *args: Any) -> list[Any]:
     """Run `function(answers, *args)` on every rank and return the results. Raises CheckFailed if a rank raises."""
-    from penstock.comms.launch.launcher import launch
+    from penstock.launcher.launch import launch
 
     path = Path(answers.__file__)
     try:

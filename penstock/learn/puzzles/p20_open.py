@@ -16,9 +16,9 @@ import random
 from typing import Any
 
 from penstock.learn.puzzles.check_helpers import CheckFailed, CheckPassed, require_answer, solution
+from penstock.plan.search.search import search
 from penstock.schedule import Costs, build, from_rows, simulate, verify
-from penstock.schedule.searching.search import search
-from penstock.schedule.timing.timeline import Timeline
+from penstock.timing.timeline import Timeline
 
 
 @solution

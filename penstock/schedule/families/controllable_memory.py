@@ -10,12 +10,12 @@ the order of the slots as soon as they can run, and a W whenever none can.
 from collections.abc import Sequence
 from functools import lru_cache
 
+from penstock.plan.search.incremental_simulation import IncrementalSimulation
+from penstock.plan.search.problem import SearchProblem
 from penstock.schedule.memory import ActivationSize, peaks_in_flight
 from penstock.schedule.schedule import from_rows
-from penstock.schedule.searching.incremental_simulation import IncrementalSimulation
-from penstock.schedule.searching.problem import SearchProblem
 from penstock.schedule.table import Action, Kind, dependencies
-from penstock.schedule.timing.simulate import Costs
+from penstock.timing.simulate import Costs
 
 SLOTS_PER_MICROBATCH = 6  # unit slots of a microbatch on a rank: F, I, W of two stages
 UNIT_SIZE = ActivationSize()  # one activation, from F to W

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from penstock.errors import PenstockError
 from penstock.schedule import ActivationSize, Costs, Measurement, Schedule, ScheduleError, Timeline
 from penstock.schedule.table import Kind, Table
-from penstock.schedule.timing.simulate import simulate_until_deadlock
 from penstock.schedule.transform import with_full_backwards
+from penstock.timing.simulate import simulate_until_deadlock
 from penstock.view.data.timeline import Data
 from penstock.view.studio import validation
 

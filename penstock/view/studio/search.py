@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.errors import ScheduleError
+from penstock.plan.search.search import Found
 from penstock.schedule import Costs, Schedule, search, simulate, verify
-from penstock.schedule.searching.search import Found
 from penstock.schedule.table import Kind
 from penstock.view.data.timeline import Data
 

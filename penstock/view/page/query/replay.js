@@ -1,4 +1,4 @@
-// Simulate the step again with other times for some actions, by the rule of penstock/schedule/timing/simulate.py.
+// Simulate the step again with other times for some actions, by the rule of penstock/timing/simulate.py.
 // An action starts when its rank is free and its messages have arrived; further delays of a measured rank are kept.
 
 class Replay {

@@ -1,0 +1,14 @@
+"""Checks of values, weights, parameters and attention, before, during and after a step.
+
+nonfinite          the first value that is not finite: where it is, and where it came from
+digest             digests of tensors, and the comparison of tied parameters by them
+gradient_factor    by what a rank has multiplied its gradients between two steps: all ranks must do it alike
+unregistered_uses  parameters that a stage uses but does not register, attributes that a loss reads of a layer elsewhere
+attention          layers that mix tokens otherwise than by `ps.attention`, where tokens are to be cut
+outdated_weights   parts of a model, or of two pipelines, that other ranks have trained since
+"""
+
+
+def is_power_of_two_or_zero(count: int) -> bool:
+    """Whether `count` is 0, 1, 2, 4, 8, ..: when to make a check that is too expensive for every step."""
+    return not count & (count - 1)

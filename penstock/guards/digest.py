@@ -1,0 +1,132 @@
+"""The digest of a tensor: the CRC-32 of its dtype, shape and bytes, the same in every process and release of Python and torch.
+
+It certainly differs if the change lies within 32 bits in a row, as one flipped bit does, and else in all but one case in four
+billion. It is the fastest hash of the standard library with these properties (`benchmarks/watching.py` measures them).
+
+Copies of a tied parameter on several ranks are compared by it now and then: all owners get the same gradient, and the optimizer
+of each changes its own copy. If the copies differ, the model is no longer the uncut one.
+
+Batches that several ranks are given are compared by hashes before each step: small tensors whole, larger ones by some values.
+"""
+
+import ctypes
+import hashlib
+import math
+import zlib
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.comms.control_group import ControlGroup
+from penstock.comms.encoding import tensor_bytes
+from penstock.errors import MismatchError
+from penstock.guards import is_power_of_two_or_zero
+from penstock.partition.rows import unwrap
+from penstock.stage.tied_parameters import TiedParameters
+from penstock.trees import leaves
+
+MAX_STEPS_BETWEEN_CHECKS = 64
+MISMATCH_CAUSES = (
+    "usual causes are an optimizer whose groups are made by kinds of modules instead of names of pipe.named_parameters(), "
+    "clipping by the norm of a list of parameters instead of pipe.clip_grad_norm_, another learning rate or optimizer on one "
+    "rank, and weights loaded on one rank only; mend that, then load the weights on all ranks, as checkpoint.resume does"
+)
+MAX_DIGEST_BYTES = 2**18  # of a tensor of a batch that ranks compare whole, in 0.1 ms
+MAX_HASHED_VALUES = 64  # of a larger one
+BLOCK_WORDS = 2**20  # words of four bytes that `block_sums` adds up
+
+
+def tensor_crc(tensor: Tensor, previous_crc: int = 0) -> int:
+    """Return the digest of a tensor, continuing that of earlier tensors.
+
+    A tensor that is not on the CPU is reduced to sums where it is, so that it need not be copied.
+    """
+    crc = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), previous_crc)
+    dense = tensor.detach().to_dense().resolve_conj().resolve_neg().contiguous()
+    dense = dense if dense.device.type == "cpu" else block_sums(dense).cpu()
+    return zlib.crc32((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()), crc) if dense.nbytes else crc
+
+
+def block_sums(tensor: Tensor) -> Tensor:
+    """Return eight bytes for each `BLOCK_WORDS` words of four. A change inside of one word certainly changes them.
+
+    A sum of words, each times a random odd number of 64 bits, modulo 2**64 (multilinear hashing: Lemire and Kaser, "Strongly
+    universal string hashing is fast", 2014). Integers, so the bits do not depend on the order in which a device sums.
+    """
+    data = tensor.flatten().view(torch.uint8)
+    words = nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)
+    factors = _random_odd_numbers(tensor.device)
+    return torch.stack([(block * factors[: len(block)]).sum() for block in words.split(BLOCK_WORDS)])
+
+
+@cache
+def _random_odd_numbers(device: torch.device) -> Tensor:
+    """Return BLOCK_WORDS numbers, the same in every process and release."""
+    stream = bytearray(hashlib.shake_256(b"penstock").digest(8 * BLOCK_WORDS))
+    return torch.frombuffer(stream, dtype=torch.int64).bitwise_or(1).to(device)
+
+
+def hash_values(batch: Any) -> int:
+    """Hash all values of each small tensor, some of a larger one, the same in every process; 0 without tensors.
+
+    Never synchronises: 0 for a batch that is not on the CPU.
+    """
+    tensors = [leaf for leaf in map(unwrap, leaves(batch)) if isinstance(leaf, Tensor)]
+    if not tensors or any(
+        type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.is_cpu for tensor in tensors
+    ):
+        return 0
+    return hash48(b"".join(map(_digest_or_sample, tensors)))
+
+
+def _digest_or_sample(tensor: Tensor) -> bytes:
+    """Return the digest of a small tensor, a sample of a larger one."""
+    return tensor_crc(tensor).to_bytes(4, "little") if tensor.nbytes <= MAX_DIGEST_BYTES else _sample_bytes(tensor)
+
+
+def _sample_bytes(tensor: Tensor) -> bytes:
+    """Return at most MAX_HASHED_VALUES values, spread over the tensor, of up to 16 rows."""
+    values_left, slices = MAX_HASHED_VALUES, []
+    for size in tensor.shape:
+        count = min(size, values_left, 16) or 1
+        slices.append(slice(None, None, max(1, math.ceil(size / count))))
+        values_left //= count
+    values = tensor[tuple(slices)].detach().resolve_conj().resolve_neg()
+    return tensor_bytes(values.contiguous())
+
+
+def hash48(data: bytes) -> int:
+    """Hash `data` to 48 bits, which a float64 holds exactly; the same in every process."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "little")
+
+
+cached_hash48 = lru_cache(256)(hash48)  # for data that repeats from step to step
+
+
+def describe_ranks_by_digest(digests: Mapping[str, str]) -> str:
+    """Say which ranks have which digest, from the digest of each rank: "ranks 0/2 1b2c3d4e, rank 1 5f6a7b8c"."""
+    ranks_by_digest: dict[str, list[str]] = {}
+    for rank, digest in digests.items():
+        ranks_by_digest.setdefault(digest, []).append(rank)
+    return ", ".join(f"rank{'s' * (len(ranks) > 1)} {'/'.join(ranks)} {digest}" for digest, ranks in ranks_by_digest.items())
+
+
+def is_tied_comparison_due(steps: int) -> bool:
+    """Whether copies are compared after `steps` steps: 0, 1, 2, 4, .., then every `MAX_STEPS_BETWEEN_CHECKS`."""
+    return steps % MAX_STEPS_BETWEEN_CHECKS == 0 or is_power_of_two_or_zero(steps)
+
+
+def check_tied_copies(control: ControlGroup, tied: TiedParameters, steps: int) -> None:
+    """Raise MismatchError, the same on every rank, if owners of a tied parameter have different values. All ranks call it."""
+    own_digests = {name: f"{tensor_crc(copy):08x}" for name, copy in tied.copies.items()}
+    rank_digests = control.all_gather_value(own_digests, "to compare tied parameters")
+    for name in tied.owners:
+        digests = {str(rank): digests[name] for rank, digests in enumerate(rank_digests) if name in digests}
+        if len({*digests.values()}) > 1:
+            raise MismatchError(
+                f"after {steps} steps {name} is not the same on the ranks that share it ({describe_ranks_by_digest(digests)}): "
+                f"{MISMATCH_CAUSES}"
+            )

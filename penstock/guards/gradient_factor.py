@@ -1,0 +1,114 @@
+"""Find ranks that multiply their gradients by different numbers between two steps, as clipping by a list's norm does.
+
+A list of parameters is this rank's, and so is their norm: every rank would train with another learning rate, and copies of
+a shared parameter would drift apart. So some small gradients are remembered at the end of a step. When the next one begins, a
+rank sends the number by which all of them were multiplied since; it must be the same on all ranks.
+
+The first weight that has a gradient is remembered too: while it is unchanged, the gradients await the optimizer.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.guards import is_power_of_two_or_zero
+from penstock.guards.outdated_weights import sample_bytes
+from penstock.stage.dtensor import local_shard
+from penstock.stage.rank_parameters import RankParameters
+from penstock.torch_private import tensor_version
+
+MAX_GRADIENTS, MAX_GRADIENT_ELEMENTS = 4, 2**16  # how many gradients are remembered, and up to which size
+TOLERANCE = 0.02  # relative: bfloat16 has three digits
+UNKNOWN = math.nan
+
+
+class TensorSnapshot(NamedTuple):
+    """A tensor, and its version and (some) values at an earlier time."""
+
+    tensor: Tensor
+    version: int
+    values: Tensor
+
+
+class GradientFactorCheck:
+    """Measures by what the gradients of `parameters` were multiplied since `record_gradients`, if there are several ranks.
+
+    Changed gradients are compared the 1st, 2nd, 4th, .. time only: comparing waits for a GPU.
+    """
+
+    def __init__(self, parameters: RankParameters, num_ranks: int) -> None:
+        self._parameters, self._num_ranks = parameters, num_ranks
+        self._chosen = list[nn.Parameter]()  # whose gradients are remembered
+        self._gradients: list[TensorSnapshot] = []
+        self._num_changes = 0
+        self._weight_versions: list[tuple[nn.Parameter, int]] = []  # of all that had a gradient, in steps 1, 2, 4, ..
+        self._num_steps = 0
+        self._first_weight: TensorSnapshot | None = None  # that has a gradient
+
+    def record_gradients(self) -> None:
+        """Record gradients and weights. Called when a step has ended, or the pipeline has clipped the gradients."""
+        first = next((weight for weight in self._parameters.parameters() if _has_gradient(weight)), None)
+        self._first_weight = None if first is None else TensorSnapshot(first, tensor_version(first), sample_bytes(first))
+        if self._num_ranks == 1:
+            return
+
+        self._num_steps += 1
+        weights = self._parameters.parameters() if is_power_of_two_or_zero(self._num_steps) else ()
+        self._weight_versions = [(weight, tensor_version(weight)) for weight in weights if _has_gradient(weight)]
+
+        if not self._chosen:
+            small = [parameter for parameter in self._parameters.parameters() if _is_small(parameter.grad)]
+            self._chosen = small[:MAX_GRADIENTS]
+        gradients = [local_shard(parameter.grad) for parameter in self._chosen if _is_small(parameter.grad)]
+        self._gradients = [TensorSnapshot(gradient, tensor_version(gradient), gradient.clone()) for gradient in gradients]
+
+    def measure_factor(self) -> float:
+        """Return the factor; 1 if gradients are unchanged, UNKNOWN after another change, or if too few are remembered."""
+        if len(self._gradients) < 2:
+            return UNKNOWN
+        if all(tensor_version(gradient) == version for gradient, version, _ in self._gradients):
+            return 1.0
+        self._num_changes += 1
+        return self._compare_values() if is_power_of_two_or_zero(self._num_changes) else UNKNOWN
+
+    def awaits_optimizer_step(self) -> bool:
+        """Whether the last step has left gradients, and no optimizer has changed a weight since.
+
+        Values are compared as well: some optimizers change `.data`, of which autograd does not know.
+        """
+        if self._first_weight is None:
+            return False
+        weight, version, values = self._first_weight
+        return weight.grad is not None and tensor_version(weight) == version and torch.equal(sample_bytes(weight), values)
+
+    def weights_changed(self) -> float:
+        """Return 1 if a weight that had a gradient has changed since, 0 if none has; UNKNOWN in steps without the check."""
+        if not self._weight_versions:
+            return UNKNOWN
+        return float(any(tensor_version(weight) != version for weight, version in self._weight_versions))
+
+    def _compare_values(self) -> float:
+        """Return the number by which all remembered gradients were multiplied, read at the largest value, or UNKNOWN."""
+        remembered = torch.cat([values.flatten().double() for _, _, values in self._gradients])
+        current = torch.cat([gradient.flatten().double() for gradient, _, _ in self._gradients])
+        largest = remembered.abs().argmax()
+        factor = current[largest] / remembered[largest]
+
+        sizes = [values.numel() for _, _, values in self._gradients]
+        fits = [
+            (current_values - remembered_values * factor).abs().max() <= TOLERANCE * current_values.abs().max()
+            for current_values, remembered_values in zip(current.split(sizes), remembered.split(sizes), strict=True)
+        ]
+        return factor.item() if all(fits) and factor > 0 and factor.isfinite() else UNKNOWN
+
+
+def _has_gradient(weight: nn.Parameter) -> bool:
+    return weight.grad is not None and not weight.is_inference()
+
+
+def _is_small(gradient: Tensor | None) -> bool:
+    if gradient is None or gradient.layout != torch.strided or gradient.is_inference():
+        return False
+    return gradient.is_floating_point() and 0 < local_shard(gradient).numel() <= MAX_GRADIENT_ELEMENTS

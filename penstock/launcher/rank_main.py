@@ -1,0 +1,159 @@
+"""The main function of a rank's process: run the user's function, and send its result or error to the launching process."""
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from penstock.comms.preemption import catch_preemption
+from penstock.comms.rendezvous import FINISHED, publish_departure
+from penstock.comms.system import explain_error
+from penstock.errors import LostRankError, PenstockError
+from penstock.launcher.forkserver import HELD_SIGNALS
+from penstock.launcher.pickling import choose_pickle_dumps, unpickle_call
+
+PR_SET_PDEATHSIG = 1  # Linux's prctl for the signal that a process gets when its parent ends
+
+
+class RankResult(NamedTuple):
+    """What a rank returned or raised."""
+
+    succeeded: bool
+    value: Any  # what the function returned, or the error
+    traceback: str = ""
+    lost_others: bool = False  # whether it failed only because other ranks are lost
+    ranks: tuple[int, ...] = ()  # ranks that its error names as its origin
+    steps_done: int | None = None  # training steps of its pipelines
+
+
+class EarlyExitError(PenstockError):
+    """A rank called `sys.exit()` without an error code."""
+
+
+class LaunchSpec(NamedTuple):
+    """The input of `rank_main`, the same for every rank of an attempt."""
+
+    call: bytes  # the function and its arguments, from `pickle_call`
+    ranks: int
+    environment: dict[str, str]  # of the launching process; its working directory is inherited
+    catches_preemption: bool = False  # whether the launching process does
+    start_method: str | None = None  # of multiprocessing, as set in the launching process; None for the platform's default
+
+
+def rank_main(spec: LaunchSpec, rank: int, result_pipe: Connection, store_pipe: Connection) -> None:
+    """Run the call of `spec` as this rank, with torchrun's environment variables; send its RankResult by `result_pipe`."""
+    _set_up_process(spec, rank)
+    import torch
+
+    from penstock import torch_private
+    from penstock.comms.topology import current_context, shutdown
+    from penstock.launcher.pipe_store import PipeStore
+
+    store = PipeStore(store_pipe)
+    torch_private.set_env_rendezvous(store)
+    os.register_at_fork(after_in_child=result_pipe.close)  # an open copy in a forked child would hide the rank's death
+    gc.freeze()  # exclude what torch's import created, and is never deleted, from garbage collections
+    torch.set_num_threads(_num_threads())
+
+    by_value = False
+    try:
+        function, args, by_value = unpickle_call(spec.call)
+        value = function(*args)
+        data, departure = _pickle_value(value, rank, by_value), FINISHED
+    except BaseException as error:
+        data, departure = _pickle_error(error, rank, by_value), f"ended with {explain_error(error)}"
+
+    if context := current_context():
+        context.publish_departure(departure)
+    publish_departure(store, rank, departure)  # also for ranks that wait in this store, before they have joined
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # its reader is gone, or there is none
+            stream.flush()
+    result_pipe.send_bytes(data)  # from now on the launching process may end this one
+    shutdown()
+
+
+def _set_up_process(spec: LaunchSpec, rank: int) -> None:
+    """Set signal handlers and environment variables, and make this process end together with the launching one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process ends its ranks
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # instead of the fork server's handler
+    if spec.catches_preemption:
+        catch_preemption()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+
+    threading.Thread(target=_exit_with_launcher, daemon=True).start()
+    if sys.platform == "linux":  # also while suspended: the fork server, its parent, ends with the launching process
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    # Start a DataLoader's workers as in a program without ranks. By this process's start method each would import torch again.
+    multiprocessing.set_start_method(spec.start_method, force=True)
+
+    os.environ.clear()  # the variables of the fork server
+    os.environ.update(
+        spec.environment, RANK=str(rank), WORLD_SIZE=str(spec.ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.ranks),
+        MASTER_ADDR="127.0.0.1",
+    )  # fmt: skip
+
+
+def _exit_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        launcher.join()
+        os._exit(1)
+
+
+def _num_threads() -> int:
+    """Return the launching process's OMP_NUM_THREADS, or 1. torch itself has read the fork server's."""
+    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(text) if text.isdecimal() and int(text) else 1
+
+
+def _pickle_value(value: Any, rank: int, by_value: bool) -> bytes:
+    """Return the RankResult of a function that returned `value`, as bytes. Raises PenstockError if it does not pickle."""
+    try:
+        return choose_pickle_dumps(by_value)(RankResult(True, value, steps_done=_steps_done()))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise PenstockError(f"rank {rank} cannot send home what its function returned ({error}): it must pickle") from error
+
+
+def _pickle_error(error: BaseException, rank: int, by_value: bool) -> bytes:
+    """Return the RankResult of a function that raised `error`, as bytes; a PenstockError replaces one that does not pickle."""
+    from penstock.comms.process_groups import is_transport_error
+
+    if isinstance(error, SystemExit) and not error.code:  # `launch` would raise it, and end the program without an error
+        error = EarlyExitError(f"rank {rank} called sys.exit() before its function was done")
+
+    text = f"\n\nrank {rank}:\n" + "".join(traceback.format_exception(error))
+    causes = list(_error_and_causes(error))
+    lost_others = any(isinstance(cause, LostRankError) or is_transport_error(cause) for cause in causes)
+    ranks = next((cause.ranks for cause in causes if isinstance(cause, PenstockError) and cause.ranks), ())
+    try:
+        data = choose_pickle_dumps(by_value)(RankResult(False, error, text, lost_others, ranks, _steps_done()))
+        str(pickle.loads(data).value)
+        return data
+    except Exception:
+        replacement = PenstockError(f"rank {rank}: {explain_error(error)}")
+        return pickle.dumps(RankResult(False, replacement, text, lost_others, ranks, _steps_done()))
+
+
+def _steps_done() -> int | None:
+    from penstock.comms.topology import current_context
+
+    context = current_context()
+    return context.activity.steps_done() if context else None
+
+
+def _error_and_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the error that caused it, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

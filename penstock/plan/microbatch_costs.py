@@ -1,0 +1,261 @@
+"""What a microbatch of any size takes on each stage, in time and memory, fitted to steps over lists.
+
+A layer multiplies every token by its weights; attention compares every token with its row's others; the rest costs the same
+for any microbatch. So an action is fitted by
+
+    seconds = a * tokens + b * tokens * longest + c,    tokens = rows * longest
+
+with a, b and c of 0 or more, by least squares of the relative deviations, in which outliers count less. The same of the bytes
+that its activations take. The engine's time after an action, and a message's, are those of the last step.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from penstock.engine.clock import ActionClock
+from penstock.errors import PenstockError
+from penstock.schedule.memory import ActivationSize
+from penstock.schedule.table import Action, Kind
+from penstock.timing.events import Event
+from penstock.timing.measurement import engine_and_message_seconds
+from penstock.timing.simulate import Costs
+from penstock.timing.timeline import Timeline
+
+if TYPE_CHECKING:  # a pipeline that fits no costs, and its checkpoints, need no numpy
+    import numpy as np
+
+MAX_SAMPLES = 1024  # of one kind of action on one stage, the newest
+MicrobatchShape = tuple[int, int]  # rows, elements
+Sample = tuple[int, int, float]  # rows, elements, and seconds or bytes
+REWEIGHTINGS = 4
+FEATURE_SETS = [list(features) for size in (1, 2, 3) for features in combinations(range(3), size)]
+LEAST_GAIN = 0.99  # a larger set of features must bring the deviation down to this share
+
+
+class MicrobatchFit(NamedTuple):
+    """A fitted cost of a microbatch on a stage: the seconds of one kind of action, or the bytes of its activations."""
+
+    per_token: float
+    per_token_and_length: float
+    constant: float
+    error: float  # the median share by which the samples deviate
+    samples: float  # how many
+
+    def evaluate(self, rows: float, longest: float) -> float:
+        """Return what a microbatch of `rows` takes, padded to `longest` tokens."""
+        return rows * longest * (self.per_token + self.per_token_and_length * longest) + self.constant
+
+    def format(self, unit: str, scale: float) -> str:
+        """Return it as text, in a unit of which `scale` make a second or a byte."""
+        token, pair, constant = (scale * value for value in self[:3])
+        return (
+            f"{token:.3g} {unit} a token + {pair:.3g} {unit} a token and length + {constant:.3g} {unit} (+- {self.error:.1%})"
+        )
+
+
+class MicrobatchSamples:
+    """Sizes and costs of this rank's microbatches in its last steps over lists."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[Kind, int], deque[Sample]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))
+        self._bytes: dict[int, deque[Sample]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))  # by stage
+        self._last_actions: Sequence[Action] = ()
+        self._last_clock: ActionClock | None = None
+
+    def add_seconds(self, actions: Sequence[Action], clock: ActionClock, shapes: Sequence[MicrobatchShape]) -> None:
+        """Add the seconds of each action of a step. `shapes`: of its microbatches, in the order in which they ran."""
+        self._last_actions, self._last_clock = actions, clock
+        for (kind, stage, number, _), (start, end, _) in zip(actions, clock.intervals(), strict=True):
+            self._seconds[kind, stage].append((*shapes[number], end - start))
+
+    def add_bytes(self, sizes: Mapping[tuple[int, int], ActivationSize], shapes: Sequence[MicrobatchShape]) -> None:
+        """Add the bytes of activations in a measured step. `sizes`: by stage and microbatch."""
+        for (stage, number), size in sizes.items():
+            self._bytes[stage].append((*shapes[number], size.act))
+
+    def summarize(self, rank: int, clock_offset: float) -> "SampleSummary":
+        """Return the fits of this rank's stages, and the events of its last step. `clock_offset`: from here to rank 0."""
+        import numpy as np
+
+        events: list[Event] = []
+        if self._last_clock is not None:
+            self._last_clock.offset = clock_offset
+            intervals = zip(self._last_actions, self._last_clock.intervals(), strict=True)
+            events = [Event(rank, action, *times) for action, times in intervals]
+        seconds = {key: fit_microbatches(*np.array(samples).T) for key, samples in self._seconds.items()}
+        of_activations = {stage: fit_microbatches(*np.array(samples).T) for stage, samples in self._bytes.items()}
+        return SampleSummary(seconds, of_activations, events)
+
+
+class SampleSummary(NamedTuple):
+    """The fits of one rank's stages, and the events of its last step."""
+
+    seconds: Mapping[tuple[Kind, int], MicrobatchFit]
+    bytes: Mapping[int, MicrobatchFit]
+    events: Sequence[Event]
+
+
+def fit_microbatches(rows: "np.ndarray", elements: "np.ndarray", seconds: "np.ndarray") -> MicrobatchFit:
+    """Fit what was measured as `seconds`, or bytes; arguments have a number for each sample."""
+    import numpy as np
+
+    seconds = np.maximum(seconds, 1e-9)
+    features = np.stack([elements, elements * elements / rows, np.ones_like(seconds)], axis=1)
+    scales = features.max(axis=0)
+    relative = features / scales / seconds[:, None]
+    weights = np.ones_like(seconds)
+    for _ in range(REWEIGHTINGS):
+        solution = _solve_nonnegative(relative, weights)
+        deviations = np.abs(relative @ solution - 1)
+        error = float(np.median(deviations))
+        weights = 1 / np.maximum(1, deviations / (3 * error + 1e-12))
+    token, pair, constant = (solution / scales).tolist()
+    return MicrobatchFit(token, pair, constant, error, len(seconds))
+
+
+def _solve_nonnegative(relative: "np.ndarray", weights: "np.ndarray") -> "np.ndarray":
+    """Return x of 0 or more for which `relative` @ x deviates least from 1; with few features, where more bring little."""
+    import numpy as np
+
+    products, sums = relative.T @ (weights[:, None] * relative), relative.T @ weights
+    best, least = np.zeros(3), np.inf
+    for features in FEATURE_SETS:
+        x = np.zeros(3)
+        x[features] = np.linalg.lstsq(products[np.ix_(features, features)], sums[features], rcond=None)[0]
+        deviation = float(weights @ (relative @ x - 1) ** 2)
+        if x.min() >= 0 and deviation < LEAST_GAIN * least:
+            best, least = x, deviation
+    return best
+
+
+@dataclass(frozen=True)
+class MicrobatchCosts:
+    """The cost of a microbatch of any size, as `pipe.plan_costs()` returns it.
+
+        costs = pipe.plan_costs()
+        costs(4, 100)  # seconds of 4 rows, padded to 100 tokens, on the rank that takes longest
+        costs.bytes(4, 100)  # of its activations, on the rank where they take most
+        groups = ps.plan.group_rows(lengths, microbatches=16, cost=costs, limit="2GB")
+        print(costs)  # of each stage, with the errors
+
+    `fits`: of each kind of action that has run, by stage, with the engine's time after it. `placement`: stage -> rank.
+    `message_seconds`: over each border between stages. `activations`: of each stage whose memory was measured.
+    """
+
+    fits: Mapping[tuple[Kind, int], MicrobatchFit]
+    placement: tuple[int, ...]
+    message_seconds: Sequence[float] = ()
+    activations: Mapping[int, MicrobatchFit] = field(default_factory=dict)
+
+    @classmethod
+    def merge(cls, summaries: Sequence[SampleSummary], ranks: Sequence[int], placement: Sequence[int]) -> "MicrobatchCosts":
+        """Return the means over all ranks that have a stage. Raises PenstockError while one has none.
+
+        `summaries`: of all ranks. `ranks`: those of one pipeline, whose messages count.
+        """
+        seconds = _mean_fits([summary.seconds for summary in summaries])
+        activations = _mean_fits([summary.bytes for summary in summaries])
+        cls(seconds, tuple(placement))._coefficient_sums_by_rank  # noqa: B018 - raises
+        timeline = Timeline("", tuple(tuple(summaries[rank].events) for rank in ranks))
+        engine_seconds, message_seconds = engine_and_message_seconds(timeline)
+        fits = {
+            (kind, stage): fit._replace(constant=fit.constant + engine_seconds[kind][stage])
+            for (kind, stage), fit in seconds.items()
+        }
+        return cls(fits, tuple(placement), message_seconds, activations)
+
+    @cached_property
+    def _coefficient_sums_by_rank(self) -> list[list[float]]:
+        """The coefficients of every rank: sums over its actions."""
+        sums = [[0.0, 0.0, 0.0] for _ in range(max(self.placement) + 1)]
+        for stage, rank in enumerate(self.placement):
+            for fit in (part for kind in (Kind.F, Kind.B) for part in self._fits_of_action(kind, stage)):
+                sums[rank] = [total + value for total, value in zip(sums[rank], fit[:3], strict=True)]
+        return sums
+
+    def _fits_of_action(self, kind: Kind, stage: int) -> list[MicrobatchFit]:
+        """Return the fits that add up to a forward, or to a whole backward: of B, else of I and W."""
+        kinds = (kind,) if kind is not Kind.B or (kind, stage) in self.fits else (Kind.I, Kind.W)
+        if any((part, stage) not in self.fits for part in kinds):
+            raise PenstockError(
+                "there is nothing to fit costs to yet: run two steps over lists of as many microbatches (step_microbatches); "
+                "the first of a kind, which is slower, does not count"
+            )
+        return [self.fits[part, stage] for part in kinds]
+
+    def __call__(self, rows: float, longest: float) -> float:
+        """Return the seconds of all actions of one microbatch on the rank that takes longest for it."""
+        tokens = rows * longest
+        return max(
+            token * tokens + pair * tokens * longest + constant for token, pair, constant in self._coefficient_sums_by_rank
+        )
+
+    def bytes(self, rows: float, longest: float) -> float:
+        """Return the bytes that the activations of one microbatch take on the rank where they take most.
+
+        Raises PenstockError where a stage was not measured: it is compiled, or no list was the first of as many microbatches.
+        """
+        if set(self.activations) != set(range(len(self.placement))):
+            raise PenstockError(
+                f"of {len(self.placement)} stages the activations of {len(self.activations)} were measured: compiled stages "
+                "cannot be, others are in the first step over a list. Give limits in padded tokens"
+            )
+        by_rank = [0.0] * (max(self.placement) + 1)
+        for stage, rank in enumerate(self.placement):
+            by_rank[rank] += self.activations[stage].evaluate(rows, longest)
+        return max(by_rank)
+
+    @property
+    def error(self) -> float:
+        """The share by which an action deviates from its fit: the median of its samples, the mean over actions."""
+        return fmean(fit.error for fit in self.fits.values())
+
+    def step_costs(self, microbatches: Sequence[tuple[float, float]]) -> Costs:
+        """Return the costs of a step over (rows, longest) of each microbatch, in the order in which they run.
+
+            step_costs = costs.step_costs([(4, 30), (9, 31), (5, 60), (2, 20)])
+            predicted = ps.schedule.simulate(pipe.schedule, step_costs).makespan
+
+        Activations count by padded tokens; one of the mean size is 1.
+        """
+
+        def seconds(kind: Kind, stage: int) -> list[float]:
+            fits = self._fits_of_action(kind, stage)
+            return [sum(fit.evaluate(*size) for fit in fits) for size in microbatches]
+
+        forwards, backwards = ([seconds(kind, stage) for stage in range(len(self.placement))] for kind in (Kind.F, Kind.B))
+        shares = [self._input_share(stage, microbatches) for stage in range(len(self.placement))]
+        inputs = [[share * both for both in row] for share, row in zip(shares, backwards, strict=True)]
+        weights = [[(1 - share) * both for both in row] for share, row in zip(shares, backwards, strict=True)]
+        tokens = [rows * longest for rows, longest in microbatches]
+        factors = [count / fmean(tokens) for count in tokens]
+        return Costs(forwards, inputs, weights, send=self.message_seconds or 0, backward=backwards, microbatch_factors=factors)
+
+    def _input_share(self, stage: int, microbatches: Sequence[tuple[float, float]]) -> float:
+        """Return which share of a backward is I; half where no I and W have run."""
+        if (Kind.I, stage) not in self.fits or (Kind.W, stage) not in self.fits:
+            return 0.5
+        inputs, weights = (sum(self.fits[kind, stage].evaluate(*size) for size in microbatches) for kind in (Kind.I, Kind.W))
+        return inputs / (inputs + weights)
+
+    def __str__(self) -> str:
+        """Return a line for each stage and kind of action, and for the activations of each stage."""
+        lines = sorted((stage, kind.value, fit.format("us", 1e6)) for (kind, stage), fit in self.fits.items())
+        lines += sorted((stage, "activations", fit.format("bytes", 1)) for stage, fit in self.activations.items())
+        return "\n".join(f"stage {stage} {name}: {text}" for stage, name, text in lines)
+
+
+Key = TypeVar("Key")
+
+
+def _mean_fits(fits: Sequence[Mapping[Key, MicrobatchFit]]) -> dict[Key, MicrobatchFit]:
+    """Return the mean of each key's fits."""
+    by_key = defaultdict[Key, list[MicrobatchFit]](list)
+    for key, fit in (item for rank_fits in fits for item in rank_fits.items()):
+        by_key[key].append(fit)
+    return {key: MicrobatchFit._make(map(fmean, zip(*same, strict=True))) for key, same in by_key.items()}

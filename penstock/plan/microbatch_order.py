@@ -1,0 +1,211 @@
+"""The order of microbatches of unequal costs that makes a step short.
+
+A pipeline is idle while it fills and drains; the first and last microbatches decide for how long. In any order an action
+waits for the same others, so many orders are timed at once, in arrays with an entry for each: all orders of up to 7
+microbatches; of more, four initial ones and then, in rounds, those that swap two microbatches of the best.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import permutations
+from math import factorial
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.schedule.table import Action, Kind, Table
+from penstock.timing.simulate import Costs, simulate
+from penstock.timing.timeline import Timeline
+
+UNIT_COSTS = Costs()
+MAX_EXACT_MICROBATCHES = 7  # 5040 orders: a few milliseconds
+MAX_ROUNDS = 4  # more gain next to nothing
+SEARCH_SHARE = 0.02  # of a step's time, at most, for the search of its order
+SECONDS_PER_CELL, SECONDS_PER_CELL_AND_ORDER = 6e-6, 2.5e-8  # of one timing of many orders on a core of 2020, at most
+MAX_SWAPS = 276  # of a round: all pairs of 24 microbatches
+LEAST_GAIN = 1e-9  # of a step; rounding differs by less
+
+
+def plan_order(
+    costs: Sequence[float],
+    table: Table,
+    stage_costs: Costs = UNIT_COSTS,
+    sizes: Sequence[float] = (),
+    limit: float | None = None,
+    in_seconds: bool = False,
+) -> list[int]:
+    """Return the order to run in: position in the step -> index of the microbatch. The given one, unless another is faster.
+
+    `costs`: of each microbatch, in any unit, at most as many as `table` has; the time of every stage is proportional to it.
+    `stage_costs`: of a microbatch of cost 1, or of each; messages cost nothing. `sizes`: of each microbatch. `limit`: the most
+    that the microbatches in flight on a rank may take together, as `peak_in_flight` computes it. If no order that was tried
+    keeps it, the one that takes least is returned.
+    `in_seconds`: costs are in seconds, and the search takes at most 2 % of the step. If that is too short for any, the
+    cheap microbatches run first and last.
+    """
+    timer = OrderTimer(costs, table, stage_costs, sizes, limit)
+    seconds_to_prepare = timer.seconds_to_time(0)
+    seconds_left = SEARCH_SHARE * timer.least_step_time - seconds_to_prepare if in_seconds else float("inf")
+    if len(costs) <= MAX_EXACT_MICROBATCHES and timer.seconds_to_time(factorial(len(costs))) <= seconds_left:
+        return timer.fastest_order(_all_orders(len(costs)))
+
+    orders = _initial_orders(costs)
+    seconds_left -= timer.seconds_to_time(orders.shape[1])
+    if seconds_left < 0 and limit is None:
+        return _cheap_outside(costs)
+    return _swap_while_faster(timer.fastest_order(orders), timer, seconds_left)
+
+
+def peak_in_flight(sizes: Sequence[float], table: Table) -> list[float]:
+    """Return for every rank the most that microbatches in flight take at once, in the unit of their `sizes`, in this order.
+
+    On a rank with V stages, an activation of one stage takes a V-th of its microbatch.
+    """
+    cut = _first_microbatches(table, len(sizes))
+    unused = [0.0] * (table.microbatches - len(sizes))
+    timeline = simulate(cut, Costs(microbatch_factors=[*sizes, *unused]))
+    return [peak / max(1, len(cut.stages_of(rank))) for rank, peak in enumerate(timeline.peak_memory)]
+
+
+class OrderTimer:
+    """A timer of a step in many orders of its microbatches at once. Arguments as for `plan_order`."""
+
+    def __init__(
+        self, costs: Sequence[float], table: Table, stage_costs: Costs, sizes: Sequence[float], limit: float | None
+    ) -> None:
+        self._graph = _step_graph(table, len(costs))
+        self._sizes, self._limit = np.array(sizes, dtype=float), limit
+        stage_costs = replace(stage_costs, microbatch_factors=costs)
+        by_microbatch = stage_costs.action_costs_by_microbatch(table.num_stages, len(costs))
+        rows = {tuple(row): np.array(row) for stage_rows in by_microbatch.values() for row in stage_rows}
+        self._cost_rows = list(rows.values())  # distinct, each with a cost for every microbatch
+        numbers = dict(zip(rows, range(len(rows)), strict=True))
+        self._row_numbers = {kind: [numbers[tuple(row)] for row in stage_rows] for kind, stage_rows in by_microbatch.items()}
+        work = [[sum(by_microbatch[kind][stage]) for kind in (Kind.F, Kind.B)] for stage in range(table.num_stages)]
+        self.least_step_time = max(sum(sum(work[stage]) for stage in table.stages_of(rank)) for rank in range(table.ranks))
+        self._longest = sum(sum(row) for stage_rows in by_microbatch.values() for row in stage_rows)  # no step takes longer
+
+    def seconds_to_time(self, num_orders: int) -> float:
+        """Return the most seconds that `step_times` of `num_orders` takes."""
+        return len(self._graph.cells) * (SECONDS_PER_CELL + num_orders * SECONDS_PER_CELL_AND_ORDER)
+
+    def step_times(self, orders: np.ndarray) -> np.ndarray:
+        """Return a step's time in each of `orders`, (microbatches, orders); longer than any step if the limit is not kept."""
+        ends, costs = list[np.ndarray](), [row[orders] for row in self._cost_rows]
+        for needs, actions in self._graph.cells:
+            first, *rest = [costs[self._row_numbers[kind][stage]][microbatch] for kind, stage, microbatch, _ in actions]
+            end = sum(rest, first)
+            ends.append(end + _elementwise_max([ends[need] for need in needs]) if needs else end)
+        times = _elementwise_max([ends[cell] for cell in self._graph.last_cells])
+        if self._limit is None:
+            return times
+        peaks = (self._graph.in_flight @ self._sizes[orders]).max(axis=0)
+        return np.where(peaks <= self._limit, times, self._longest * peaks / self._limit)
+
+    def fastest_order(self, orders: np.ndarray) -> list[int]:
+        """Return the fastest order; the first one if the others gain nothing."""
+        times = self.step_times(orders)
+        best = int(times.argmin())
+        order: list[int] = orders[:, best if times[best] < times[0] * (1 - LEAST_GAIN) else 0].tolist()
+        return order
+
+
+def _elementwise_max(times: list[np.ndarray]) -> np.ndarray:
+    latest = times[0]
+    for time in times[1:]:
+        latest = np.maximum(latest, time)
+    return latest
+
+
+def _initial_orders(costs: Sequence[float]) -> np.ndarray:
+    """Return the given order, the one with the cheap microbatches outside, and those of rising and falling costs."""
+    rising = _rising(costs)
+    return np.array([list(range(len(costs))), _cheap_outside(costs), rising, rising[::-1]]).T
+
+
+def _cheap_outside(costs: Sequence[float]) -> list[int]:
+    """Return the order with the cheap microbatches first and last."""
+    rising = _rising(costs)
+    return [*rising[::2], *reversed(rising[1::2])]
+
+
+def _rising(costs: Sequence[float]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda index: (costs[index], index))
+
+
+@lru_cache(MAX_EXACT_MICROBATCHES + 1)
+def _all_orders(count: int) -> np.ndarray:
+    """Return all orders of `count` microbatches, the given one first."""
+    return np.array(list(permutations(range(count)))).T
+
+
+def _swap_while_faster(order: list[int], timer: OrderTimer, seconds_left: float) -> list[int]:
+    """Return `order` after the best swap of two microbatches in each round, while one gains and `seconds_left` last."""
+    first, second = np.triu_indices(len(order), 1)
+    stride = -(-len(first) // MAX_SWAPS)
+    round_seconds = timer.seconds_to_time(1 + -(-len(first) // stride))
+    for number in range(min(MAX_ROUNDS, int(max(0.0, min(MAX_ROUNDS * round_seconds, seconds_left)) / round_seconds))):
+        rows, swap_rows = (part[number % stride :: stride] for part in (first, second))
+        orders = np.repeat(np.array(order)[:, None], 1 + len(rows), axis=1)
+        columns = np.arange(1, 1 + len(rows))
+        orders[rows, columns], orders[swap_rows, columns] = orders[swap_rows, columns], orders[rows, columns]
+        better = timer.fastest_order(orders)
+        if better == order and stride == 1:
+            break
+        order = better
+    return order
+
+
+# ---- dependencies
+
+
+class _StepNode(NamedTuple):
+    """An action or a pair, and the numbers of the earlier cells that end before it starts."""
+
+    needs: list[int]
+    actions: tuple[Action, ...]
+
+
+class _StepGraph(NamedTuple):
+    """The dependencies and memory of a table's cells, which are the same in every order of the microbatches."""
+
+    cells: list[_StepNode]  # each after those that it needs
+    last_cells: list[int]  # the last of each rank
+    in_flight: np.ndarray  # (states, microbatches): the share of each microbatch that a rank holds after an action
+
+
+@lru_cache(16)
+def _step_graph(table: Table, microbatches: int) -> _StepGraph:
+    """Return the graph of the first `microbatches` of a table."""
+    timeline = simulate(_first_microbatches(table, microbatches))
+    all_cells = sorted(
+        (cell for rank in range(timeline.ranks) for cell in timeline.cells(rank)), key=lambda cell: cell[0].start
+    )
+    numbers = {event.action: number for number, cell in enumerate(all_cells) for event in cell}
+    cells, last_cells = list[_StepNode](), dict[int, int]()
+    for number, cell in enumerate(all_cells):
+        needs = {numbers[needed.action] for event in cell for needed in timeline.needed_events(event)}
+        if cell[0].rank in last_cells:
+            needs.add(last_cells[cell[0].rank])
+        cells.append(_StepNode(sorted(needs), tuple([event.action for event in cell])))
+        last_cells[cell[0].rank] = number
+    return _StepGraph(cells, list(last_cells.values()), _memory_share_matrix(timeline, microbatches))
+
+
+def _memory_share_matrix(timeline: Timeline, microbatches: int) -> np.ndarray:
+    columns = []
+    for microbatch in range(microbatches):
+        alone = replace(timeline, microbatch_factors=tuple(float(number == microbatch) for number in range(microbatches)))
+        columns.append([share for rank in range(timeline.ranks) for share in _memory_shares_of_rank(alone, rank)])
+    return np.unique(np.array(columns).T, axis=0)
+
+
+def _memory_shares_of_rank(timeline: Timeline, rank: int) -> list[float]:
+    stages = {event.action.stage for event in timeline.rows[rank]}
+    return [amount / len(stages) for _, amount in timeline.memory_after_actions(rank)]
+
+
+def _first_microbatches(table: Table, microbatches: int) -> Table:
+    """Return the table with only its first `microbatches`."""
+    return table.filter_actions(lambda action: action.microbatch < microbatches) if microbatches < table.microbatches else table

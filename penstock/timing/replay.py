@@ -1,0 +1,39 @@
+"""A measured step as it would have run with shorter actions or faster messages."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from penstock.schedule.table import Action
+from penstock.timing.events import Event
+from penstock.timing.timeline import Timeline
+
+
+def replay(
+    timeline: Timeline, saved_in_actions: Mapping[Action, float], saved_before_actions: Mapping[Action, float] | None = None
+) -> Timeline:
+    """Return `timeline` with the same order of actions on every rank, each as early as its dependencies allow.
+
+    `saved_in_actions`: seconds by which each action is shorter.
+    `saved_before_actions`: seconds by which the message that an idle rank awaited before each action is faster.
+    """
+    saved_before_actions = saved_before_actions or {}
+    previous = {event.action: earlier for row in timeline.rows for earlier, event in zip((None, *row), row, strict=False)}
+    moved: dict[Action, Event] = {}
+    for event in sorted(timeline.events, key=lambda event: (event.start, event.end)):
+        previous_on_rank = previous[event.action]
+        needed = [need for need in timeline.needed_events(event) if need.rank != event.rank and need.action in moved]
+        starts = [moved[need.action].end for need in needed]
+        last_need = max(needed, key=lambda need: need.end, default=None)
+
+        if last_need and (previous_on_rank is None or last_need.end >= previous_on_rank.end):
+            saved = saved_before_actions.get(event.action, 0.0)
+            starts.append(moved[last_need.action].end + max(0.0, event.start - last_need.end - saved))
+            starts += [moved[previous_on_rank.action].end] if previous_on_rank else []
+        elif previous_on_rank:
+            starts.append(moved[previous_on_rank.action].end + max(0.0, event.start - previous_on_rank.end))
+        start = max(starts, default=event.start)
+        seconds = max(0.0, event.end - event.start - saved_in_actions.get(event.action, 0.0))
+        moved[event.action] = event._replace(start=start, end=start + seconds, sent=None)
+
+    rows = tuple(tuple(moved[event.action] for event in row) for row in timeline.rows)
+    return replace(timeline, name=f"{timeline.name.removesuffix(', measured')}, predicted", rows=rows)

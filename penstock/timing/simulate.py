@@ -1,0 +1,382 @@
+"""The simulator: from the costs of actions to the times at which they run."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from statistics import fmean
+
+from penstock.errors import ScheduleError
+from penstock.schedule.memory import ActivationSize
+from penstock.schedule.program import check_skips
+from penstock.schedule.table import (
+    Action,
+    Cell,
+    Kind,
+    Skip,
+    Table,
+    actions_of,
+    check_is_table,
+    dependencies,
+    pause_garbage_collection,
+)
+from penstock.timing.events import Channel, Event, MessageCost
+from penstock.timing.timeline import Timeline
+
+Cost = float | Sequence[float]  # one number for all stages (or all borders between stages), or one for each
+ActionCost = float | Sequence[float | Sequence[float]]  # the same; a stage may have a number for each microbatch
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of actions, messages and activations: a number for all stages, or a sequence with one for each stage.
+
+    Times are in any one unit. A full backward `B` costs `backward_input` + `backward_weight`, unless `backward` gives its
+    cost. A pair of overlapping actions costs both less `overlap`, the share (0 to 1) of the shorter one that the longer hides.
+    For `forward` and the three backwards, a stage may have a sequence with one cost for each microbatch.
+
+    A message between two ranks occupies its channel for `size` / `bandwidth` and then travels for `send`. There is one
+    channel for each ordered pair of ranks: first in, first out, in the order of the sender's table. These three are a number
+    for all borders between stages, or a sequence with one for each; border s lies between stage s and s+1, and one inside a
+    rank costs nothing. `size` is in bytes, `bandwidth` in bytes per unit of time. `skips` maps each skip connection (stage,
+    later stage) to the bytes of its message, which has the latency and bandwidth of the border where it starts.
+
+    An activation takes `act` from the start of its forward to the end of its backward, in bytes or any unit. Of a backward
+    in halves, I frees all but `keep`, which W still needs (None: all of `act`).
+
+    For microbatches of unequal shapes, `microbatch_factors` has a number for each: a multiplier of its actions, the bytes of
+    its messages and its activations, but not of actions whose stage has a cost for each microbatch.
+    All costs are of a whole microbatch: each of K slices costs 1/K of them.
+    Later slices attend to more tokens: `slice_factors` has a number for each slice, a multiplier of that 1/K for its actions.
+    """
+
+    forward: ActionCost = 1
+    backward_input: ActionCost = 1
+    backward_weight: ActionCost = 1
+    send: Cost = 0
+    size: Cost = 0
+    bandwidth: Cost = float("inf")
+    act: Cost = 1
+    keep: Cost | None = None
+    overlap: float = 0
+    skips: Mapping[Skip, float] = field(default_factory=dict)
+    backward: ActionCost | None = None
+    microbatch_factors: Sequence[float] = field(default_factory=list)
+    slice_factors: Sequence[float] = field(default_factory=list)
+
+    def factors_by_slice(self, slices: int) -> list[float]:
+        """Return a multiplier of an equal share for the actions of each slice. Raises ScheduleError as for microbatches."""
+        return _checked_costs("slice_factors", self.slice_factors or 1.0, slices, "slice", "a number")
+
+    def factors_by_microbatch(self, microbatches: int) -> list[float]:
+        """Return the cost multiplier of each microbatch. Raises ScheduleError unless there is one number for each."""
+        return _checked_costs("microbatch_factors", self.microbatch_factors or 1.0, microbatches, "microbatch", "a number")
+
+    @property
+    def is_ragged(self) -> bool:
+        """Return whether microbatches differ in cost."""
+        costs = [self.forward, self.backward_input, self.backward_weight, self.backward]
+        of_stages = [stage_cost for cost in costs if isinstance(cost, Iterable) for stage_cost in cost]
+        by_microbatch = [self.microbatch_factors, *(cost for cost in of_stages if isinstance(cost, Iterable))]
+        return any(len({*values}) > 1 for values in by_microbatch)
+
+    def action_costs(self, stages: int) -> dict[Kind, list[float]]:
+        """Return kind -> cost on every stage; the mean, if a stage has one for each microbatch.
+
+        Raises ScheduleError if a sequence does not have one cost for each stage, a cost is negative or not finite, or
+        `overlap` is not between 0 and 1.
+        """
+        return {
+            kind: [fmean(cost) if isinstance(cost, list) else cost for cost in costs]
+            for kind, costs in self._action_costs(stages).items()
+        }
+
+    def action_costs_by_microbatch(self, stages: int, microbatches: int) -> dict[Kind, list[list[float]]]:
+        """Return kind -> stage -> cost of every microbatch. Raises as `action_costs` and `factors_by_microbatch`."""
+        factors = self.factors_by_microbatch(microbatches)
+
+        def by_microbatch(kind: Kind, stage: int, cost: float | list[float]) -> list[float]:
+            """Return what the action costs for each microbatch."""
+            if not isinstance(cost, list):
+                return [cost * factor for factor in factors]
+            if len(cost) != microbatches:
+                raise ScheduleError(
+                    f"{kind} of stage {stage} has {len(cost)} costs for {microbatches} microbatches: give one for each"
+                )
+            return cost
+
+        return {
+            kind: [by_microbatch(kind, stage, cost) for stage, cost in enumerate(costs)]
+            for kind, costs in self._action_costs(stages).items()
+        }
+
+    def _action_costs(self, stages: int) -> dict[Kind, list[float | list[float]]]:
+        """Return kind -> stage -> its cost, or one for each microbatch. Raises ScheduleError as `action_costs`."""
+        if not 0 <= self.overlap <= 1:
+            raise ScheduleError(f"overlap is {self.overlap}: give the share of the shorter action that is hidden, 0 to 1")
+        forward = _checked_action_costs("forward", self.forward, stages)
+        inputs = _checked_action_costs("backward_input", self.backward_input, stages)
+        weights = _checked_action_costs("backward_weight", self.backward_weight, stages)
+        if self.backward is None:
+            full = [_add_costs(*halves) for halves in zip(inputs, weights, strict=True)]
+        else:
+            full = _checked_action_costs("backward", self.backward, stages)
+        return {Kind.F: forward, Kind.B: full, Kind.I: inputs, Kind.W: weights}
+
+    def message_costs(self, stages: int) -> dict[tuple[int, int], MessageCost]:
+        """Return the cost of a message over each border, from stage s to s+1, and then of each skip.
+
+        Raises ScheduleError for a cost or a skip that the table cannot have.
+        """
+        check_skips(self.skips, stages)
+        borders = list(pairwise(range(stages)))
+        sends = _checked_costs("send", self.send, len(borders), "border")
+        bandwidths = _expand_cost("bandwidth", self.bandwidth, len(borders), "border")
+        for bandwidth in bandwidths:
+            if not bandwidth > 0:
+                raise ScheduleError(f"bandwidth has {bandwidth}: give bytes per unit of time, more than 0")
+        sizes = _checked_costs("size", self.size, len(borders), "border", "a number of bytes")
+        sizes += _checked_costs("skips", list(self.skips.values()), len(self.skips), "skip", "a number of bytes")
+        ways = zip([*borders, *self.skips], sizes, strict=True)
+        return {(start, end): MessageCost(size / bandwidths[start], sends[start]) for (start, end), size in ways}
+
+    def activation_sizes(self, stages: int) -> tuple[ActivationSize, ...]:
+        """Return the size of an activation of every stage. Raises ScheduleError if a size is negative or one is missing."""
+        acts = _checked_costs("act", self.act, stages, description="an amount of memory")
+        keeps = acts if self.keep is None else _checked_costs("keep", self.keep, stages, description="an amount of memory")
+        return tuple(map(ActivationSize, acts, keeps))
+
+
+def _checked_costs(name: str, cost: Cost, count: int, unit: str = "stage", description: str = "a time") -> list[float]:
+    costs = _expand_cost(name, cost, count, unit)
+    for value in costs:
+        if not 0 <= value < float("inf"):
+            raise ScheduleError(f"{name} has the cost {value}: a cost is {description}, 0 or more")
+    return costs
+
+
+def _checked_action_costs(name: str, cost: ActionCost, stages: int) -> list[float | list[float]]:
+    by_stage: list[float | list[float]] = []
+    for stage_cost in cost if isinstance(cost, Iterable) else [cost] * stages:
+        if isinstance(stage_cost, Iterable):
+            numbers = list(stage_cost)
+            by_stage.append(_checked_costs(name, numbers, max(1, len(numbers)), "microbatch"))
+        else:
+            by_stage += _checked_costs(name, stage_cost, 1)
+    if len(by_stage) != stages:
+        raise ScheduleError(f"{name} has {len(by_stage)} costs for {stages} stages: give one number, or one for each stage")
+    return by_stage
+
+
+def _add_costs(first: float | list[float], second: float | list[float]) -> float | list[float]:
+    """Return the sum of two costs, each of them a number, or one for each microbatch."""
+    if not isinstance(first, list):
+        return [first + cost for cost in second] if isinstance(second, list) else first + second
+    if not isinstance(second, list):
+        return [cost + second for cost in first]
+    if len(first) != len(second):
+        raise ScheduleError(f"backward_input has {len(first)} costs on a stage, backward_weight {len(second)}: give as many")
+    return [cost + other for cost, other in zip(first, second, strict=True)]
+
+
+def _expand_cost(name: str, cost: Cost, count: int, unit: str) -> list[float]:
+    costs = [float(c) for c in cost] if isinstance(cost, Iterable) else [float(cost)] * count
+    if len(costs) != count:
+        raise ScheduleError(f"{name} has {len(costs)} costs for {count} {unit}s: give one number, or one for each {unit}")
+    return costs
+
+
+def simulate(schedule: Table, costs: Costs = Costs()) -> Timeline:
+    """Return when every action of `schedule` runs: as soon as its rank is free and its inputs have arrived.
+
+    A pair of overlapping actions starts when that holds for both, and both end together.
+
+    `costs`: of actions, messages and activations; by default F, I and W take 1 and a message nothing. The timeline is
+    in their units and begins at 0.
+
+    Raises ScheduleError if actions wait for each other in a cycle, for an action that is out of range or on the wrong
+    rank, and for invalid costs.
+
+        timeline = simulate(build("1f1b", ranks=4, microbatches=8), Costs(forward=1, backward_input=1, backward_weight=1))
+        timeline.makespan, timeline.bubble  # 33.0, 0.27..
+    """
+    timeline = simulate_until_deadlock(schedule, costs)
+    for rank, (row, actions) in enumerate(zip(timeline.rows, schedule.actions, strict=True)):
+        if len(row) < len(actions):
+            raise ScheduleError(f"{schedule.name} stops: rank {rank} waits for ever before {actions[len(row)]} (see verify)")
+    return timeline
+
+
+def simulate_until_deadlock(schedule: Table, costs: Costs = Costs()) -> Timeline:
+    """Return the timeline up to a deadlock: if actions wait for each other in a cycle, the actions that run before that.
+
+    Raises ScheduleError as `simulate`, but not for a cycle.
+    """
+    check_is_table(schedule)
+    _check_placement(schedule)
+    simulation = _Simulation(schedule, costs)
+    with pause_garbage_collection():
+        simulation.run_until_blocked()
+    rows, message_costs = tuple(map(tuple, simulation.rows)), costs.message_costs(schedule.num_stages)
+    if any(row and not row[-1].end < float("inf") for row in rows):
+        raise ScheduleError("the costs add up to more than a number can say: give smaller ones")
+    return Timeline(
+        schedule.name,
+        rows,
+        tuple(message_costs[border] for border in pairwise(range(schedule.num_stages))),
+        costs.activation_sizes(schedule.num_stages),
+        schedule.overlaps,
+        {skip: message_costs[skip] for skip in costs.skips},
+        microbatch_factors=tuple(costs.factors_by_microbatch(schedule.microbatches)) if costs.microbatch_factors else (),
+    )
+
+
+def _check_placement(schedule: Table) -> None:
+    for rank, row in enumerate(schedule.actions):
+        stages, microbatches = set(schedule.stages_of(rank)), range(schedule.microbatches)
+        for action in row:
+            if action.stage not in stages or action.microbatch not in microbatches or action.slice >= schedule.slices:
+                raise ScheduleError(f"{schedule.name} cannot be timed: rank {rank} has {action} (see verify)")
+
+
+ReadyTimes = list[float | None]  # microbatch + M x slice -> when an input of its action has arrived; None: not yet
+
+
+@dataclass(slots=True)
+class _MessageRoute:
+    """The route of the messages of one kind of action on one stage to another rank."""
+
+    times: ReadyTimes
+    receiver: int
+    channel: Channel
+    border: MessageCost
+
+
+@dataclass(slots=True)
+class _ActionWork:
+    """The costs, inputs and outputs of one kind of action on one stage."""
+
+    costs: list[float]  # by microbatch + M x slice
+    needs: tuple[ReadyTimes, ...] = ()
+    leaves: tuple[ReadyTimes, ...] = ()  # outputs for the same rank
+    sends: tuple[_MessageRoute, ...] = ()
+
+
+class _Simulation:
+    """A simulation of all ranks: each runs its row as far as it can, and again when an input that it waits for has arrived."""
+
+    def __init__(self, schedule: Table, costs: Costs) -> None:
+        self.schedule, self.overlap = schedule, float(costs.overlap)
+        self.action_works = _work_by_kind_and_stage(schedule, costs)
+        shares = [factor / schedule.slices for factor in costs.factors_by_microbatch(schedule.microbatches)]
+        self.message_factors = shares * schedule.slices
+        self.rows: list[list[Event]] = [[] for _ in schedule.actions]
+        self.awaited_times: list[ReadyTimes | None] = [None] * schedule.ranks
+        self.ready_ranks = list(reversed(range(schedule.ranks)))
+
+    def run_until_blocked(self) -> None:
+        """Run all ranks until each has finished or is blocked."""
+        ranks = [self._run_rank(rank) for rank in range(self.schedule.ranks)]
+        while self.ready_ranks:
+            rank = self.ready_ranks.pop()  # the rank just woken: its input is in the processor's cache
+            self.awaited_times[rank] = next(ranks[rank], None)
+
+    def _run_rank(self, rank: int) -> Iterator[ReadyTimes]:
+        """Run the row of `rank`. Whenever it is blocked, yield the list in which the time that it waits for is missing.
+
+        This loop runs for every action, millions of times, so it has no helper functions.
+        """
+        row, works, waits_for, free = self.rows[rank], self.action_works, self.awaited_times, 0.0
+        microbatches, message_factors = self.schedule.microbatches, self.message_factors
+        for cell in self.schedule.cells(rank) if self.schedule.slices == 1 else _cells_in_slice_order(self.schedule, rank):
+            actions = (cell,) if isinstance(cell, Action) else cell
+            start, cost = free, 0.0
+            for kind, stage, microbatch, slice_ in actions:
+                work = works[kind][stage]
+                if slice_:
+                    microbatch += slice_ * microbatches
+                for times in work.needs:
+                    while (ready_time := times[microbatch]) is None:
+                        yield times
+                    if ready_time > start:
+                        start = ready_time
+                cost += work.costs[microbatch]
+            if len(actions) > 1:
+                times_alone = [works[kind][stage].costs[number] for kind, stage, number, _ in actions]
+                cost -= self.overlap * min(times_alone)
+            free = start + cost
+            for action in actions:
+                row.append(Event(rank, action, start, free))
+                kind, stage, microbatch, slice_ = action
+                work = works[kind][stage]
+                if slice_:
+                    microbatch += slice_ * microbatches
+                for times in work.leaves:
+                    times[microbatch] = free
+                for route in work.sends:
+                    route.times[microbatch] = route.channel.transmit(free, route.border, message_factors[microbatch])
+                    if waits_for[route.receiver] is route.times:
+                        waits_for[route.receiver] = None
+                        self.ready_ranks.append(route.receiver)
+
+
+def _cells_in_slice_order(schedule: Table, rank: int) -> Iterator[Cell]:
+    """Yield the cells of `rank` up to one whose slice needs another slice of its microbatch that has not run yet."""
+    done_actions = set[Action]()
+    for cell in schedule.cells(rank):
+        for action in actions_of(cell):
+            for options in dependencies(action, schedule.num_stages, slices=schedule.slices):
+                if options[0].stage == action.stage and options[0].slice != action.slice and done_actions.isdisjoint(options):
+                    return
+        done_actions.update(actions_of(cell))
+        yield cell
+
+
+def _work_by_kind_and_stage(schedule: Table, costs: Costs) -> dict[Kind, list[_ActionWork]]:
+    """Return kind -> the work of every stage, connected by the times that they share."""
+    home, stages, message_costs = schedule.placement, schedule.num_stages, costs.message_costs(schedule.num_stages)
+    channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
+    slice_shares = [factor / schedule.slices for factor in costs.factors_by_slice(schedule.slices)]
+    works = {
+        kind: [
+            _ActionWork([cost * share for share in slice_shares for cost in costs_of_stage]) for costs_of_stage in stage_costs
+        ]
+        for kind, stage_costs in costs.action_costs_by_microbatch(stages, schedule.microbatches).items()
+    }
+    for kind, stage in product((Kind.F, Kind.B, Kind.W), range(stages)):  # so that a step sends in the order of the stages
+        for makers in dependencies(Action(kind, stage, 0), stages, costs.skips):
+            times: ReadyTimes = [None] * (schedule.microbatches * schedule.slices)
+            for waiting_kind in (Kind.B, Kind.I) if kind is Kind.B else (kind,):
+                works[waiting_kind][stage].needs += (times,)
+            for maker, source, *_ in makers:
+                ends = home[source], home[stage]
+                if ends[0] == ends[1]:
+                    works[maker][source].leaves += (times,)
+                else:
+                    border = message_costs[min(source, stage), max(source, stage)]
+                    works[maker][source].sends += (_MessageRoute(times, ends[1], channels[ends], border),)
+    return works
+
+
+def averaging_end_time(timeline: Timeline, seconds: Cost, *, overlapped: bool = True, shared: bool = False) -> float:
+    """Return when the gradients of all stages are averaged, in the unit and on the clock of `timeline`, planned or measured.
+
+    The gradients of a stage leave after its last backward, those of a rank's stages one after the other. `seconds`: the time
+    that takes alone, a number for all stages or one for each: over n replicas and a link of `bandwidth` bytes a second,
+    2 (n - 1) / n times the bytes of its gradients / bandwidth. `shared`: all ranks' gradients take one link, as if replicas
+    are machines. Not `overlapped`: nothing leaves before the step has ended on all ranks.
+
+    Raises ScheduleError as `Costs.action_costs` does, and for a timeline without backwards.
+    """
+    complete_gradients: dict[int, tuple[int, float]] = {}  # stage -> its rank, and when its gradients are complete
+    for event in timeline.events:
+        if event.action.kind in (Kind.B, Kind.W):
+            stage = event.action.stage
+            complete_gradients[stage] = event.rank, max(event.end, complete_gradients.get(stage, (0, event.end))[1])
+    if not complete_gradients:
+        raise ScheduleError(f"{timeline.name} has no backward: there are no gradients to average")
+    takes = Costs(backward_weight=seconds).action_costs(max(complete_gradients) + 1)[Kind.W]
+    end = max(event.end for event in timeline.events)
+    leaving = sorted((when if overlapped else end, takes[stage], rank) for stage, (rank, when) in complete_gradients.items())
+    links: dict[int, Channel] = defaultdict(Channel)
+    return max(end, *(links[0 if shared else rank].transmit(when, MessageCost(lasts)) for when, lasts, rank in leaving))

@@ -21,9 +21,6 @@ TO_GO = {
         *("penstock.guards.digest", "penstock.guards.gradient_factor", "penstock.guards.nonfinite"),
         *("penstock.guards.outdated_weights", "penstock.guards.unregistered_uses", "penstock.plan.microbatch_costs"),
     ),
-    "penstock.schedule.families.controllable_memory": (
-        *("penstock.plan.search.incremental_simulation", "penstock.plan.search.problem", "penstock.timing.simulate"),
-    ),
 }
 EDGES = [(module, other) for module in MODULES for other in sorted(imports(module)) if other not in TO_GO.get(module, ())]
 

@@ -7,15 +7,12 @@ enters, move to the earliest free slot that raises no memory. Finally every rank
 the order of the slots as soon as they can run, and a W whenever none can.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 
-from penstock.plan.search.incremental_simulation import IncrementalSimulation
-from penstock.plan.search.problem import SearchProblem
 from penstock.schedule.memory import ActivationSize, peaks_in_flight
-from penstock.schedule.schedule import from_rows
 from penstock.schedule.table import Action, Kind, dependencies
-from penstock.timing.simulate import Costs
 
 SLOTS_PER_MICROBATCH = 6  # unit slots of a microbatch on a rank: F, I, W of two stages
 UNIT_SIZE = ActivationSize()  # one activation, from F to W
@@ -56,12 +53,42 @@ def _rows_from_pattern(first_slots: tuple[tuple[int, int, int, int], ...], micro
         first_slots[0][3], SLOTS_PER_MICROBATCH * (microbatches - 1)
     )  # from the first microbatch's return to the last one's entry
     _move_to_earlier_slots(slots, steady, bound)
-    tightened = from_rows("tightened", list(map(_actions_by_slot, slots)))
-    problem = SearchProblem(Costs(), tightened.placement, microbatches, [bound] * len(first_slots))
-    simulation = IncrementalSimulation(
-        problem, problem.without_weights(problem.rows_from_table(tightened)), slack=[0.0] * len(first_slots)
-    )
-    return problem.schedule_from_rows(simulation.rows_with_weights()).actions
+    return tuple(map(tuple, _run_in_order([_actions_by_slot(row) for row in slots], bound)))
+
+
+def _run_in_order(rows: list[list[Action]], bound: int) -> list[list[Action]]:
+    """Run the rows at F = I = W = 1 slot: F and I in order, as soon as they can run within `bound`; the oldest W otherwise.
+
+    Returns the rows in the order in which they ran.
+    """
+    stages, end_slots = 2 * len(rows), dict[Action, int]()
+    queues = [deque(action for action in row if action.kind is not Kind.W) for row in rows]
+    weights = [deque[Action]() for _ in rows]  # the W of every I that ran
+    in_flight = [0.0] * len(rows)
+    ran: list[list[Action]] = [[] for _ in rows]
+
+    slot = 0
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            fits = queue and in_flight[rank] + UNIT_SIZE.memory_change(queue[0].kind) <= bound
+            if fits and _has_inputs(queue[0], end_slots, slot, stages):
+                action = queue.popleft()
+                end_slots[action] = slot + 1
+            elif weights[rank]:
+                action = weights[rank].popleft()
+            else:
+                continue
+            if action.kind is Kind.I:
+                weights[rank].append(action._replace(kind=Kind.W))
+            in_flight[rank] += UNIT_SIZE.memory_change(action.kind)
+            ran[rank].append(action)
+        slot += 1
+    return [[*row, *rest] for row, rest in zip(ran, weights, strict=True)]
+
+
+def _has_inputs(action: Action, end_slots: dict[Action, int], slot: int, stages: int) -> bool:
+    """Return whether everything that `action` waits for has ended when `slot` begins."""
+    return all(any(end_slots.get(needed, slot + 1) <= slot for needed in options) for options in dependencies(action, stages))
 
 
 def _periodic_slots(rank: int, ranks: int, offsets: tuple[int, int, int, int], microbatches: int) -> Slots:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
@@ -53,8 +54,19 @@ def peaks_in_flight(rows: Iterable[Row], slices: int = 1) -> tuple[float, ...]:
 
     Each of K `slices` counts 1/K: with K = 4, 7 slices are 1.75 activations.
     """
-    peaks = tuple(int(max((memory for _, memory in memory_after_actions(row)), default=0)) for row in rows)
+    peaks = tuple(max(accumulate(map(_CHANGE_IN_FLIGHT.__getitem__, _kinds(row))), default=0) for row in rows)
     return peaks if slices == 1 else tuple(peak / slices for peak in peaks)
+
+
+_CHANGE_IN_FLIGHT = {kind: int(ActivationSize().memory_change(kind)) for kind in Kind}
+
+
+def _kinds(row: Row) -> Iterator[Kind]:
+    for cell in row:
+        if isinstance(cell, Action):
+            yield cell.kind
+        else:
+            yield from sorted([action.kind for action in cell], key=lambda kind: kind is not Kind.F)
 
 
 def format_per_rank(amounts: Sequence[float], format_amount: Callable[[float], str] = "{:g}".format) -> str:

@@ -14,6 +14,8 @@ A *script* is what `prove` runs: the same, post by post. A program is read as on
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
@@ -76,12 +78,49 @@ class Script:
 
 @dataclass(frozen=True)
 class Program:
-    """The program lines of every rank, and the transfers of every channel (source, destination), both in order."""
+    """The program of a table: made when it is read, for one rank or for all.
+
+    `ahead`: the most receives of a channel that may be posted and not yet consumed; 0 posts each when it is needed.
+    """
 
     schedule: Table
-    lines: tuple[tuple[ProgramLine, ...], ...]
-    channels: dict[tuple[int, int], tuple[Transfer, ...]]
+    ahead: int = RECEIVES_AHEAD
     skips: frozenset[Skip] = frozenset()
+
+    @cached_property
+    def lines(self) -> tuple[tuple[ProgramLine, ...], ...]:
+        """The lines of every rank. A rank that needs only its own calls `rank_lines`."""
+        return tuple(self._lines_of_rank(rank, self._transfers) for rank in range(self.schedule.ranks))
+
+    @cached_property
+    def channels(self) -> dict[tuple[int, int], tuple[Transfer, ...]]:
+        """The transfers of every channel (source, destination), in the order in which they are made."""
+        return {ends: tuple(queue) for ends, queue in self._transfers.channels.items()}
+
+    @cached_property
+    def links(self) -> list[tuple[int, int]]:
+        """The channels that the table may need, as (source, destination): both directions of ranks that exchange something."""
+        home = self.schedule.placement
+        pairs = [(home[start], home[end]) for start, end in (*pairwise(range(self.schedule.num_stages)), *self.skips)]
+        return sorted({ends for pair in pairs for ends in (pair, pair[::-1]) if ends[0] != ends[1]})
+
+    @cached_property
+    def _transfers(self) -> "TransferTable":
+        return TransferTable(self.schedule, self.skips, range(self.schedule.ranks))
+
+    @pause_garbage_collection()
+    def rank_lines(self, rank: int) -> tuple[ProgramLine, ...]:
+        """Return the lines of `rank`. Only the rows of `rank` and of those that send to it are read."""
+        sources = {source for source, destination in self.links if destination == rank}
+        return self._lines_of_rank(rank, TransferTable(self.schedule, self.skips, sorted({rank, *sources})))
+
+    def _lines_of_rank(self, rank: int, transfers: "TransferTable") -> tuple[ProgramLine, ...]:
+        inboxes = {
+            source: _ReceiveQueue(queue, self.ahead)
+            for (source, destination), queue in transfers.channels.items()
+            if destination == rank
+        }
+        return tuple(_lines_of_row(self.schedule.actions[rank], dict(self.schedule.overlaps), transfers, inboxes))
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
         """Yield the instructions of `rank`. A pair runs after the receives, and before the sends, of both its actions."""
@@ -109,9 +148,9 @@ def check_skips(skips: Collection[Skip], num_stages: int) -> None:
 
 
 class TransferTable:
-    """The transfers of a table: by the action that makes or needs them, and by channel in the order in which they are made."""
+    """The transfers that `sources` make, ranks of a table: by action, and by channel in the order in which they are made."""
 
-    def __init__(self, schedule: Table, skips: Collection[Skip] = ()) -> None:
+    def __init__(self, schedule: Table, skips: Collection[Skip], sources: Iterable[int]) -> None:
         self.channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
         # (stage, receiving stage) -> microbatch + M x slice -> transfer
         self.by_stages: dict[tuple[int, int], dict[int, Transfer]] = defaultdict(dict)
@@ -120,8 +159,8 @@ class TransferTable:
         senders = {Kind.F: receivers[Kind.B], Kind.B: receivers[Kind.F], Kind.I: receivers[Kind.F], Kind.W: receivers[Kind.W]}
         self._makes = {kind: [[(to, links[s, to]) for to in ends] for s, ends in enumerate(receivers[kind])] for kind in Kind}
         self._needs = {kind: [[links[start, s] for start in starts] for s, starts in enumerate(senders[kind])] for kind in Kind}
-        for source, row in enumerate(schedule.actions):
-            for action in row:
+        for source in sources:
+            for action in schedule.actions[source]:
                 kind, stage, microbatch, slice_ = action
                 for receiver, link in self._makes[kind][stage]:
                     destination, skip_stage = schedule.placement[receiver], receiver if abs(receiver - stage) > 1 else None
@@ -141,7 +180,6 @@ class TransferTable:
         return tuple([link[number] for link in self._needs[action.kind][action.stage] if number in link])
 
 
-@pause_garbage_collection()
 def lower(schedule: Table, ahead: int = RECEIVES_AHEAD, skips: Collection[Skip] = ()) -> Program:
     """Return the program of `schedule`, whose actions must be in range (`verify` checks that first).
 
@@ -150,13 +188,7 @@ def lower(schedule: Table, ahead: int = RECEIVES_AHEAD, skips: Collection[Skip] 
     posted before its first action, so that the pair can wait for both.
     `skips`: of the model, as in `verify`.
     """
-    transfers, together = TransferTable(schedule, skips), dict(schedule.overlaps)
-    inboxes: list[dict[int, _ReceiveQueue]] = [{} for _ in range(schedule.ranks)]
-    for (source, destination), queue in transfers.channels.items():
-        inboxes[destination][source] = _ReceiveQueue(queue, ahead)
-    lines = tuple(tuple(_lines_of_rank(row, together, transfers, inboxes[rank])) for rank, row in enumerate(schedule.actions))
-    channels = {ends: tuple(queue) for ends, queue in transfers.channels.items()}
-    return Program(schedule, lines, channels, frozenset(skips))
+    return Program(schedule, ahead, frozenset(skips))
 
 
 class _ReceiveQueue:
@@ -183,7 +215,7 @@ class _ReceiveQueue:
         return self.take_receives_up_to(self.consumed + self.ahead)
 
 
-def _lines_of_rank(
+def _lines_of_row(
     row: Iterable[Action], pair_partners: dict[Action, Action], transfers: TransferTable, inboxes: dict[int, _ReceiveQueue]
 ) -> Iterator[ProgramLine]:
     fresh = [transfer for inbox in inboxes.values() for transfer in inbox.take_receives_up_to(inbox.ahead)]

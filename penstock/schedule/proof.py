@@ -17,7 +17,7 @@ other posts the same transfers in the same order and only waits less, so the pro
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 
@@ -35,6 +35,7 @@ from penstock.schedule.table import (
     check_is_table,
     dependencies,
     pause_garbage_collection,
+    receiving_stages,
 )
 
 SEND_MODES = ("async", "blocking")
@@ -101,8 +102,15 @@ def verify(
     program = lower(schedule, RECEIVES_AHEAD if (sends, channels) == ("async", "directed") else 0, skips)
     prove(program, blocking=sends == "blocking", shared=channels == "shared")
     size = schedule.ranks, schedule.num_stages, schedule.microbatches
-    actions, transfers = (sum(map(len, rows)) for rows in (schedule.actions, program.channels.values()))
-    return Proof(schedule.name, *size, actions, transfers, peaks, sends, channels, program)
+    actions = sum(map(len, schedule.actions))
+    return Proof(schedule.name, *size, actions, _count_transfers(schedule, skips), peaks, sends, channels, program)
+
+
+def _count_transfers(schedule: Table, skips: Collection[Skip]) -> int:
+    """Return the transfers between ranks of a complete table: an output and a gradient for each microbatch and slice."""
+    home = schedule.placement
+    borders = [1 for start, end in {*pairwise(range(schedule.num_stages)), *skips} if home[start] != home[end]]
+    return 2 * len(borders) * schedule.microbatches * schedule.slices
 
 
 def _check_memory(schedule: Table, peaks: Sequence[float], bound: float | Sequence[float] | None) -> None:
@@ -121,7 +129,13 @@ def prove(program: Program | Script, blocking: bool = False, shared: bool = Fals
     """Run `program` on the abstract machine. Raises ScheduleError with the cycle of waits if it deadlocks.
 
     `blocking`: ranks wait for each send. `shared`: one channel for both directions between two ranks.
+
+    With neither, a `Program` ends if its table does with nothing but its data dependencies (`runs_to_end`, which is quick): no
+    rank waits for a send, and both ends post a channel's transfers in one order, the receiver always up to the one that it
+    waits for. So a transfer happens as soon as it has been sent, and only a missing input can stop a rank.
     """
+    if isinstance(program, Program) and not (blocking or shared) and runs_to_end(program.schedule, program.skips):
+        return
     _check_local_order(program.schedule)
     rows = [program.instructions(rank) for rank in range(program.schedule.ranks)]
     if blocking:
@@ -130,6 +144,61 @@ def prove(program: Program | Script, blocking: bool = False, shared: bool = Fals
     execution.run()
     if circle := execution.deadlock_cycle():
         raise ScheduleError(f"{program.schedule.name} deadlocks: {'; '.join(circle)}")
+
+
+def runs_to_end(table: Table, skips: Collection[Skip] = ()) -> bool:
+    """Run every rank's cells in order, each once its inputs are made. Return whether all ranks reach their end.
+
+    A result is a number: `offset of its stage and direction + microbatch x K + slice`. B and I make the same one.
+    """
+    slices, parts = table.slices, table.microbatches * table.slices
+    inputs, outputs = _result_offsets(table, skips)
+    made = bytearray(2 * table.num_stages * parts)
+    rows = [table.cells(rank) for rank in range(table.ranks)]
+    waiting: dict[int, list[tuple[int, Cell]]] = defaultdict(list)  # result -> ranks that wait for it, each with its next cell
+    runnable: deque[tuple[int, Iterable[Cell]]] = deque(enumerate(rows))
+
+    while runnable:
+        rank, cells = runnable.popleft()
+        for cell in cells:
+            actions = actions_of(cell)
+            missing = -1
+            for kind, stage, microbatch, slice_ in actions:
+                part = microbatch * slices + slice_
+                for offset in inputs[kind][stage]:
+                    if not made[offset + part]:
+                        missing = offset + part
+                if slices > 1 and kind is not Kind.W and slice_ != (0 if kind is Kind.F else slices - 1):
+                    neighbour = outputs[kind][stage] + part + (-1 if kind is Kind.F else 1)  # the slice that it attends to
+                    missing = missing if made[neighbour] else neighbour
+            if missing >= 0:
+                waiting[missing].append((rank, cell))
+                break
+
+            for kind, stage, microbatch, slice_ in actions:
+                if kind is not Kind.W:
+                    result = outputs[kind][stage] + microbatch * slices + slice_
+                    made[result] = 1
+                    if result in waiting:
+                        runnable.extend(
+                            (waiter, chain((next_cell,), rows[waiter])) for waiter, next_cell in waiting.pop(result)
+                        )
+    return not waiting
+
+
+def _result_offsets(table: Table, skips: Collection[Skip]) -> tuple[dict[Kind, list[list[int]]], dict[Kind, list[int]]]:
+    """Return, for each kind and stage, the offsets of the results that an action needs, and the offset of what it makes."""
+    parts, stages = table.microbatches * table.slices, range(table.num_stages)
+    receivers = receiving_stages(table.num_stages, skips)
+    forward, backward = ([(first + stage) * parts for stage in stages] for first in (0, table.num_stages))
+    of_backward = [[forward[stage], *(backward[later] for later in receivers[Kind.F][stage])] for stage in stages]
+    inputs = {
+        Kind.F: [[forward[earlier] for earlier in receivers[Kind.B][stage]] for stage in stages],
+        Kind.B: of_backward,
+        Kind.I: of_backward,
+        Kind.W: [[backward[stage]] for stage in stages],
+    }
+    return inputs, {Kind.F: forward, Kind.B: backward, Kind.I: backward}
 
 
 def _check_local_order(table: Table) -> None:

@@ -51,7 +51,7 @@ def script_from_compute_comms_rows(name: str, rows: Sequence[Iterable[str]]) -> 
     table = [[cell for cell in row if not isinstance(cell, _CommunicationCell)] for row in parsed]
     schedule = from_rows(name, table)
     check_table(schedule)
-    transfers = TransferTable(schedule)
+    transfers = TransferTable(schedule, (), range(schedule.ranks))
     script = Script(
         schedule, tuple(tuple(_instructions_of_rank(rank, row, schedule, transfers)) for rank, row in enumerate(parsed))
     )

@@ -78,7 +78,7 @@ class RankPrograms:
         if not training or microbatches < schedule.microbatches or forward_only_microbatches or in_one_slice:
             program = lower(replace(schedule.filter_actions(is_included), slices=slices), skips=program.skips)
             prove(program)
-        steps = program.lines[self.rank]
+        steps = program.rank_lines(self.rank)
         row = [step.action for step in steps]
         return RankProgram(
             steps,

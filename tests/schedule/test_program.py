@@ -299,3 +299,11 @@ def test_receives_are_posted_in_channel_order_before_they_are_needed_and_no_earl
             consumed |= needs
             farthest = max((queue.index(transfer) + 1 for transfer in consumed | awaited), default=0)
             assert len(posted) <= max(farthest, len(consumed) + ahead)
+
+
+@CHECKED
+@given(LOWERED, whole_numbers(0, 2))
+def test_the_lines_of_one_rank_are_those_that_it_has_among_all(lowered, ahead):
+    program = lower(lowered[0], ahead, lowered[1])
+    assert [lower(lowered[0], ahead, lowered[1]).rank_lines(rank) for rank in range(program.schedule.ranks)] == [*program.lines]
+    assert set(program.channels) <= set(program.links)

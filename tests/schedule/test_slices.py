@@ -1,5 +1,6 @@
 """Tables whose microbatches are cut into slices along their sequence."""
 
+from dataclasses import replace
 from itertools import accumulate, pairwise, product
 from math import inf
 
@@ -10,7 +11,9 @@ from penstock.errors import MismatchError
 from penstock.plan import plan_slices
 from penstock.schedule import Costs, Schedule, ScheduleError, build, from_rows, names, search, simulate, verify
 from penstock.schedule.catalog import family_options
+from penstock.schedule.program import Program, Script, lower
 from penstock.schedule.table import Action, dependencies
+from penstock.schedule.verify import prove
 from penstock.view.terminal import draw
 
 SLICED = [name for name in names() if "slices" in family_options(name)]
@@ -176,3 +179,26 @@ def test_planned_lengths_have_a_token_each_and_are_equal_where_slices_take_equal
     with pytest.raises(ScheduleError, match="slice_factors has 2 costs for 3 slices"):
         simulate(build("1f1b", 2, 2, slices=3), Costs(slice_factors=[1, 2]))
     assert simulate(build("1f1b", 2, 2), Costs(slice_factors=[2])).makespan == 2 * simulate(build("1f1b", 2, 2)).makespan
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_the_quick_proof_and_the_machine_judge_every_exchange_of_two_actions_alike(name):
+    schedule, verdicts = build(name, 2, 2, slices=2), set()
+    for rank, row in enumerate(schedule.actions):
+        for first in range(len(row) - 1):
+            swapped = (*row[:first], row[first + 1], row[first], *row[first + 2 :])
+            table = replace(schedule, actions=(*schedule.actions[:rank], swapped, *schedule.actions[rank + 1 :]))
+            program = lower(table)
+            script = Script(table, tuple(tuple(program.instructions(number)) for number in range(table.ranks)))
+            quick, machine = raises(program), raises(script)
+            assert quick == machine
+            verdicts.add(quick is None)
+    assert verdicts == {True, False}
+
+
+def raises(program: Program | Script) -> str | None:
+    try:
+        prove(program)
+    except ScheduleError as error:
+        return str(error)
+    return None

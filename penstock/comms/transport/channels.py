@@ -52,7 +52,7 @@ class Channels:
 
         pending = self._pending = PendingSends(SendFailure(groups))
         rank, number = groups.topology.rank, next(groups.channels_count)
-        for source, destination in opening_order(program.channels):  # in one order on all ranks: opening waits for the peer
+        for source, destination in opening_order(program.links):  # in one order on all ranks: opening waits for the peer
             sender, receiver = topology.get_global_rank(source), topology.get_global_rank(destination)
             name, key = f"{sender}-{receiver}", f"{number}/{sender}-{receiver}"
             with (

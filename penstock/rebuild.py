@@ -270,6 +270,7 @@ class Redistribution:
             "tensor": tensor,
             "gradient": tensor.grad,
             "requires_grad": tensor.requires_grad,
+            "grad_dtype": tensor.grad_dtype,
             "has_hooks": has_gradient_hooks(tensor),
             "group_positions": [positions.get(id(tensor)) for positions in self._group_positions],
             "optimizer_states": [dict(optimizer.state.get(tensor, {})) for optimizer in self._optimizers],
@@ -314,6 +315,7 @@ class Redistribution:
             reallocate_in_place(tensor, device)
         tensor.data = record["tensor"]
         tensor.requires_grad_(record["requires_grad"])
+        tensor.grad_dtype = record["grad_dtype"]
         tensor.grad = record["gradient"]
         for optimizer, state in zip(self._optimizers, record["optimizer_states"], strict=True):
             if state:

@@ -43,6 +43,8 @@ def parallelize_stages(
     if tied and (position.tp is not None or (position.dp_cp_mesh is not None and apply is not data_parallel.apply_ddp)):
         parameter_names = ", ".join(names[stage][name] for stage, name in tied[0])
         raise MismatchError(f"parameters of several stages ({parameter_names}) can be neither sharded nor split over tp")
+    if position.tp is not None or position.dp_cp_mesh is not None:
+        _check_gradient_dtypes(modules, names, position.world.rank)
     replication_of_stage = dict(replications)
     for stage, module in modules.items():
         if position.tp is not None and plan is not None:
@@ -58,6 +60,19 @@ def parallelize_stages(
             "data_parallel= makes DistributedDataParallel of one stage and shards another: do the same with all"
         )
     return replication_of_stage
+
+
+def _check_gradient_dtypes(modules: Mapping[int, nn.Module], names: Sequence[Mapping[str, str]], rank: int) -> None:
+    """Raise MismatchError for a `grad_dtype`: DistributedDataParallel refuses it in a backward, DTensors drop it silently."""
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if parameter.grad_dtype not in (parameter.dtype, None):
+                dtypes = f"{names[stage].get(name, name)} is {parameter.dtype} and has grad_dtype={parameter.grad_dtype}"
+                raise MismatchError(
+                    f"rank {rank}: {dtypes}, which torch's dp, cp and tp do not keep: leave parameters in float32, and give "
+                    "data_parallel=lambda stage, mesh: fully_shard(stage, mesh=mesh, mp_policy=MixedPrecisionPolicy("
+                    "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))"
+                )
 
 
 def finish_gradient_averaging(

@@ -101,7 +101,10 @@ def _slots_to_materialise(slots: Sequence[TensorSlot], only: Container[str] | No
 def reallocate_in_place(tensor: Tensor, device: torch.device) -> None:
     """Give `tensor` new memory of the same layout on `device`, with undefined values. It remains the same object."""
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    swap_tensors(tensor, new.requires_grad_(tensor.requires_grad))
+    new.requires_grad_(tensor.requires_grad)
+    if tensor.grad_dtype != new.grad_dtype:
+        new.grad_dtype = tensor.grad_dtype
+    swap_tensors(tensor, new)
 
 
 # -- submodules and their names ----------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def _measure_seconds(stage: Stage, inputs: list[Tensor]) -> ActionSeconds:
         forward, output = took(stage.forward, 0, _new_message(inputs), split_backward=split)
         gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
         backward, _ = took(stage.backward, 0, gradients)
-        weights, _ = took(stage.backward_weight, [0])
+        weights, _ = took(stage.backward_weight, 0)
         times.append((forward, backward, weights))
     return *times[1][:2], *times[3]
 

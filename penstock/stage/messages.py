@@ -47,23 +47,19 @@ class StageMessages:
 
     def attach_inputs(self, messages: Sequence[Any]) -> tuple[Sequence[Any], ReceivedInputs]:
         """Return the values for the module, as the beginning of a graph, and what else came with the messages."""
-        inputs = tuple([StageInputGradients() for _ in messages])
+        inputs: list[StageInputGradients] = []
         values: list[Any] = []
         borrowed: list[tuple[TensorSlot, Tensor]] = []
-        for stage_input, slots, message in zip(inputs, self._borrowed, messages, strict=True):
-            if not slots:
-                values.append(stage_input.attach(message))
-                continue
-            # This rank's parameters, as if they had come with the message.
-            parameters = [slot.parameter.detach().requires_grad_(slot.parameter.requires_grad) for slot in slots]
-            value, attached = stage_input.attach((message, parameters))
-            values.append(value)
-            borrowed += [(place, tensor) for slot, tensor in zip(slots, attached, strict=True) for place in slot.places]
+        for slots, message in zip(self._borrowed, messages, strict=True):
+            parameters = [_leaf_like(slot.parameter) for slot in slots]  # this rank's, as if they had come with the message
+            borrowed += [(place, leaf) for slot, leaf in zip(slots, parameters, strict=True) for place in slot.places]
+            inputs.append(StageInputGradients(parameters))
+            values.append(inputs[-1].attach(message))
 
         if len(values) > len(self._value_sources):
             by_source = zip(self._sources, values, strict=True)
             values = [value for source, value in by_source if source in self._value_sources]
-        return values, ReceivedInputs(inputs, borrowed)
+        return values, ReceivedInputs(tuple(inputs), borrowed)
 
     def pack_output(self, output: Any, arrived: Versions) -> Any:
         """Return what is sent: the output, or a message for each destination where there are several.
@@ -86,3 +82,10 @@ class StageMessages:
             leaves += flatten(message)[0]
             leaves += [used.get(id(parameter), parameter) for parameter in lent]
         return leaves
+
+
+def _leaf_like(parameter: nn.Parameter) -> Tensor:
+    """Return a leaf that shares the parameter's memory, and is trained as it is."""
+    leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+    leaf.grad_dtype = parameter.grad_dtype
+    return leaf

@@ -182,7 +182,8 @@ def _local_shard_with_grad(parameter: nn.Parameter) -> Tensor:
 
 
 def _with_gradient(value: Tensor, gradient: Tensor) -> Tensor:
-    value.requires_grad_().grad = gradient
+    value.requires_grad_().grad_dtype = gradient.dtype
+    value.grad = gradient
     return value
 
 

@@ -70,7 +70,7 @@ class TiedParameters:
             if copy.requires_grad:
                 has_gradient = torch.tensor([copy.grad is not None], device="cpu")
                 has_gradient = self._broadcast_from_first_owner(name, has_gradient)
-                gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad
+                gradient = torch.zeros_like(copy, dtype=copy.grad_dtype) if copy.grad is None else copy.grad
                 copy.grad = self._broadcast_from_first_owner(name, gradient) if has_gradient else None
 
     def _broadcast_from_first_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

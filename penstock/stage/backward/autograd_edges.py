@@ -14,10 +14,20 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class StageInputGradients:
-    """A message from another stage, and after the backward the gradients of those of its tensors that require one."""
+    """What came from another stage, and after the backward the gradients of those of its tensors that require one.
 
-    def __init__(self) -> None:
-        self.gradients: Gradients = ()
+    `parameters`: leaves that stand for parameters of that stage. Their gradients come last. They are leaves because only a leaf
+    has a `grad_dtype`, in which the gradients of its uses are summed.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
+        self._message_gradients: Gradients = ()
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+
+    @property
+    def gradients(self) -> Gradients:
+        """The gradients; None for a tensor that the backward did not reach."""
+        return (*self._message_gradients, *[parameter.grad for parameter in self._parameters])
 
     def attach(self, message: Any) -> Any:
         """Return `message` as the beginning of a graph: a backward stores the gradients of its tensors here."""
@@ -26,14 +36,14 @@ class StageInputGradients:
         if not wanted:
             return message
 
-        self.gradients = (None,) * len(wanted)
+        self._message_gradients = (None,) * len(wanted)
         attached = with_gradient_callback([leaves[index].detach() for index in wanted], self._store_gradients)
         for index, tensor in zip(wanted, attached, strict=True):
             leaves[index] = tensor
         return unflatten(leaves, structure)
 
     def _store_gradients(self, gradients: Gradients) -> None:
-        self.gradients = gradients
+        self._message_gradients = gradients
 
 
 def detach_for_next_stage(value: Any) -> Any:

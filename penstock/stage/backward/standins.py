@@ -91,5 +91,5 @@ def make_standin(parameter: nn.Parameter, index: int) -> Any:
     """Return a stand-in for the stage's `parameter` of this index."""
     detached = parameter.detach()
     leaf = make_leaf(detached, StandInWeight if parameter.dim() > 1 and not parameter.is_complex() else nn.Parameter)
-    leaf.parameter_index, leaf.detached = index, detached
+    leaf.parameter_index, leaf.detached, leaf.grad_dtype = index, detached, parameter.grad_dtype
     return leaf

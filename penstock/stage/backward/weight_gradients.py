@@ -60,7 +60,7 @@ class WeightGradientGroup:
         """Sum in the order of the uses, as autograd does.
 
         Where autocast has cast a weight, its gradients are summed in the dtype of the cast; this sum is one summand of the
-        parameter's, in the place of the last of them.
+        parameter's, in the place of the last of them. The parameter's summands are in its `grad_dtype`.
         """
         sums, cast_sums = dict[int, Tensor](), dict[int, Tensor]()
         pairs = list(zip(self._targets, gradients, strict=True))
@@ -68,9 +68,13 @@ class WeightGradientGroup:
         last_cast = {index: place for place, index in enumerate(self._targets) if is_cast[place]}
 
         for place, (index, gradient) in enumerate(pairs):
-            add_to_sum(cast_sums if is_cast[place] else sums, index, gradient)
-            if last_cast.get(index) == place:
-                add_to_sum(sums, index, cast_sums[index].to(self._parameters[index].dtype))
+            parameter = self._parameters[index]
+            if is_cast[place]:
+                add_to_sum(cast_sums, index, gradient)
+                if last_cast[index] != place:
+                    continue
+                gradient = cast_sums[index].to(parameter.dtype)
+            add_to_sum(sums, index, gradient.to(parameter.grad_dtype or gradient.dtype))
         for index in leftovers.keys() & self._parameters.keys():
             add_to_sum(sums, index, leftovers.pop(index))
         return [sums[index] for index in self._parameters]

@@ -12,8 +12,8 @@ from penstock.plan import plan_slices
 from penstock.schedule import Costs, Schedule, ScheduleError, build, from_rows, names, search, simulate, verify
 from penstock.schedule.catalog import family_options
 from penstock.schedule.program import Program, Script, lower
+from penstock.schedule.proof import prove
 from penstock.schedule.table import Action, dependencies
-from penstock.schedule.verify import prove
 from penstock.view.terminal import draw
 
 SLICED = [name for name in names() if "slices" in family_options(name)]

@@ -5,6 +5,7 @@
 `overheads`         measure the engine's time for an action, and messages
 `estimating`        profile a model by counting operations, or from the measured steps of a run
 `stage_costs`       the cost of a stage of consecutive layers: time, activations, parameters
+`dependency_graph`  what the actions of a table wait for, in an order in which all can run
 `schedule_timer`    a fast makespan of one table for many costs
 `slice_lengths`     lengths of a microbatch's slices, from a step that ran in slices
 `microbatch_order`  the order of unequal microbatches that makes a step short

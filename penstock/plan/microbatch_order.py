@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.schedule.table import Action, Kind, Table
+from penstock.plan.dependency_graph import Node, dependency_graph
+from penstock.schedule.table import Kind, Table
 from penstock.timing.simulate import Costs, simulate
 from penstock.timing.timeline import Timeline
 
@@ -88,16 +89,17 @@ class OrderTimer:
 
     def seconds_to_time(self, num_orders: int) -> float:
         """Return the most seconds that `step_times` of `num_orders` takes."""
-        return len(self._graph.cells) * (SECONDS_PER_CELL + num_orders * SECONDS_PER_CELL_AND_ORDER)
+        return len(self._graph.nodes) * (SECONDS_PER_CELL + num_orders * SECONDS_PER_CELL_AND_ORDER)
 
     def step_times(self, orders: np.ndarray) -> np.ndarray:
         """Return a step's time in each of `orders`, (microbatches, orders); longer than any step if the limit is not kept."""
         ends, costs = list[np.ndarray](), [row[orders] for row in self._cost_rows]
-        for needs, actions in self._graph.cells:
-            first, *rest = [costs[self._row_numbers[kind][stage]][microbatch] for kind, stage, microbatch, _ in actions]
+        for cell, previous, inputs in self._graph.nodes:
+            first, *rest = [costs[self._row_numbers[kind][stage]][microbatch] for _, (kind, stage, microbatch, _), *_ in cell]
             end = sum(rest, first)
-            ends.append(end + _elementwise_max([ends[need] for need in needs]) if needs else end)
-        times = _elementwise_max([ends[cell] for cell in self._graph.last_cells])
+            needs = [ends[number - 1] for number in (previous, *inputs) if number]
+            ends.append(end + _elementwise_max(needs) if needs else end)
+        times = _elementwise_max([ends[number - 1] for number in self._graph.last_nodes])
         if self._limit is None:
             return times
         peaks = (self._graph.in_flight @ self._sizes[orders]).max(axis=0)
@@ -160,37 +162,20 @@ def _swap_while_faster(order: list[int], timer: OrderTimer, seconds_left: float)
 # ---- dependencies
 
 
-class _StepNode(NamedTuple):
-    """An action or a pair, and the numbers of the earlier cells that end before it starts."""
-
-    needs: list[int]
-    actions: tuple[Action, ...]
-
-
 class _StepGraph(NamedTuple):
     """The dependencies and memory of a table's cells, which are the same in every order of the microbatches."""
 
-    cells: list[_StepNode]  # each after those that it needs
-    last_cells: list[int]  # the last of each rank
+    nodes: list[Node]
+    last_nodes: list[int]  # the last of each rank
     in_flight: np.ndarray  # (states, microbatches): the share of each microbatch that a rank holds after an action
 
 
 @lru_cache(16)
 def _step_graph(table: Table, microbatches: int) -> _StepGraph:
     """Return the graph of the first `microbatches` of a table."""
-    timeline = simulate(_first_microbatches(table, microbatches))
-    all_cells = sorted(
-        (cell for rank in range(timeline.ranks) for cell in timeline.cells(rank)), key=lambda cell: cell[0].start
-    )
-    numbers = {event.action: number for number, cell in enumerate(all_cells) for event in cell}
-    cells, last_cells = list[_StepNode](), dict[int, int]()
-    for number, cell in enumerate(all_cells):
-        needs = {numbers[needed.action] for event in cell for needed in timeline.needed_events(event)}
-        if cell[0].rank in last_cells:
-            needs.add(last_cells[cell[0].rank])
-        cells.append(_StepNode(sorted(needs), tuple([event.action for event in cell])))
-        last_cells[cell[0].rank] = number
-    return _StepGraph(cells, list(last_cells.values()), _memory_share_matrix(timeline, microbatches))
+    nodes, timeline = dependency_graph(_first_microbatches(table, microbatches))
+    last_nodes = {node.cell[0].rank: number for number, node in enumerate(nodes, 1)}
+    return _StepGraph(nodes, list(last_nodes.values()), _memory_share_matrix(timeline, microbatches))
 
 
 def _memory_share_matrix(timeline: Timeline, microbatches: int) -> np.ndarray:

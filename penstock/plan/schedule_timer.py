@@ -8,14 +8,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import ge
 from random import Random
 
+from penstock.plan.dependency_graph import dependency_graph
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Action, Kind
 from penstock.schedule.transform import with_full_backwards
-from penstock.timing.simulate import simulate
 
 KINDS = tuple(Kind)  # F, B, I, W: the order of costs
 
@@ -94,28 +94,18 @@ class ScheduleTimer:
 def _operations_in_order(schedule: Schedule) -> list[tuple[int, int, int, int]]:
     """Return the actions in an order in which all can run, each as numbers of its cost, two actions, and a border.
 
-    The two actions are the one before on the rank and the one needed, whose message crosses the border. Actions count from 1;
-    0 stands for none. The last border stands for none: it is crossed within a rank.
+    The two actions are the one before on the rank and the one whose message, over the border, it needs. Actions count from 1;
+    0 stands for none, and the last border too.
     """
-    stages, nowhere = schedule.num_stages, schedule.num_stages - 1
-    borders = [stage if rank != next_rank else nowhere for stage, (rank, next_rank) in enumerate(pairwise(schedule.placement))]
-    order = sorted(
-        simulate(schedule).events, key=lambda event: event.start
-    )  # every action takes 1: none starts before what it needs
-    number: dict[Action, int] = {}
-    last_operation = [0] * schedule.ranks
+    stages, nodes = schedule.num_stages, dependency_graph(schedule).nodes
     lines = []
-    for event in order:
-        kind, stage, microbatch, slice_ = event.action
-        needed, border = 0, nowhere
-        if kind is Kind.F and stage:
-            needed, border = number[Action(Kind.F, stage - 1, microbatch, slice_)], borders[stage - 1]
-        elif kind in (Kind.B, Kind.I) and stage < stages - 1:
-            needed, border = number[Action(Kind.B, stage + 1, microbatch, slice_)], borders[stage]
-        lines.append((KINDS.index(kind) * stages + stage, last_operation[event.rank], needed, border))
-        number[event.action] = last_operation[event.rank] = len(lines)
-        if kind is Kind.I:
-            number[Action(Kind.B, stage, microbatch, slice_)] = len(lines)  # an action that waits for B waits for I as well
+    for (event,), previous, inputs in nodes:
+        kind, stage, *_ = event.action
+        needed, border = 0, stages - 1
+        if inputs:
+            needed = inputs[0]
+            border = stage - 1 if kind is Kind.F else stage
+        lines.append((KINDS.index(kind) * stages + stage, previous, needed, border))
     return lines
 
 

@@ -3,6 +3,7 @@
 Only that command's module is imported, so that commands without torch start fast.
 """
 
+import ast
 import difflib
 import importlib
 import io
@@ -10,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import penstock
@@ -82,9 +84,18 @@ def help_text() -> str:
     width = max(map(len, COMMANDS))
     for group, commands in GROUPS.items():
         lines += ["", f"{group}:"]
-        lines += [f"  {name:{width}}  {_class_of(name).__doc__.partition(chr(10))[0]}" for name in commands]
+        lines += [f"  {name:{width}}  {_summary(path)}" for name, path in commands.items()]
     lines += ["", "`penstock COMMAND --help` lists its options, `penstock --version` the version."]
     return "\n".join(lines)
+
+
+def _summary(path: str) -> str:
+    """Return the first line of a command's docstring. Its file is read, not imported: some commands import torch."""
+    module, _, class_name = path.rpartition(".")
+    file = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+    classes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    docstring = next(ast.get_docstring(node) for node in classes if node.name == class_name)
+    return str(docstring).partition("\n")[0]
 
 
 def _class_of(name: str) -> Any:

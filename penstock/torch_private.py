@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import _rendezvous_handlers
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operation
@@ -233,6 +232,8 @@ def safe_softmax(scores: Tensor, dim: int) -> Tensor:
 
 def causal_bias(queries: int, keys: int) -> Tensor:
     """The public `causal_lower_right`, out of the sight of every TorchDispatchMode: under one it raises RuntimeError."""
+    from torch.nn.attention.bias import causal_lower_right  # this imports the compiler, which takes a second
+
     with _disable_current_modes():
         return causal_lower_right(queries, keys)
 

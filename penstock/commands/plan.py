@@ -20,7 +20,7 @@ from penstock.integrations.torch_trace import is_traces
 from penstock.learn.puzzles.check_helpers import CheckFailed, load_file, one_line_error
 from penstock.learn.python_schedule import USER_CODE_ERRORS
 from penstock.plan import ModelProfile, Plan, parse_memory_size, plan, robustness
-from penstock.plan.estimating import COSTS_FILE
+from penstock.plan.model_profile import COSTS_FILE
 from penstock.schedule.memory import format_bytes
 from penstock.view.files import report_write_errors
 

@@ -12,7 +12,6 @@ from penstock.commands.source import nearest_path
 from penstock.commands.train.config import SETTINGS, TrainConfig, saved_options
 from penstock.errors import PenstockError
 from penstock.launcher.forkserver import start_forkserver_early
-from penstock.launcher.launch import launch
 
 T = TypeVar("T")
 
@@ -121,4 +120,6 @@ def _check_options(config: TrainConfig, options: dict[str, tuple[Any, int]]) -> 
 
 def _on_ranks(ranks: int, function: Callable[..., T], *args: Any) -> T:
     """Run `function(*args)` on every rank. Return the result of rank 0, or under torchrun of this rank."""
+    from penstock.launcher.launch import launch
+
     return function(*args) if "RANK" in os.environ else launch(function, ranks, *args)[0]

@@ -126,9 +126,6 @@ def _token_loss(output: Any, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), target.to(logits.device).flatten())
 
 
-COSTS_FILE = "costs.json"  # its name in the folder of a run
-
-
 def profile_of_run(measured: Measurement, balance: Balance, parameters: Sequence[float], rows: int) -> ModelProfile:
     """Return what the layers of `balance` took in steps with microbatches of `rows` rows. `parameters`: bytes of each layer's.
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from penstock.errors import PenstockError
 
 FORMAT = "penstock layers 1"
+COSTS_FILE = "costs.json"  # its name in the folder of a run
 
 
 class LayerCost(NamedTuple):

@@ -346,6 +346,12 @@ def test_schedules_lists_them_all():
     assert [line.split(":")[0] for line in narrow if not line.startswith(" ")] == names()
 
 
+def test_help_imports_no_torch():
+    lines = [["--help"], *([*name.split(), "--help"] for name in cli.COMMANDS)]
+    done = fresh(json.dumps(lines), launcher=("-c", TYPED))
+    assert [json.loads(line)[1:] for line in done.stdout.splitlines()] == [[0, False]] * len(lines)
+
+
 @pytest.mark.parametrize("name", ["schedules", "show"])
 def test_only_the_command_that_was_typed_is_imported(name):
     code = f"import sys; sys.argv = ['penstock', '{name}']\nfrom penstock.commands.cli import main\nmain()\n"

@@ -49,6 +49,13 @@ def test_an_import_that_needs_no_torch_does_not_load_it(statement):
     run(WITHOUT_TORCH + statement)
 
 
+@pytest.mark.ranks
+def test_a_pipeline_is_imported_without_torchs_compiler():
+    heavy = "{'torch._dynamo', 'torch._inductor', 'torch.distributed.fsdp', 'torch.distributed.tensor', 'torch.export'}"
+    code = "import torch, sys; before = {*sys.modules}; import penstock; penstock.Pipeline"
+    assert run(f"{code}; print(*({heavy} & {{*sys.modules}}) - before)") == ""
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_only_the_command_line_needs_tyro():

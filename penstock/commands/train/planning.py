@@ -24,7 +24,8 @@ from penstock.explain.explanation import NOTABLE_SHARE
 from penstock.launcher.launch import launch
 from penstock.partition.balance import Balance
 from penstock.plan import ModelProfile, Overheads, Plan, load, measure, measure_overheads, parse_memory_size, plan
-from penstock.plan.estimating import COSTS_FILE, profile_of_run
+from penstock.plan.estimating import profile_of_run
+from penstock.plan.model_profile import COSTS_FILE
 from penstock.schedule import Measurement, Timeline
 from penstock.schedule.memory import format_bytes
 

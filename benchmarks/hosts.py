@@ -27,9 +27,7 @@ from two_hosts import results_of, run
 import penstock as ps
 from penstock.commands.machine.steps import action_costs
 from penstock.comms.process_groups import DESTINATION_RANK
-from penstock.comms.transport import message_spec
 from penstock.comms.transport.group_transport import GroupSender, PendingSends
-from penstock.comms.transport.message_spec import TensorSpec
 from penstock.schedule import Costs, Measurement, Schedule
 
 RANKS = 4
@@ -69,9 +67,9 @@ class Link(NamedTuple):
 class WaitingSends(PendingSends):
     """The other way to send: the rank waits until its message is gone, and computes nothing meanwhile."""
 
-    def send(self, group: Any, tensor: Tensor, spec: TensorSpec, message: object) -> None:
-        """Send `tensor` as `spec` through `group`, and wait."""
-        group.send([message_spec.flat_memory(tensor, spec)], DESTINATION_RANK, 0).wait()
+    def send(self, group: Any, data: Tensor, message: object, tag: int) -> None:
+        """Send `data` through `group`, and wait."""
+        group.send([data], DESTINATION_RANK, tag).wait()
 
 
 # ---- on every rank

@@ -193,7 +193,7 @@ class StepHandshake:
             message_signatures=(
                 _message_signatures(headers, lists[replica], skipped[replica])
                 if lists
-                else [(kind, number) for number in range(len(microbatch_rows[replica]))]
+                else [(kind, rows, number in skipped[replica]) for number, rows in enumerate(microbatch_rows[replica])]
             ),
             token_shares=[
                 share / sum(shares) if batch.call.reduction == "mean" and any(shares) else 1.0

@@ -6,8 +6,9 @@ import os
 import resource
 import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from datetime import timedelta
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,16 +21,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock as ps
+from penstock.comms.encoding import view_as_bytes
 from penstock.comms.process_groups import ProcessGroups
 from penstock.comms.topology import CPU
 from penstock.comms.transport import memory_transport, message_spec, shared_memory
 from penstock.comms.transport.channels import ReceiveChannel, SendChannel, open_receiver, open_sender
-from penstock.comms.transport.group_transport import GroupReceiver, GroupSender, PendingSends
+from penstock.comms.transport.group_transport import REPLACED, GroupReceiver, GroupSender, PendingSends
 from penstock.comms.transport.memory_transport import MemoryReceiver, MemorySender
 from penstock.comms.transport.message_spec import tensor_spec_of
 from penstock.comms.transport.send_thread import SendFailure
 from penstock.comms.transport.shared_memory import FREE, SPARE_BYTES, BlockAllocator
-from penstock.comms.transport.spec_cache import MessageSpecCache
+from penstock.comms.transport.spec_cache import MAX_SIGNATURES, MessageSpecCache
 from penstock.schedule.program import Transfer
 from penstock.schedule.table import Action, Kind
 from penstock.trees import flatten
@@ -94,6 +96,22 @@ def ends():
     receiver.close()
 
 
+def message_of(spec):
+    """The description of a message of one tensor."""
+    return message_spec.MessageSpec(flatten(torch.empty(0))[1], (spec,))
+
+
+def send(sender, tensor):
+    """Send a message that the receiver expects."""
+    spec = message_of(tensor_spec_of(tensor))
+    sender.send([tensor], spec, spec)
+
+
+def receive(receiver, spec):
+    """Return the tensor of an expected message."""
+    return receiver.receive(receiver.post_receive(message_of(spec)))[1][0]
+
+
 class Unfailing:
     """Where a sender's thread tells that it has failed: here that is an error."""
 
@@ -105,13 +123,13 @@ class Unfailing:
 def test_a_message_arrives_in_its_layout_and_is_the_receivers_own(ends, tensor):
     sender, receiver = ends
     spec = tensor_spec_of(tensor)
-    sender.send(tensor, spec)
-    arrived = receiver.wait_receive(None, spec)
+    send(sender, tensor)
+    arrived = receive(receiver, spec)
     assert torch.equal(arrived, tensor)
     assert arrived.stride() == spec.stride
     arrived.add_(1)
-    sender.send(tensor, spec)
-    assert torch.equal(receiver.wait_receive(None, spec), tensor)
+    send(sender, tensor)
+    assert torch.equal(receive(receiver, spec), tensor)
     assert torch.equal(arrived, tensor + 1)
 
 
@@ -122,13 +140,13 @@ def test_a_block_is_used_again_once_its_message_is_let_go(ends, size, held):
     spec = tensor_spec_of(message)
     kept = []
     for _ in range(3):
-        sender.send(message, spec)
-        kept.append(receiver.wait_receive(None, spec))
+        send(sender, message)
+        kept.append(receive(receiver, spec))
     assert len(sender.allocator.blocks) == held
     kept.clear()
     for _ in range(5):
-        sender.send(message, spec)
-        assert torch.equal(receiver.wait_receive(None, spec), message)
+        send(sender, message)
+        assert torch.equal(receive(receiver, spec), message)
     assert len(sender.allocator.blocks) == held
 
 
@@ -136,10 +154,10 @@ def test_a_silent_sender_and_a_closed_one_end_the_wait(ends):
     sender, receiver = ends
     spec = tensor_spec_of(torch.ones(3))
     with pytest.raises(RuntimeError, match="timed out"):
-        receiver.wait_receive(None, spec)
+        receive(receiver, spec)
     sender.close()
     with pytest.raises(RuntimeError, match="closed the pipe"):
-        receiver.wait_receive(None, spec)
+        receive(receiver, spec)
 
 
 def test_a_line_that_is_closed_while_its_thread_writes_leaves_the_pipes_number_to_no_other_file(ends, monkeypatch, tmp_path):
@@ -154,15 +172,15 @@ def test_a_line_that_is_closed_while_its_thread_writes_leaves_the_pipes_number_t
     monkeypatch.setattr(memory_transport.os, "write", late)
     large = torch.ones(memory_transport.MIN_THREAD_BYTES)
     spec = tensor_spec_of(large)
-    sender.send(large, spec)
+    send(sender, large)
     assert about_to.wait(60)
-    sender.send(large, spec)  # comes to nothing
+    send(sender, large)  # comes to nothing
     sender.close()
     with open(tmp_path / "another", "wb"):
         closed.set()
-        assert torch.equal(receiver.wait_receive(None, spec), large)
+        assert torch.equal(receive(receiver, spec), large)
         with pytest.raises(RuntimeError, match="closed the pipe"):
-            receiver.wait_receive(None, spec)
+            receive(receiver, spec)
     assert (tmp_path / "another").read_bytes() == b""
 
 
@@ -170,8 +188,8 @@ def test_messages_of_any_length_share_blocks_whose_sizes_are_powers_of_two(ends)
     sender, receiver = ends
     for length in range(1, 5000, 7):
         message = torch.arange(float(length))
-        sender.send(message, tensor_spec_of(message))
-        assert torch.equal(receiver.wait_receive(None, tensor_spec_of(message)), message)
+        send(sender, message)
+        assert torch.equal(receive(receiver, tensor_spec_of(message)), message)
     assert len(sender.allocator.blocks) == 4  # of 4, 8, 16 and 32 KB
 
 
@@ -183,7 +201,7 @@ def test_free_blocks_never_keep_more_than_twice_what_is_in_flight_and_a_little(e
         message = torch.full((megabytes * 2**18,), float(megabytes))
         for _ in range(3):
             sender._send_now(message, tensor_spec_of(message))
-            in_flight.append(receiver.wait_receive(None, tensor_spec_of(message)))
+            in_flight.append(receive(receiver, tensor_spec_of(message)))
             assert all(torch.equal(count, count[0].expand_as(count)) for count in in_flight)  # nobody's memory was given back
         lying = sum(count.nbytes + 64 for count in in_flight)
         assert sender.allocator.written_bytes <= max(3 * 3 * (64 * 2**20 + 64), lying + 2**24)
@@ -192,7 +210,7 @@ def test_free_blocks_never_keep_more_than_twice_what_is_in_flight_and_a_little(e
     small = torch.ones(2**18)
     for _ in range(40):  # what was large once is given back when more small ones are needed than ever
         sender._send_now(small, tensor_spec_of(small))
-        in_flight.append(receiver.wait_receive(None, tensor_spec_of(small)))
+        in_flight.append(receive(receiver, tensor_spec_of(small)))
     assert sender.allocator.written_bytes <= 3 * 40 * (2**20 + 64)
 
 
@@ -219,8 +237,8 @@ def rank_of_random_shapes(shapes):
     for turn, length in enumerate(lengths):
         message = ball[:length]
         spec = tensor_spec_of(message)
-        outgoing.send(message, spec)
-        arrived = incoming.wait_receive(incoming.post_receive(spec), spec)
+        send(outgoing, message)
+        arrived = receive(incoming, spec)
         assert arrived[-1] == 1
         if turn % (shapes // 50) == 0:
             found.append((len(open_files()), _resident()))
@@ -256,14 +274,14 @@ class Shelf:
     def __init__(self):
         self.messages = deque()
 
-    def send(self, tensor, spec, what):
-        self.messages.append(tensor)
+    def send(self, tensors, spec, expected, what):
+        self.messages += tensors
 
-    def post_receive(self, spec):
-        return None
+    def post_receive(self, expected):
+        return expected
 
-    def wait_receive(self, posted, spec):
-        return self.messages.popleft()
+    def receive(self, expected):
+        return expected, [self.messages.popleft() for _ in expected.parts]
 
 
 def test_tensors_on_gpus_go_through_host_memory_in_their_layout():
@@ -383,3 +401,111 @@ def test_a_line_with_no_addresses_left_uses_larger_blocks_that_are_free():
     assert len(set(taken)) == 2
     with pytest.raises(OSError, match="no room in this transport's 1,048,576 bytes of addresses: raise `ulimit -v`"):
         allocator.allocate(2**18)
+
+
+def ends_over_a_group(head_apart):
+    """Both ends of a transport over a group that is a queue for each tag; `head_apart`: tensors have a group of their own."""
+    queues = defaultdict(deque)
+
+    def group(name):
+        def send(tensors, peer, tag):
+            queues[name, tag].append(tensors[0].clone())
+            return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+        def recv(tensors, peer, tag):
+            def wait():
+                arrived = posted[name, tag].popleft()
+                assert arrived is tensors[0]
+                data = queues[name, tag].popleft()
+                assert data.nbytes == arrived.nbytes  # NCCL takes no other size
+                view_as_bytes(arrived).copy_(data)
+
+            posted[name, tag].append(tensors[0])
+            return SimpleNamespace(wait=wait)
+
+        return SimpleNamespace(name=lambda: name, send=send, recv=recv)
+
+    posted = defaultdict(deque)
+    gloo = group("gloo")
+    tensors = group("nccl") if head_apart else gloo
+    specs = [MessageSpecCache(), MessageSpecCache()]
+    outgoing = SendChannel(
+        GroupSender(gloo, tensors, CPU, PendingSends(Unfailing())), SimpleNamespace(raise_if_failed=lambda: None), specs[0]
+    )
+    return outgoing, ReceiveChannel(GroupReceiver(gloo, tensors, CPU), 1, 0, specs[1]), specs, queues
+
+
+MESSAGES = {
+    "a number": torch.tensor(1.5),
+    "a matrix": torch.arange(6.0).view(2, 3),
+    "its transpose": torch.arange(6.0).view(3, 2).t(),
+    "with a gradient": torch.arange(6.0).view(2, 3).requires_grad_(),
+    "another shape": torch.arange(20.0).view(4, 5),
+    "several": (torch.ones(3), None, torch.zeros(0, 2), 7, torch.arange(9)),
+    "one is None": (None, None, torch.zeros(0, 2), 7, torch.arange(9)),
+    "another number": (torch.ones(3), None, torch.zeros(0, 2), 8, torch.arange(9)),
+    "all is None": (None, None, None, 7, None),
+    "nothing": (),
+    "no elements": torch.zeros(0, 3),
+    "begins as one that is replaced": torch.tensor(list(REPLACED) * 2, dtype=torch.uint8),
+    "is what a replaced one begins with": torch.tensor(list(REPLACED), dtype=torch.uint8),
+}
+
+
+@pytest.mark.parametrize("head_apart", [False, True])
+def test_any_message_may_come_instead_of_any_other_with_receives_posted_behind_it(head_apart):
+    outgoing, incoming, specs, queues = ends_over_a_group(head_apart)
+    names = [name for pair in permutations(MESSAGES, 2) for name in pair] + list(MESSAGES) * 2
+    for step in range(0, len(names), 3):
+        messages = names[step : step + 3]
+        transfers = [Transfer(Action(Kind.F, 0, number), 0, 1) for number in range(3)]
+        for cache in specs:
+            cache.begin_step(["a signature"] * 3)
+        for transfer in transfers:
+            incoming.post_receive(transfer)
+        for transfer, name in zip(transfers, messages, strict=False):
+            outgoing.send(transfer, MESSAGES[name])
+            sent, arrived = flatten(MESSAGES[name]), flatten(incoming.receive(transfer, CPU))
+            assert message_spec.message_spec_of(*sent).fits_layout_of(message_spec.message_spec_of(*arrived))
+            for leaf, arrived_leaf in zip(sent[0], arrived[0], strict=True):
+                assert torch.equal(leaf, arrived_leaf) if isinstance(leaf, torch.Tensor) else leaf == arrived_leaf
+        for transfer in transfers[len(messages) :]:
+            outgoing.send(transfer, MESSAGES["a number"])
+            incoming.receive(transfer, CPU)
+        for cache in specs:
+            cache.end_step()
+        assert not any(queues.values())
+        assert specs[0].step_specs == specs[1].step_specs
+
+
+@pytest.mark.parametrize("head_apart", [False, True])
+def test_a_message_as_before_is_sent_without_a_description(head_apart):
+    outgoing, incoming, specs, queues = ends_over_a_group(head_apart)
+    counts = []
+    for _ in range(3):
+        transfer = Transfer(Action(Kind.F, 0, 0), 0, 1)
+        for cache in specs:
+            cache.begin_step(["a signature"])
+        incoming.post_receive(transfer)
+        outgoing.send(transfer, MESSAGES["a matrix"])
+        counts.append(sum(map(len, queues.values())))
+        incoming.receive(transfer, CPU)
+        for cache in specs:
+            cache.end_step()
+    assert counts == [3, 1 + head_apart, 1 + head_apart]  # size and description only in the first
+
+
+def test_specs_of_the_signatures_used_last_are_remembered():
+    cache, spec = MessageSpecCache(), message_spec.message_spec_of(*flatten(torch.ones(3)))
+    transfer = Transfer(Action(Kind.F, 0, 0), 0, 1)
+    for signature in range(MAX_SIGNATURES + 10):
+        cache.begin_step([signature, 0])  # signature 0 is in every step
+        if signature < 2:
+            cache.add(transfer, spec)
+        cache.end_step()
+    assert len(cache._by_signature) == MAX_SIGNATURES
+    known = []
+    for signature in (0, 1):
+        cache.begin_step([signature])
+        known.append(cache.step_specs[transfer])
+    assert known == [spec, None]

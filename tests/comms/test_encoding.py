@@ -123,7 +123,7 @@ def test_outputs_of_transformers_travel_between_stages(name):
     leaves, tree = flatten(kind(**values))
     spec = message_spec.message_spec_of(leaves, tree)
     arrived = message_spec.rebuild_message(
-        message_spec.unpack_spec(message_spec.pack_spec(spec)), [torch.ones(2, 3) for _ in spec.tensors]
+        message_spec.unpack_spec(message_spec.pack_spec(spec)), [torch.ones(2, 3) for _ in spec.parts], torch.device("cpu")
     )
     assert type(arrived) is kind
     assert list(arrived) == list(values)

@@ -29,14 +29,14 @@ def travel(value):
     spec = message_spec.message_spec_of(leaves, tree)
     theirs = message_spec.unpack_spec(carried(message_spec.pack_spec(spec)))
     assert theirs == spec
-    buffers = [message_spec.empty_tensor(tensor, torch.device("cpu")) for tensor in theirs.tensors]
-    sent = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    for tensor, item, buffer in zip(sent, spec.tensors, buffers, strict=True):
+    buffers = [message_spec.empty_tensor(tensor, torch.device("cpu")) for tensor in theirs.parts]
+    sent = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.nbytes] or [torch.empty(0, dtype=torch.uint8)]
+    for tensor, item, buffer in zip(sent, spec.parts, buffers, strict=True):
         flat, into = message_spec.flat_memory(tensor, item), message_spec.flat_memory(buffer, item)
         assert flat.is_contiguous()
         assert flat.numel() == into.numel() == tensor.numel()
         into.copy_(carried(flat))
-    return message_spec.rebuild_message(theirs, buffers)
+    return message_spec.rebuild_message(theirs, buffers, torch.device("cpu"))
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -147,12 +147,6 @@ def test_one_tensor_in_a_container_stays_in_it(kind):
     assert arrived[0].tolist() == [1, 1]
 
 
-def test_a_description_tells_shapes_and_dtypes():
-    spec = message_spec.message_spec_of(*flatten((torch.zeros(2, 3), None, torch.tensor(1))))
-    assert str(spec) == "(2, 3) float32, None, () int64"
-    assert str(message_spec.message_spec_of(*flatten(()))) == "nothing"
-
-
 DIFFERENT = [
     torch.zeros(2, 3),
     torch.zeros(3, 2),
@@ -178,4 +172,4 @@ def test_descriptions_are_equal_exactly_for_messages_that_look_alike():
 
 def test_only_the_tensors_of_a_message_travel():
     spec = message_spec.message_spec_of(*flatten((1, torch.zeros(2), None, torch.zeros(3))))
-    assert [tensor.shape for tensor in spec.tensors] == [(2,), (3,)]
+    assert [tensor.shape for tensor in spec.parts] == [(2,), (3,)]

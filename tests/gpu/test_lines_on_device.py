@@ -10,6 +10,7 @@ from penstock.comms.process_groups import ProcessGroups
 from penstock.comms.transport.channels import ReceiveChannel, SendChannel, open_receiver, open_sender
 from penstock.comms.transport.group_transport import PendingSends
 from penstock.comms.transport.send_thread import SendFailure
+from penstock.comms.transport.spec_cache import MessageSpecCache
 from penstock.schedule.program import Transfer
 from penstock.schedule.table import Action, Kind
 
@@ -29,11 +30,12 @@ def rank_messages(devices):
     rank = int(os.environ["RANK"])
     topology = ps.comms.init_distributed("gloo", timeout=120, device=devices[rank])
     device, groups = topology.device, ProcessGroups(topology, "messages")
-    failure = SendFailure(groups)
+    failure, specs = SendFailure(groups), MessageSpecCache()
+    specs.begin_step(["a signature"] * MESSAGES[device.type])
     if rank == 0:
-        outgoing = SendChannel(open_sender(groups, "0-1", 1, PendingSends(failure)), failure)
+        outgoing = SendChannel(open_sender(groups, "0-1", 1, PendingSends(failure)), failure, specs)
     else:
-        incoming = ReceiveChannel(open_receiver(groups, "0-1", 0), 1, 0)
+        incoming = ReceiveChannel(open_receiver(groups, "0-1", 0), 1, 0, specs)
 
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for number in range(MESSAGES[device.type]):

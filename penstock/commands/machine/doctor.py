@@ -18,11 +18,12 @@ from penstock.comms.process_groups import ProcessGroups
 from penstock.comms.system import count_cores
 from penstock.comms.transport.channels import open_receiver, open_sender
 from penstock.comms.transport.group_transport import PendingSends
-from penstock.comms.transport.message_spec import tensor_spec_of
+from penstock.comms.transport.message_spec import message_spec_of
 from penstock.comms.transport.send_thread import SendFailure
 from penstock.distribution import other_distribution_problem
 from penstock.launcher.launch import launch
 from penstock.torch_private import NEWEST_RELEASE, parse_release
+from penstock.trees import flatten
 
 SIZES = (1, 16_384, 1_048_576)  # floats
 ROUNDS = 50
@@ -98,11 +99,11 @@ def ping_pong(device: str) -> dict[str, dict[int, float]]:
         incoming, outgoing = open_receiver(groups, "forth", peer), open_sender(groups, "back", peer, pending)
 
     def send(tensor: Tensor) -> None:
-        outgoing.send(tensor, tensor_spec_of(tensor))
+        spec = message_spec_of(*flatten(tensor))
+        outgoing.send([tensor], spec, spec)
 
     def receive(tensor: Tensor) -> None:
-        spec = tensor_spec_of(tensor)
-        incoming.wait_receive(incoming.post_receive(spec), spec)
+        incoming.receive(incoming.post_receive(message_spec_of(*flatten(tensor))))
         torch.get_device_module(topology.device).synchronize()
         pending.finish_step()
 

@@ -1,4 +1,4 @@
-"""Messages between stages: sent without waiting, received by receives posted early, and described only in the first step.
+"""Messages between stages: sent without waiting, into receives posted early, and described only if they are not as before.
 
 channels          the messages from one rank to a neighbour, in order, over a transport
 memory_transport  between two processes of one machine, through shared memory

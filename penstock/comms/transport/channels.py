@@ -5,10 +5,12 @@ it cannot deadlock: `schedule/proof.py`). A transport sends and receives tensors
 whose messages go through host memory, the channel copies them. All transports are opened before anything is sent.
 
 The first step with a microbatch of a new signature sends a description before its messages. Both ends keep the descriptions
-(`spec_cache.py`). Later steps send only the bytes, into receives that were posted early:
+(`spec_cache.py`). Later steps send only the bytes, into receives that were posted early. A description says of each value
+whether it is there, its shape and whether it needs a gradient, or which constant it is. A message that does not match the known
+description, because a mask is None in this microbatch for instance, is sent with its own:
 
     first step:    description, bytes; description, bytes; ..
-    later steps:   bytes; bytes; ..
+    later steps:   bytes; bytes; description, bytes; bytes; ..
 """
 
 from collections import defaultdict, deque
@@ -26,14 +28,13 @@ from penstock.comms.topology import CPU, Topology
 from penstock.comms.transport import message_spec
 from penstock.comms.transport.group_transport import GroupReceiver, GroupSender, PendingSends
 from penstock.comms.transport.memory_transport import MemoryReceiver, MemorySender, open_memory_receiver, open_memory_sender
-from penstock.comms.transport.message_spec import ConstantSpec, MessageSpec, TensorSpec
+from penstock.comms.transport.message_spec import MessageSpec, TensorSpec
 from penstock.comms.transport.send_thread import SendFailure
 from penstock.comms.transport.spec_cache import MessageSpecCache
-from penstock.errors import MismatchError, PenstockError, ResourceError
+from penstock.errors import PenstockError, ResourceError
 from penstock.schedule.program import Program, Transfer
 from penstock.trees import flatten
 
-PostedReceives = list[tuple[Any, TensorSpec]]  # (posted receive, description of its tensor)
 Sender = MemorySender | GroupSender
 Receiver = MemoryReceiver | GroupReceiver
 
@@ -127,16 +128,16 @@ class SendChannel:
     def send(self, transfer: Transfer, value: Any) -> None:
         """Send `value` as the message of `transfer`, without waiting.
 
-        Raises MismatchError if it does not match its known description, ResourceError if this rank cannot send it, or could not
-        send an earlier one. A lost receiver raises nothing here: ranks that wait for it report it.
+        Raises MismatchError for a value that cannot be sent, ResourceError if this rank cannot send it, or could not send an
+        earlier one. A lost receiver raises nothing here: ranks that wait for it report it.
         """
         self._failure.raise_if_failed()
         try:
-            known_spec = self._specs.step_specs[transfer]
-            if known_spec is not None and isinstance(value, Tensor) and known_spec.describes(value):  # the common case
-                self._send_if_tensor(transfer, value, known_spec.leaves[0])
+            expected = self._specs.step_specs[transfer]
+            if expected is not None and isinstance(value, Tensor) and expected.describes(value):  # the common case
+                self.transport.send(self._parts((value,), expected), expected, expected, transfer)
             else:
-                self._send_tree(transfer, value, known_spec)
+                self._send_tree(transfer, value, expected)
         except (OSError, MemoryError, RuntimeError) as error:
             if is_out_of_resources(error):
                 self._failure.record_and_publish(transfer, error)
@@ -144,45 +145,28 @@ class SendChannel:
             if not is_transport_error(error):
                 raise
 
-    def _send_tree(self, transfer: Transfer, value: Any, known_spec: MessageSpec | None) -> None:
-        """Send a message that is not a single tensor, or does not match its known description, or has none yet."""
+    def _send_tree(self, transfer: Transfer, value: Any, expected: MessageSpec | None) -> None:
+        """Send a message that is not a single tensor, or another than the receiver expects."""
         leaves, tree = flatten(value)
         spec = message_spec.message_spec_of(leaves, tree)
-        if known_spec is None:
+        if expected is not None and spec.fits_layout_of(expected):
+            spec = expected
+        else:
             self._specs.add(transfer, spec)
-            self.transport.send_description(message_spec.pack_spec(spec))
-        elif spec != known_spec:
-            leaves, spec = _leaves_in_known_spec(transfer, leaves, spec, known_spec), known_spec
+        self.transport.send(self._parts(leaves, spec), spec, expected, transfer)
 
-        for leaf, leaf_spec in zip(leaves, spec.leaves, strict=True):
-            self._send_if_tensor(transfer, leaf, leaf_spec)
+    def _parts(self, leaves: Sequence[Any], spec: MessageSpec) -> Sequence[Tensor]:
+        """Return the tensors for `spec.parts`, on the transport's device."""
+        device = self.transport.transport_device
+        pairs = zip(leaves, spec.leaves, strict=True)
+        return [
+            leaf if leaf.device == device else leaf.detach().to(device)
+            for leaf, leaf_spec in pairs
+            if isinstance(leaf_spec, TensorSpec) and leaf_spec.bytes
+        ] or [_NOTHING]
 
-    def _send_if_tensor(self, transfer: Transfer, leaf: Any, spec: TensorSpec | ConstantSpec) -> None:
-        if isinstance(spec, TensorSpec) and spec.bytes:
-            device = self.transport.transport_device
-            self.transport.send(leaf if leaf.device == device else leaf.detach().to(device), spec, transfer)
 
-
-def _leaves_in_known_spec(transfer: Transfer, leaves: list[Any], spec: MessageSpec, known_spec: MessageSpec) -> list[Any]:
-    """Return `leaves`, with zeros for a gradient that is None. Raises MismatchError if other things than strides differ."""
-    matched = []
-    for leaf, leaf_spec, known_leaf_spec in zip(leaves, spec.leaves, known_spec.leaves, strict=False):
-        if isinstance(known_leaf_spec, TensorSpec) and leaf is None:
-            leaf = torch.zeros(known_leaf_spec.shape, dtype=known_leaf_spec.dtype, device="cpu")
-        elif not isinstance(known_leaf_spec, TensorSpec) or not isinstance(leaf_spec, TensorSpec):
-            if leaf_spec != known_leaf_spec:
-                break
-        elif leaf_spec._replace(stride=known_leaf_spec.stride) != known_leaf_spec:
-            break
-        matched.append(leaf)
-
-    if len(matched) != len(known_spec.leaves) or len(leaves) != len(known_spec.leaves) or spec.tree != known_spec.tree:
-        raise MismatchError(
-            f"the {transfer} is ({spec}), but in an earlier step with the same batch shapes it was ({known_spec}): "
-            "what passes between stages may depend on the shapes of the batch, not on its values; "
-            "a number that changes passes as a tensor"
-        )
-    return matched
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class ReceiveChannel:
@@ -190,15 +174,14 @@ class ReceiveChannel:
 
     def __init__(self, transport: Receiver, rank: int, source: int, specs: MessageSpecCache) -> None:
         self.transport, self.rank, self.source, self._specs = transport, rank, source, specs
-        self.posted: deque[tuple[Transfer, PostedReceives | None]] = deque()  # None until a description has arrived
+        self.posted: deque[tuple[Transfer, MessageSpec | None, Any]] = deque()  # what is expected, and the transport's receives
         self.early: dict[Transfer, Any] = {}  # messages that arrived before one that is needed first; rarely any
 
     def post_receive(self, transfer: Transfer) -> None:
         """Post the receives for the message of `transfer`, the next in this channel. Raises as `receive`."""
         try:
-            spec = self._specs.step_specs[transfer]
-            waits = spec is None or (self.posted and self.posted[-1][1] is None)
-            self.posted.append((transfer, None if spec is None or waits else self._post_tensor_receives(spec)))
+            expected = self._specs.step_specs[transfer]
+            self.posted.append((transfer, expected, self.transport.post_receive(expected)))
         except (OSError, MemoryError, RuntimeError) as error:
             raise self._convert_error(transfer, error) from error
 
@@ -208,43 +191,24 @@ class ReceiveChannel:
         Raises WaitError if the peer is lost or silent, ResourceError if this rank has no memory for it.
         """
         while not self.early or transfer not in self.early:
-            arriving, posted = self.posted.popleft()
+            arriving, expected, posted = self.posted.popleft()
             try:
-                spec = self._specs.step_specs[arriving]
-                if spec is None:
-                    spec = message_spec.unpack_spec(self.transport.receive_description())
-                    self._specs.add(arriving, spec)
-                if posted is None:
-                    posted = self._post_tensor_receives(spec)
-                    self._post_waiting_receives()
-                tensors = [self.transport.wait_receive(work, leaf_spec) for work, leaf_spec in posted]
+                spec, tensors = self.transport.receive(posted)
             except (OSError, MemoryError, RuntimeError) as error:
                 raise self._convert_error(arriving, error) from error
 
+            if spec is not expected:
+                self._specs.add(arriving, spec)
             if device != self.transport.transport_device:
                 tensors = [tensor.to(device) for tensor in tensors]
-            message = message_spec.rebuild_message(spec, tensors)
+            message = message_spec.rebuild_message(spec, tensors, device)
             if arriving is transfer:
                 return message
             self.early[arriving] = message
         return self.early.pop(transfer)
-
-    def _post_waiting_receives(self) -> None:
-        """Post the receives behind a message whose description has arrived, up to the next one without.
-
-        A transport delivers messages in the order of posted receives. So none is posted behind a message without a description.
-        """
-        for number, (transfer, _) in enumerate(self.posted):
-            spec = self._specs.step_specs[transfer]
-            if spec is None:
-                break
-            self.posted[number] = transfer, self._post_tensor_receives(spec)
 
     def _convert_error(self, transfer: Transfer, error: Exception) -> PenstockError:
         """Return Penstock's error for a receive that raised `error`: ResourceError or WaitError."""
         if is_out_of_resources(error):
             return ResourceError(f"rank {self.rank} could not receive the {transfer}: {explain_error(error)}")
         return WaitError(f"for the {transfer} from rank {self.source}", self.source, error)
-
-    def _post_tensor_receives(self, spec: MessageSpec) -> PostedReceives:
-        return [(self.transport.post_receive(leaf_spec), leaf_spec) for leaf_spec in spec.tensors]

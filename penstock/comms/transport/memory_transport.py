@@ -10,6 +10,8 @@
 
 Sockets would take two copies instead of one, and wake two threads instead of one process.
 
+The pipe also says whether a block has the description of a message that the receiver does not expect: see `channels.py`.
+
 Messages of all sizes share the blocks (shared_memory.py), so there is one mapping, whatever the number of messages. Neither
 the memory nor the pipe has a name: the sender sends its pid and descriptors, and the receiver opens them through the sender's
 /proc entry. A pipe whose sender has died reads as closed.
@@ -21,6 +23,7 @@ import select
 import struct
 import threading
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +35,7 @@ from penstock.comms.process_groups import ProcessGroups
 from penstock.comms.time_limits import ABORT_CHECK_MILLISECONDS
 from penstock.comms.topology import CPU
 from penstock.comms.transport import message_spec
-from penstock.comms.transport.message_spec import TensorSpec
+from penstock.comms.transport.message_spec import MessageSpec, TensorSpec
 from penstock.comms.transport.send_thread import SendFailure, TaskThread
 from penstock.comms.transport.shared_memory import (
     FREE,
@@ -46,7 +49,7 @@ from penstock.comms.transport.shared_memory import (
 
 MAX_COPIED_BYTES = 2**16  # the receiver copies a message of up to this size out of its block
 MIN_THREAD_BYTES = 2**20  # the sender copies a larger message in a thread
-PIPE_RECORD = struct.Struct("qq")  # the start of a block, and the size of its message in bytes
+PIPE_RECORD = struct.Struct("qq")  # the start of a block; the bytes of the description in it, 0 if it has a tensor
 
 OPENING_TAG = 3  # of the messages by which the two ends open a transport
 OFFER_NUMBERS = 3 + SECRET.size // 8  # the sender's pid, its descriptors of the memory and the pipe, the secret
@@ -175,21 +178,29 @@ class MemorySender(_OsPipeEnd):
         self._thread: TaskThread | None = None
         self._pipe_lock, self._closed = threading.Lock(), threading.Event()
 
-    def send_description(self, packed: Tensor) -> None:
-        """Send the description of a message, as bytes."""
-        self.send(packed, message_spec.tensor_spec_of(packed), "description")
+    def send(
+        self, tensors: Sequence[Tensor], spec: MessageSpec, expected: MessageSpec | None, message: object = "message"
+    ) -> None:
+        """Send the parts of a message, without waiting; first its description if the receiver expects another one, or none.
 
-    def send(self, tensor: Tensor, spec: TensorSpec, message: object = "message") -> None:
-        """Send `tensor` in the layout of `spec`, without waiting. `message`: its name, for errors."""
+        `expected`: what the receiver expects, `spec` itself if that is what it gets. `message`: its name, for errors.
+        """
+        if spec is not expected:
+            packed = message_spec.pack_spec(spec)
+            self._send(packed, message_spec.tensor_spec_of(packed), "description", packed.numel())
+        for tensor, part in zip(tensors, spec.parts, strict=True):
+            self._send(tensor, part, message)
+
+    def _send(self, tensor: Tensor, spec: TensorSpec, message: object, description_bytes: int = 0) -> None:
         if self._thread is None and spec.bytes > MIN_THREAD_BYTES:
             self._thread = TaskThread("penstock-copy")
         if self._thread is None:
-            self._send_now(tensor, spec)
+            self._send_now(tensor, spec, description_bytes)
         else:
-            self._thread.enqueue(self._send_in_thread, tensor.detach(), spec, message)
+            self._thread.enqueue(self._send_in_thread, tensor.detach(), spec, message, description_bytes)
 
-    def _send_now(self, tensor: Tensor, spec: TensorSpec) -> None:
-        self._write_to_pipe(self._copy_into_block(tensor, spec), spec.bytes)
+    def _send_now(self, tensor: Tensor, spec: TensorSpec, description_bytes: int = 0) -> None:
+        self._write_to_pipe(self._copy_into_block(tensor, spec), description_bytes)
 
     def _copy_into_block(self, tensor: Tensor, spec: TensorSpec) -> int:
         """Copy `tensor` into a free block, and return the block's start."""
@@ -197,21 +208,21 @@ class MemorySender(_OsPipeEnd):
         self._views.view(start, spec).copy_(tensor.detach() if tensor.requires_grad else tensor)
         return start
 
-    def _write_to_pipe(self, start: int, num_bytes: int) -> None:
+    def _write_to_pipe(self, start: int, description_bytes: int) -> None:
         """Tell the receiver that there is a message in the block at `start`. If it is gone, a later wait will show that."""
         try:  # noqa: SIM105 - this runs for every message
-            os.write(self._pipe_fd, PIPE_RECORD.pack(start, num_bytes))
+            os.write(self._pipe_fd, PIPE_RECORD.pack(start, description_bytes))
         except BrokenPipeError:
             pass
 
-    def _send_in_thread(self, tensor: Tensor, spec: TensorSpec, message: object) -> None:
+    def _send_in_thread(self, tensor: Tensor, spec: TensorSpec, message: object, description_bytes: int) -> None:
         """Do as `_send_now` unless the transport is closed; publish an error instead of raising it."""
         try:
             if not self._closed.is_set():
                 start = self._copy_into_block(tensor, spec)
                 with self._pipe_lock:
                     if not self._closed.is_set():
-                        self._write_to_pipe(start, spec.bytes)
+                        self._write_to_pipe(start, description_bytes)
                 if self._closed.is_set():
                     self.close_pipe()
         except Exception as error:
@@ -229,7 +240,7 @@ class MemorySender(_OsPipeEnd):
 
 
 class MemoryReceiver(_OsPipeEnd):
-    """The receiving end. Messages wait in their blocks, so posting a receive does nothing."""
+    """The receiving end. Messages wait in their blocks, so nothing is posted."""
 
     def __init__(self, memory: mmap.mmap, pipe_fd: int, timeout: timedelta) -> None:
         super().__init__(pipe_fd)
@@ -238,20 +249,30 @@ class MemoryReceiver(_OsPipeEnd):
         self._poll = select.poll()
         self._poll.register(pipe_fd, select.POLLIN)
 
-    def receive_description(self) -> Tensor:
-        """Wait for the description of a message; return its bytes (uint8)."""
-        start, num_bytes = self._read_from_pipe()
-        return self._take_message(start, TensorSpec((num_bytes,), (1,), torch.uint8, False, num_bytes))
+    def post_receive(self, expected: MessageSpec | None) -> MessageSpec | None:
+        """Return what `receive` needs: what the next message is expected to be, None if nothing is known of it."""
+        return expected
 
-    def post_receive(self, spec: TensorSpec) -> None:
-        """Do nothing."""
+    def receive(self, expected: Any) -> tuple[MessageSpec, list[Tensor]]:
+        """Wait for the next message; return its spec and its parts. Raises RuntimeError if the sender is lost or silent."""
+        start, description_bytes = self._read_from_pipe()
+        spec = expected
+        if description_bytes:
+            packed = TensorSpec((description_bytes,), (1,), torch.uint8, False, description_bytes)
+            spec = message_spec.unpack_spec(self._take_message(start, packed))
+            start, _ = self._read_from_pipe()
+        elif spec is None:
+            raise message_spec.invalid_description_error()
 
-    def wait_receive(self, posted: Any, spec: TensorSpec) -> Tensor:
-        """Wait for a tensor of `spec`, and return it. Raises RuntimeError if the sender is lost or silent."""
-        return self._take_message(self._read_from_pipe()[0], spec) if spec.bytes else message_spec.empty_tensor(spec, CPU)
+        first, *others = spec.parts
+        parts = [self._take_message(start, first)]
+        for part in others:
+            start, _ = self._read_from_pipe()
+            parts.append(self._take_message(start, part))
+        return spec, parts
 
     def _read_from_pipe(self) -> tuple[int, int]:
-        """Wait for the next message, and return the start of its block and its size in bytes."""
+        """Wait for the next record, and return it: the start of a block, and the bytes of the description in it."""
         waited = 0.0
         while not self._poll.poll(min(ABORT_CHECK_MILLISECONDS, self._timeout_milliseconds - waited)):
             waited += ABORT_CHECK_MILLISECONDS
@@ -261,8 +282,8 @@ class MemoryReceiver(_OsPipeEnd):
         record = os.read(self._pipe_fd, PIPE_RECORD.size)
         if len(record) < PIPE_RECORD.size:
             raise RuntimeError("the sender has closed the pipe")
-        start, num_bytes = PIPE_RECORD.unpack(record)
-        return start, num_bytes
+        start, description_bytes = PIPE_RECORD.unpack(record)
+        return start, description_bytes
 
     def _take_message(self, start: int, spec: TensorSpec) -> Tensor:
         """Return the message in the block at `start`: a copy, or a view that marks the block free when it is deleted."""

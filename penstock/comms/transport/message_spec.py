@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,8 +29,8 @@ class TensorSpec(NamedTuple):
         """The shape, stride and dtype, by which the bytes are read."""
         return self[:3]
 
-    def __str__(self) -> str:
-        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+NOTHING = TensorSpec((0,), (1,), torch.uint8, False, 0)
 
 
 class ConstantSpec(NamedTuple):
@@ -38,9 +39,6 @@ class ConstantSpec(NamedTuple):
     value: Any
     kind: type  # compared too, as 1, 1.0 and True are equal
 
-    def __str__(self) -> str:
-        return repr(self.value)
-
 
 class MessageSpec(NamedTuple):
     """The description of a message: its tree and its leaves."""
@@ -48,13 +46,16 @@ class MessageSpec(NamedTuple):
     tree: TreeSpec
     leaves: tuple[TensorSpec | ConstantSpec, ...]
 
-    def __str__(self) -> str:
-        return ", ".join(map(str, self.leaves)) or "nothing"
-
     @property
-    def tensors(self) -> list[TensorSpec]:
-        """The descriptions of the tensors, whose bytes are sent."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
+    def parts(self) -> list[TensorSpec]:
+        """The tensors whose bytes are sent; one without bytes if there are none, as a receiver waits for every message."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec) and leaf.bytes] or [NOTHING]
+
+    def fits_layout_of(self, known: "MessageSpec") -> bool:
+        """Return whether such a message can be sent as `known`: nothing but strides is different."""
+        if self.tree != known.tree or len(self.leaves) != len(known.leaves):
+            return False
+        return all(map(_differs_in_stride_only, self.leaves, known.leaves))
 
     def describes(self, tensor: Tensor) -> bool:
         """Return whether this is the description of a message of one `tensor`, faster than by `message_spec_of`."""
@@ -67,6 +68,12 @@ class MessageSpec(NamedTuple):
             and tensor.requires_grad is spec.requires_grad
             and self.tree.is_leaf()
         )
+
+
+def _differs_in_stride_only(leaf: TensorSpec | ConstantSpec, known: TensorSpec | ConstantSpec) -> bool:
+    if isinstance(leaf, TensorSpec) and isinstance(known, TensorSpec):
+        return leaf._replace(stride=known.stride) == known
+    return leaf == known
 
 
 def message_spec_of(leaves: list[Any], tree: TreeSpec) -> MessageSpec:
@@ -94,14 +101,15 @@ def empty_tensor(spec: TensorSpec, device: torch.device) -> Tensor:
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
 
 
-def rebuild_message(spec: MessageSpec, tensors: list[Tensor]) -> Any:
-    """Return the message of `spec` with these `tensors`, which require a gradient where the sender's did."""
-    remaining = iter(tensors)
-    leaves = [_set_requires_grad(next(remaining), leaf) if isinstance(leaf, TensorSpec) else leaf.value for leaf in spec.leaves]
+def rebuild_message(spec: MessageSpec, parts: Sequence[Tensor], device: torch.device) -> Any:
+    """Return the message of `spec` from its `parts`, which require a gradient where the sender's did."""
+    remaining = iter(parts)
+    leaves = [_rebuild_tensor(remaining, leaf, device) if isinstance(leaf, TensorSpec) else leaf.value for leaf in spec.leaves]
     return unflatten(leaves, spec.tree)
 
 
-def _set_requires_grad(tensor: Tensor, spec: TensorSpec) -> Tensor:
+def _rebuild_tensor(remaining: Iterator[Tensor], spec: TensorSpec, device: torch.device) -> Tensor:
+    tensor = next(remaining) if spec.bytes else empty_tensor(spec, device)
     return tensor.requires_grad_() if spec.requires_grad else tensor
 
 
@@ -135,14 +143,14 @@ def _unpack_bytes(data: bytes) -> MessageSpec:
         leaf = _parse_tensor_spec(data)
         if leaf is not None and _is_valid_leaf(leaf):
             return MessageSpec(flatten(0)[1], (leaf,))
-        raise _invalid_description_error()
+        raise invalid_description_error()
     match decode(data):
         case (example, list(leaves)) if all(_is_valid_leaf(leaf) for leaf in leaves):
             numbers, tree = flatten(example)
             if numbers == list(range(len(leaves))):
                 specs = [leaf if isinstance(leaf, TensorSpec) else ConstantSpec(leaf[0], type(leaf[0])) for leaf in leaves]
                 return MessageSpec(tree, tuple(specs))
-    raise _invalid_description_error()
+    raise invalid_description_error()
 
 
 def _parse_tensor_spec(data: bytes) -> TensorSpec | None:
@@ -155,7 +163,8 @@ def _parse_tensor_spec(data: bytes) -> TensorSpec | None:
         return None
 
 
-def _invalid_description_error() -> MismatchError:
+def invalid_description_error() -> MismatchError:
+    """Return the error for bytes that are no description, or are none where one is needed."""
     return MismatchError("the bytes from another rank describe no message: all ranks must run the same release of Penstock")
 
 

@@ -1,0 +1,180 @@
+"""Messages that change while the shapes of the batch stay: a value or its gradient is there or None, needs a gradient or not.
+
+The flags of a microbatch, which travel with its rows, decide what its stages do; the numbers are those of one process.
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from batched_launch import together
+from reference import assert_same, merged
+from slow_cases import slow_except
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import penstock as ps
+from penstock.comms.transport import shared_memory
+
+RANKS, STAGES, ROWS, WIDTH = 2, 4, 8, 4
+
+# Flags: what each stage hands on.
+GATE = 1  # a gate, else None
+SIDE_GRADIENT = 2  # a side value that needs a gradient, else it is detached
+USE_SIDE = 4  # and the next stage uses it
+DROP = 8  # the main value is detached: nothing before it learns from it
+HALF = 16  # half of the side value's columns, which is thus of another shape
+ALL = GATE | SIDE_GRADIENT | USE_SIDE
+
+# By step the flags of four microbatches.
+CASES: dict[str, list[tuple[int, int, int, int]]] = {
+    "there, then None": [(ALL,) * 4, (ALL - GATE,) * 4, (ALL,) * 4],
+    "None, then there": [(ALL - GATE,) * 4, (ALL,) * 4, (ALL - GATE,) * 4],
+    "with a gradient, then without": [(ALL,) * 4, (ALL - SIDE_GRADIENT,) * 4, (ALL,) * 4],
+    "without a gradient, then with": [(ALL - SIDE_GRADIENT,) * 4, (ALL,) * 4, (ALL - SIDE_GRADIENT,) * 4],
+    "used, then unused": [(ALL,) * 4, (ALL - USE_SIDE,) * 4, (ALL - USE_SIDE,) * 4],
+    "unused, then used": [(ALL - USE_SIDE,) * 4, (ALL,) * 4, (ALL - USE_SIDE,) * 4],
+    "dropped layers": [(ALL,) * 4, (ALL | DROP,) * 4, (DROP,) * 4, (ALL,) * 4],
+    "other shapes": [(ALL,) * 4, (ALL | HALF,) * 4, (ALL,) * 4],
+    "each microbatch differs": [(ALL, 0, GATE, ALL | DROP), (DROP, ALL, ALL | HALF, 0), (0, ALL, DROP, ALL), (ALL, 0, 0, 0)],
+}
+SCHEDULES = ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b"]
+
+
+class Part(nn.Module):
+    """A stage of any position; its parameters' names tell its number."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        torch.manual_seed(index)
+        for name in (f"main{index}", f"side{index}"):
+            self.add_module(name, nn.Linear(WIDTH, WIDTH).double())
+
+    def forward(
+        self, hidden: Tensor, flags: Tensor, side: Tensor | None = None, gate: Tensor | None = None, number: float = 1.0
+    ) -> Any:
+        flag = int(flags[0])
+        if side is not None and flag & USE_SIDE:
+            hidden = hidden + side.mean(1, keepdim=True) * number
+        hidden = torch.tanh(self.get_submodule(f"main{self.index}")(hidden))
+        if gate is not None:
+            hidden = hidden * gate
+        if self.index == STAGES - 1:
+            return hidden
+
+        side = self.get_submodule(f"side{self.index}")(hidden)
+        side = side if flag & SIDE_GRADIENT else side.detach()
+        side = side[:, ::2] if flag & HALF else side
+        gate = hidden.detach().abs() if flag & GATE else None
+        return hidden.detach() if flag & DROP else hidden, flags, side, gate, 1 + flag / 7
+
+
+def parts() -> list[nn.Module]:
+    return [Part(index) for index in range(STAGES)]
+
+
+def batch(step: int, flags: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    return x, torch.tensor(flags).repeat_interleave(ROWS // len(flags)), y
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2)
+
+
+Steps = list[tuple[float, float, dict[str, Tensor | None]]]  # loss before, in evaluation; loss; gradients
+
+
+def pipeline(schedule: str, **options: Any) -> ps.Pipeline:
+    """Two stages a rank, or for schedules of one stage a rank two parts in each."""
+    model = parts() if schedule.startswith("interleaved") else [Pair(*parts()[:2]), Pair(*parts()[2:])]
+    return ps.Pipeline(model, mse_loss, schedule, 4, **options)
+
+
+class Pair(nn.Module):
+    """Two parts as one stage."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(
+        self, hidden: Tensor, flags: Tensor, side: Tensor | None = None, gate: Tensor | None = None, number: float = 1.0
+    ) -> Any:
+        return self.second(*self.first(hidden, flags, side, gate, number))
+
+
+def named_gradients(pipe: ps.Pipeline) -> dict[str, Tensor | None]:
+    return {".".join(name.split(".")[-2:]): None if p.grad is None else p.grad.clone() for name, p in pipe.named_parameters()}
+
+
+def rank_trains(schedule: str, case: str, how: str) -> Steps:
+    """Evaluate and train on each batch of the case: given as a batch, or as a list of microbatches, or over Gloo."""
+    shared_memory.CAN_SHARE = how != "over gloo"
+    pipe, steps = pipeline(schedule), []
+    optimizer = adamw(pipe.parameters())
+    for step, flags in enumerate(CASES[case]):
+        x, how_flags, y = batch(step, flags)
+        _, before = pipe.eval(x, how_flags, target=y)
+        if how == "list":
+            pairs = list(zip(x.split(2), how_flags.split(2), strict=True))
+            loss = pipe.step_microbatches(pairs, list(y.split(2)))
+        else:
+            loss = pipe.step(x, how_flags, target=y)
+        steps.append((before.item(), loss.item(), named_gradients(pipe)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps
+
+
+@cache
+def one_process(case: str) -> Steps:
+    model, steps = nn.ModuleList(parts()), []
+    optimizer = adamw(model.parameters())
+
+    def losses(step: int, flags: tuple[int, ...]) -> list[Tensor]:
+        found = []
+        for x, how_flags, y in zip(*(tensor.split(2) for tensor in batch(step, flags)), strict=True):
+            value: Any = (x, how_flags)
+            for part in model:
+                value = part(*value)
+            found.append(mse_loss(value, y))
+        return found
+
+    for step, flags in enumerate(CASES[case]):
+        with torch.no_grad():
+            before = sum(loss.item() * 0.25 for loss in losses(step, flags))
+        total = 0.0
+        for loss in losses(step, flags):
+            loss.backward(torch.full_like(loss, 0.25))
+            total += loss.item() * 0.25
+        gradients = {name.partition(".")[2]: parameter.grad for name, parameter in model.named_parameters()}
+        steps.append((before, total, {name: None if grad is None else grad.clone() for name, grad in gradients.items()}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps
+
+
+def assert_as_one_process(everyone: list[Steps], case: str) -> None:
+    for number, expected in enumerate(one_process(case)):
+        results = [steps[number] for steps in everyone]
+        assert {(before, loss) for before, loss, _ in results} == {expected[:2]}
+        assert_same(merged([grads for *_, grads in results]), expected[2])
+
+
+RUNS = tuple((schedule, case, how) for schedule in SCHEDULES for case in CASES for how in ("batch", "list", "over gloo"))
+DEFAULT = [("1f1b", case, "batch") for case in CASES] + [
+    ("zb-h1", "used, then unused", "batch"),
+    ("interleaved-1f1b", "each microbatch differs", "list"),
+    ("1f1b", "each microbatch differs", "over gloo"),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("schedule", "case", "how"), slow_except(DEFAULT, RUNS))
+def test_what_is_none_stays_none_and_what_needs_a_gradient_gets_one(schedule: str, case: str, how: str) -> None:
+    runs = tuple(DEFAULT) if (schedule, case, how) in DEFAULT else RUNS
+    assert_as_one_process(together(rank_trains, RANKS, runs)[schedule, case, how], case)

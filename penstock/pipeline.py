@@ -184,7 +184,8 @@ class Pipeline(ModuleMisuseHints):
             self._control.add_mesh_groups(self._number, self.position.peer_groups)
 
             # 2. Check the arguments, then partition the model as rank 0 chooses.
-            config = parse_arguments(model, arguments, self.topology.world_size, redistribution, self.position.cp_size)
+            recut = redistribution.recut if redistribution else None
+            config = parse_arguments(model, arguments, self.topology.world_size, recut, self.position.cp_size)
             self.schedule, self.rows_dim, self.seed = config.schedule, config.rows_dim, config.arguments.seed
             self.slices, self._cuts_tokens = config.slices, config.cut_context is not None
             with attention_context(config.cut_context):

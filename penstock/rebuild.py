@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.encoding import view_as_bytes
 from penstock.comms.topology import CPU, Topology
+from penstock.engine.build import PLAN_ARGUMENTS, UNCHANGEABLE
 from penstock.engine.model_partition import OriginalModel
 from penstock.engine.optimizers import (
     check_elementwise_optimizer,
@@ -33,11 +34,6 @@ from penstock.torch_private import has_gradient_hooks, has_hooks, tree_leaves, t
 
 WAIT_REASON = "to rebuild the pipeline"
 MAX_MESSAGE_BYTES = 2**28
-PLAN_ARGUMENTS = ("schedule", "microbatches", "cuts", "recompute")  # of a pipeline, which a plan replaces
-UNCHANGEABLE = {  # arguments of a pipeline that `rebuild` does not take -> why
-    **dict.fromkeys(("model", "example_args", "example_kwargs", "init", "rows_dim"), "the model stays the one it was cut from"),
-    **dict.fromkeys(("topology", "mesh", "data_parallel", "tensor_parallel"), "the ranks stay where they are"),
-}
 
 # -- arguments of the next pipeline ---------------------------------------------------------------------------------------
 

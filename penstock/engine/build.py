@@ -28,7 +28,6 @@ from penstock.mesh.position import MeshPosition
 from penstock.partition.graph_stage import move_stage_to_device
 from penstock.partition.materialise import Init, has_meta_tensors, materialise
 from penstock.partition.rows import resolve_rows_dim
-from penstock.rebuild import PLAN_ARGUMENTS, Redistribution
 from penstock.schedule.catalog import build, did_you_mean, family_options
 from penstock.schedule.program import Program
 from penstock.schedule.proof import verify
@@ -36,11 +35,7 @@ from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.schedule import Schedule, from_rows, read_csv_cells
 from penstock.schedule.table import Cell, Table
 from penstock.schedule.transform import with_full_backwards
-from penstock.stage.attention import (
-    AttentionContext,
-    AttentionWhileTracing,
-    attention_context,
-)
+from penstock.stage.attention import AttentionContext, AttentionWhileTracing, attention_context
 from penstock.stage.connections import stage_connections
 from penstock.stage.rank_parameters import RankParameters
 from penstock.stage.recompute import Recompute
@@ -48,6 +43,11 @@ from penstock.stage.replication import NoReplication, Replication
 from penstock.stage.stage import Stage
 from penstock.stage.tied_parameters import TiedParameters
 
+PLAN_ARGUMENTS = ("schedule", "microbatches", "cuts", "recompute")  # of a pipeline, which a plan replaces
+UNCHANGEABLE = {  # arguments of a pipeline that `rebuild` does not take -> why
+    **dict.fromkeys(("model", "example_args", "example_kwargs", "init", "rows_dim"), "the model stays the one it was cut from"),
+    **dict.fromkeys(("topology", "mesh", "data_parallel", "tensor_parallel"), "the ranks stay where they are"),
+}
 ScheduleRule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cells of the rank's row
 Modules = dict[int, nn.Module]  # by stage
 
@@ -92,11 +92,15 @@ class PipelineConfig(NamedTuple):
 
 
 def parse_arguments(
-    model: Any, arguments: Mapping[str, Any], num_ranks: int, redistribution: Redistribution | None, cp_size: int
+    model: Any,
+    arguments: Mapping[str, Any],
+    num_ranks: int,
+    recut: Callable[[Sequence[str] | None], partition.CuttableModel | None] | None,
+    cp_size: int,
 ) -> PipelineConfig:
     """Check the arguments of `Pipeline`, build its schedule and prove it.
 
-    `redistribution`: of `rebuild`. `cp_size`: the number of ranks that share a sequence's tokens.
+    `recut`: gives the model, cut at other `cuts`, to `rebuild`. `cp_size`: the number of ranks that share a sequence's tokens.
 
     Raises MismatchError for an argument of another kind than `Pipeline` takes, ScheduleError for a table that cannot be proved.
     """
@@ -133,7 +137,7 @@ def parse_arguments(
     rows_dim = resolve_rows_dim(model, config.rows_dim)
     recompute = recompute_per_stage(config.recompute, schedule)
     with attention_context(cut_context):
-        cuttable = redistribution.recut(config.cuts) if redistribution else partition.as_cuttable(model, *cutting, rows_dim)
+        cuttable = recut(config.cuts) if recut else partition.as_cuttable(model, *cutting, rows_dim)
     plan_layers = () if plan is None else plan.layers
     return PipelineConfig(config, schedule, program, rows_dim, recompute, cuttable, plan_layers, slices, cut_context)
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
+from penstock.engine.build import UNCHANGEABLE
 from penstock.errors import PenstockError
-from penstock.rebuild import UNCHANGEABLE
 
 _DEVICE_HINT = "its stages are on pipe.topology.device, which ps.comms.init_distributed(device=..) chooses"
 _DTYPE_HINT = "give it a model of that dtype, or call step() under torch.autocast"

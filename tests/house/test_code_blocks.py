@@ -64,7 +64,7 @@ class Model(nn.Module):
 model, tokens = Model(), torch.randn(16, 4)
 """,
     "MicrobatchCosts": LISTS,
-    "attention_hook.attention": "query, key, value = torch.randn(3, 2, 4, 6, 8)",
+    "stage.attention.attention": "query, key, value = torch.randn(3, 2, 4, 6, 8)",
     "microbatch_costs.step_costs": LISTS + "costs = pipe.plan_costs()",
     "pipeline.plan_costs": LISTS,
     "pipeline.batches": 'dataset = [{"input_ids": [1] * (1 + row % 5)} for row in range(70)]',

@@ -8,9 +8,8 @@ from rooms import HOUSE, MODULES, ORDER, imports, room
 # Imports from the rooms above that are to go: what looks at steps will be given to the engine as observers.
 TO_GO = {
     "penstock.engine.batch": ("penstock.guards.digest", "penstock.plan.grouping", "penstock.plan.microbatch_costs"),
-    "penstock.engine.build": ("penstock.guards.nonfinite", "penstock.guards.unregistered_uses", "penstock.rebuild"),
+    "penstock.engine.build": ("penstock.guards.nonfinite", "penstock.guards.unregistered_uses"),
     "penstock.engine.handshake": ("penstock.guards.gradient_factor",),
-    "penstock.engine.hints": ("penstock.rebuild",),
     "penstock.engine.loss": ("penstock.guards",),
     "penstock.engine.microbatch_list": (
         *("penstock.plan.grouping", "penstock.plan.microbatch_costs", "penstock.plan.microbatch_order"),

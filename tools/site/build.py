@@ -3,8 +3,8 @@
     make docs                                         # build/site/html/index.html
 
 The pages are laid out in build/site/pages: those of docs/ as they are, README's neighbours, a page for each source file that a
-page links to, the gallery of schedules, the API and the commands. docs/index.md lists all pages; its tables are the menu. The
-playground is made first: where it cannot be, no page links to it.
+page links to, the gallery of schedules, the API and the commands. The first page is README.md; below it stands docs/index.md,
+which lists all pages and whose tables are the menu. The playground is made first: where it cannot be, no page links to it.
 """
 
 import os
@@ -70,7 +70,7 @@ def drawn(text: str, path: str) -> str:
 
 
 def with_menu(index: str) -> str:
-    """docs/index.md with its tables as the menu: a heading is a caption, a row a page."""
+    """The first page with the tables of docs/index.md as the menu: a heading is a caption, a row a page."""
     menu = dict(sections(index))
     menu["Reference"] += [f"reference/api/{name}" for name in ("penstock", *MODULES)]
     menu["More"] = [page.removesuffix(".md") for path, page in ELSEWHERE.items() if path != "README.md"]
@@ -81,8 +81,8 @@ def with_menu(index: str) -> str:
 def sections(index: str) -> Iterator[tuple[str, list[str]]]:
     """Each heading of docs/index.md with the pages that the table below it lists."""
     for part in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
-        if pages := re.findall(r"^\| \[[^]]+\]\(([\w./-]+)\.md\)", part, re.MULTILINE):
-            yield part.partition("\n")[0], pages
+        if "\n| page | what it is for |\n" in part:
+            yield part.partition("\n")[0], re.findall(r"^\| \[[^]]+\]\(([\w./-]+)\.md\)", part, re.MULTILINE)
 
 
 def write(page: str, text: str) -> None:
@@ -109,6 +109,7 @@ def lay_out(has_playground: bool) -> None:
     paths = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")]
     for path in [*paths, *(path for path in ELSEWHERE if path != "README.md")]:
         write(place(path), drawn(linked((ROOT / path).read_text(encoding="utf-8"), path, sources), path))
+    write("index.md", linked((ROOT / "README.md").read_text(encoding="utf-8"), "README.md", sources) + _list_of_pages(sources))
     for page, text in {**schedule_pages(has_playground), **api_pages()}.items():
         write(page, text)
     completed = {"schedules/index.md": with_gallery, "reference/commands.md": with_options, "index.md": with_menu}
@@ -120,6 +121,12 @@ def lay_out(has_playground: bool) -> None:
         language = {".py": "python", ".yaml": "yaml", ".sh": "sh"}.get(Path(source).suffix, "text")
         code = (ROOT / source).read_text(encoding="utf-8")
         write(f"source/{source}.md", f"---\norphan: true\n---\n# {source}\n\n`````{language}\n{code}`````\n")
+
+
+def _list_of_pages(sources: set[str]) -> str:
+    """The sections of docs/index.md, to stand below README."""
+    index = linked((ROOT / "docs/index.md").read_text(encoding="utf-8"), "docs/index.md", sources)
+    return "\n" + index[index.index("## ") :]
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from penstock.engine.hints import ModuleMisuseHints, add_backward_hint
 from penstock.engine.last_step import LastStep
 from penstock.engine.loss import LossChecks, Reduction
 from penstock.engine.model_partition import OriginalModel, partition_model
-from penstock.engine.optimizers import check_elementwise_optimizer, norm_type_of_caller, optimizer_of_caller
+from penstock.engine.optimizers import check_elementwise_optimizer, norm_type_of_caller, optimizer_list, optimizer_of_caller
 from penstock.engine.rank_comparison import compare_ranks
 from penstock.engine.report import StepReport, StepResult
 from penstock.errors import LostRankError, MismatchError, PenstockError
@@ -40,7 +40,7 @@ from penstock.partition.materialise import Init
 from penstock.plan.grouping import Cost, Limit
 from penstock.plan.microbatch_costs import MicrobatchCosts
 from penstock.randomness import preserve_generator_state
-from penstock.rebuild import Redistribution, merge_arguments, optimizer_list
+from penstock.rebuild import Redistribution, merge_arguments
 from penstock.schedule.catalog import all_build_options
 from penstock.schedule.schedule import Schedule
 from penstock.stage.attention import attention_context
@@ -223,6 +223,7 @@ class Pipeline(ModuleMisuseHints):
         self._arguments = arguments | {"microbatches": self.schedule.microbatches}
         self._parameters = self._engine.parameters
         self._empty_parameter = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
+        self._has_optimizer = False  # whether one was made of `parameters()`
         self.balance = partition.balance  # how even the cut is, on the rank that chose it
         self.cuts = list(partition.starts)  # where each stage but the first begins; empty if the stages were given
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
@@ -457,8 +458,9 @@ class Pipeline(ModuleMisuseHints):
                 self._check_not_ended()
                 self._parameters.check_initialised()
                 arguments = merge_arguments(self._arguments, changes)
-                optimizers = optimizer_list(optimizer, self.topology.world_size)
-                redistribution = Redistribution(self._original, self.stages, optimizers, self._cuts_tokens)
+                optimizers = optimizer_list(optimizer, "rebuild()", self.topology.world_size)
+                was_trained = self._has_optimizer or self.step_count > 0
+                redistribution = Redistribution(self._original, self.stages, optimizers, self._cuts_tokens, was_trained)
                 pipe = Pipeline(redistribution, **arguments)
         except BaseException:
             if redistribution is not None and redistribution.has_started:
@@ -664,7 +666,9 @@ class Pipeline(ModuleMisuseHints):
         if norm_type is not None and self.position.world.world_size > 1:
             yield from self._parameters.with_remote_gradient_norms(self._exchange_gradient_norms(norm_type))
         else:
-            check_elementwise_optimizer(optimizer_of_caller(frame), self.topology.world_size)
+            optimizer = optimizer_of_caller(frame)
+            check_elementwise_optimizer(optimizer, self.topology.world_size)
+            self._has_optimizer = self._has_optimizer or optimizer is not None
             yield from parameters
 
     def state_dict(self, strict: bool = True) -> dict[str, Any]:

@@ -5,6 +5,7 @@ released where they were: a rank needs memory for its old and its new stages, an
 have; until then nothing changes.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +21,10 @@ from penstock.comms.topology import CPU, Topology
 from penstock.engine.build import PLAN_ARGUMENTS, UNCHANGEABLE
 from penstock.engine.model_partition import OriginalModel
 from penstock.engine.optimizers import (
-    check_elementwise_optimizer,
     check_has_no_remote_parameters,
     check_same_group_options,
     group_options,
+    optimizer_title,
 )
 from penstock.errors import MismatchError
 from penstock.partition import CuttableModel
@@ -67,19 +68,6 @@ def merge_arguments(arguments: Mapping[str, Any], changes: Mapping[str, Any]) ->
 
 def _is_fixed_table(schedule: Any) -> bool:
     return isinstance(schedule, Schedule | PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv"))
-
-
-def optimizer_list(optimizer: Any, num_ranks: int) -> list[Any]:
-    """Return the user's optimizer, or list of them, or None, as a list.
-
-    Raises MismatchError for what is no optimizer, and as `check_elementwise_optimizer`.
-    """
-    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    for item in optimizers:
-        if not hasattr(item, "param_groups") or not hasattr(item, "state"):
-            raise MismatchError(f"rebuild() takes an optimizer of pipe.parameters(), or a list, not a {type(item).__name__}")
-        check_elementwise_optimizer(item, num_ranks)
-    return optimizers
 
 
 # -- what ranks send to each other before the move ------------------------------------------------------------------------
@@ -141,9 +129,12 @@ def _check_inventories(inventories: Mapping[int, RankInventory]) -> None:
             raise MismatchError(
                 f"the optimizers differ: {difference}. Make the same on all ranks, with empty groups where need be"
             )
-        for (_, expected_groups), (_, groups) in zip(expected_optimizers, inventory.optimizers, strict=True):
+        kinds = [kind for kind, _ in expected_optimizers]
+        for place, ((_, expected_groups), (_, groups)) in enumerate(
+            zip(expected_optimizers, inventory.optimizers, strict=True)
+        ):
             for number, (expected_options, options) in enumerate(zip(expected_groups, groups, strict=True)):
-                check_same_group_options(expected_options, options, number, rank)
+                check_same_group_options(expected_options, options, number, rank, optimizer_title(place, kinds))
 
     tensors = {name: record for inventory in inventories.values() for name, record in inventory.tensors.items()}
     modules = {name: state for inventory in inventories.values() for name, state in inventory.modules.items()}
@@ -175,6 +166,22 @@ def _tensor_moves(inventories: Mapping[int, RankInventory]) -> Iterator[tuple[st
         yield name, owners[0], [rank for rank in needing if rank not in owners]
 
 
+def _warn_if_trained_tensors_move(inventories: Mapping[int, RankInventory]) -> None:
+    """Warn that an optimizer from before does not get parameters that arrive on its rank, nor their state."""
+    moved = [
+        name
+        for name, sender, receivers in _tensor_moves(inventories)
+        if receivers and inventories[sender].tensors[name]["requires_grad"]
+    ]
+    if moved:
+        warnings.warn(
+            f"rebuild() moves {len(moved)} trained parameters between ranks ({moved[0]}{', ..' if len(moved) > 1 else ''}) "
+            "and was given no optimizer: one from before trains only what stayed on its rank; give optimizer=, or make a new "
+            "one of the new pipeline's parameters()",
+            stacklevel=4,
+        )
+
+
 def _send_tensors(record: Any, control: ControlGroup, receivers: Sequence[int]) -> None:
     """Send every tensor of a record to all receivers, in pieces."""
     if not receivers:
@@ -201,13 +208,19 @@ class Redistribution:
     """Moves the state of the `stages` that this rank runs to those of the next pipeline, to which it is given as its model.
 
     `original`: what the first pipeline was made of. `optimizers`: of this rank's parameters; their groups and state become
-    those of the parameters that it will have. `cuts_tokens`: whether the first pipeline cut its tokens.
+    those of the parameters that it will have. `cuts_tokens`: whether the first pipeline cut its tokens. `was_trained`: whether
+    the program has an optimizer, even if it gives none.
     """
 
     def __init__(
-        self, original: OriginalModel, stages: Mapping[int, nn.Module], optimizers: Sequence[Any], cuts_tokens: bool
+        self,
+        original: OriginalModel,
+        stages: Mapping[int, nn.Module],
+        optimizers: Sequence[Any],
+        cuts_tokens: bool,
+        was_trained: bool,
     ) -> None:
-        self.model, self._original, self.cuts_tokens = original.model, original, cuts_tokens
+        self.model, self._original, self.cuts_tokens, self._was_trained = original.model, original, cuts_tokens, was_trained
         self._stages, self._optimizers = stages, optimizers
         self._tensors, self._modules = original.stage_tensors(stages), original.stage_submodules(stages)
         self._group_positions = [_group_positions(optimizer) for optimizer in optimizers]
@@ -234,6 +247,9 @@ class Redistribution:
         everyone = control.all_gather_value(self._inventory(stages, rank), WAIT_REASON)
         inventories = {job_rank: everyone[job_rank] for job_rank in map(topology.get_global_rank, range(topology.world_size))}
         _check_inventories(inventories)
+
+        if self._was_trained and not self._optimizers and rank == 0:
+            _warn_if_trained_tensors_move(inventories)
 
         # 2. Move one tensor after the other.
         self.has_started, positions = True, dict[str, Sequence[Any]]()

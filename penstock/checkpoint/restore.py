@@ -22,14 +22,15 @@ from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.packing import unpack
 from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.training_state import (
-    check_optimizer_matches,
+    check_optimizers_match,
     restore_optimizer,
     restore_random_states,
     unpack_scaler_state,
-    unpack_scheduler_state,
+    unpack_scheduler_states,
 )
+from penstock.comms.control_group import ControlGroup
 from penstock.comms.system import print_notice
-from penstock.engine import optimizers
+from penstock.engine.optimizers import optimizer_list, scheduler_list
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
 from penstock.stage.rank_parameters import describe_mismatches
@@ -49,8 +50,9 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
         A folder need not exist yet.
     `pipe`: gets the parameters and buffers, the `step_count` and the state of its `scaler`. The random generators of Python,
         numpy and torch continue from this rank's saved states, or from rank 0's if there were fewer ranks.
-    `optimizer`: of this rank's `pipe.parameters()`, with the saved one's class and groups; gets its state and options.
-    `scheduler`: of the learning rate; gets its state.
+    `optimizer`: of this rank's `pipe.parameters()`, with the saved one's class and groups; gets its state and options. Or a
+        list of several, in the order in which they were saved.
+    `scheduler`: of the learning rate; gets its state. Or a list, in the order of the saved ones.
 
     Returns the `extra` that was given to `save`. Raises MismatchError, on every rank and before anything is restored, if no
     checkpoint is complete (the file is named), or if names, shapes, dtypes or optimizers do not fit.
@@ -60,7 +62,9 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
     """
     control, folders = control_group_for_call(pipe, "checkpoint.resume()"), _paths_of_folders(folder)
     with same_error_on_all_ranks(control, f"resume from {', '.join(map(str, folders))}"):
-        optimizers.check_elementwise_optimizer(optimizer, pipe.topology.world_size)
+        optimizers = optimizer_list(optimizer, "resume()", pipe.topology.world_size)
+        schedulers = scheduler_list(scheduler, "resume()")
+        _check_same_counts(control, optimizers, schedulers)
         checkpoint, content, files = open_newest_complete_checkpoint(control, *folders)
         stored_name_of = _stored_names(content, files, pipe._engine.parameters.aliases)
         mismatches = gather_state_mismatches(
@@ -73,17 +77,16 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
         _check_same_types(state, model_state)
         names = {id(parameter): stored_name_of[name] for name, parameter in pipe.named_parameters()}
         extra = unpack(content["extra"], files)
-        if optimizer is not None:
-            check_optimizer_matches(optimizer, content["optimizer"], names)
-        if scheduler is not None:
-            scheduler_state = unpack_scheduler_state(scheduler, content["scheduler"], files)
+        if optimizers:
+            check_optimizers_match(optimizers, content["optimizers"], names)
+        scheduler_states = unpack_scheduler_states(schedulers, content["schedulers"], files)
         scaler_state = unpack_scaler_state(content.get("scaler"), files, pipe.scaler, checkpoint)
-        with _roll_back_on_failure(checkpoint, pipe, optimizer, scheduler):
+        with _roll_back_on_failure(checkpoint, pipe, optimizers, schedulers):
             copy_into_model(pipe, ((name, value) for name, value in state.items() if not isinstance(value, Tensor)))
-            if optimizer is not None:
-                restore_optimizer(optimizer, content["optimizer"], names, files)
-            if scheduler is not None:
-                scheduler.load_state_dict(scheduler_state)
+            for item, saved in zip(optimizers, content["optimizers"][: len(optimizers)], strict=True):
+                restore_optimizer(item, saved, names, files)
+            for item, state_of_scheduler in zip(schedulers, scheduler_states, strict=True):
+                item.load_state_dict(state_of_scheduler)
             control.all_gather_row((), f"to check {checkpoint}")  # from here on nothing can fail, on any rank
         copy_into_model(pipe, ((name, value) for name, value in state.items() if isinstance(value, Tensor)))
         if pipe.scaler is not None and scaler_state:
@@ -112,6 +115,16 @@ def _paths_of_folders(folder: Folder | Sequence[Folder]) -> list[Path]:
     if not folders:
         raise PenstockError("there is no folder in an empty list: give one, or several, that `save` wrote to")
     return folders
+
+
+def _check_same_counts(control: ControlGroup, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+    """Raise MismatchError unless all ranks give as many optimizers and schedulers."""
+    rows = control.all_gather_row([len(optimizers), len(schedulers)], "to compare optimizers and schedulers")
+    for rank, row in enumerate(rows):
+        for name, count, expected in zip(("optimizers", "schedulers"), row, rows[0], strict=True):
+            if count != expected:
+                numbers = f"rank 0 gives {int(expected)} {name}, rank {rank} {int(count)}"
+                raise MismatchError(f"the ranks do not resume alike: {numbers}; give all of them as many, in the same order")
 
 
 def _stored_names(content: Mapping[str, Any], files: TensorFiles, aliases: Mapping[str, str]) -> dict[str, str]:
@@ -144,22 +157,24 @@ def _type_name(value: Any) -> str:
 
 
 @contextmanager
-def _roll_back_on_failure(checkpoint: Path, pipe: Pipeline, optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """Restore the previous state of the optimizer, the scheduler and the model's non-tensors if the block raises.
+def _roll_back_on_failure(
+    checkpoint: Path, pipe: Pipeline, optimizers: Sequence[Any], schedulers: Sequence[Any]
+) -> Iterator[None]:
+    """Restore the previous state of the optimizers, the schedulers and the model's non-tensors if the block raises.
 
     An error that a `load_state_dict` raises becomes a MismatchError.
     """
     non_tensors = {name: value for name, value in pipe.state_dict(strict=False).items() if not isinstance(value, Tensor)}
-    optimizer_state = None if optimizer is None else (optimizer.state, optimizer.param_groups)
-    scheduler_state = None if scheduler is None else deepcopy(scheduler.state_dict())
+    optimizer_states = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
+    scheduler_states = [deepcopy(scheduler.state_dict()) for scheduler in schedulers]
     try:
         yield
     except BaseException as error:
         copy_into_model(pipe, non_tensors.items())
-        if optimizer_state is not None:
-            optimizer.state, optimizer.param_groups = optimizer_state
-        if scheduler_state is not None:
-            scheduler.load_state_dict(scheduler_state)
+        for optimizer, state_and_groups in zip(optimizers, optimizer_states, strict=True):
+            optimizer.state, optimizer.param_groups = state_and_groups
+        for scheduler, state in zip(schedulers, scheduler_states, strict=True):
+            scheduler.load_state_dict(state)
         if isinstance(error, PenstockError) or not isinstance(error, Exception):
             raise
         raise MismatchError(f"{checkpoint} holds a state that cannot be loaded: {type(error).__name__}: {error}") from error

@@ -25,11 +25,11 @@ from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.packing import pack
 from penstock.checkpoint.files.tensor_files import MAX_SHARD_BYTES
 from penstock.checkpoint.training_digests import check_replicas_equal
-from penstock.checkpoint.training_state import merge_optimizers, pack_optimizer, pack_random_states
+from penstock.checkpoint.training_state import merge_optimizers, pack_optimizers, pack_random_states
 from penstock.checkpoint.weights import transformers_configs
 from penstock.comms.abort import abort_on_error
 from penstock.comms.control_group import ControlGroup
-from penstock.engine.optimizers import check_elementwise_optimizer
+from penstock.engine.optimizers import optimizer_list, scheduler_list
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.pipeline import Pipeline
 
@@ -51,9 +51,9 @@ def save(
         (`/dev/shm/run`) is fast enough to save every step. It survives ranks, not the machine: `resume([memory, disk], ..)`.
     `pipe`: saves its parameters and buffers, its `step_count`, its `scaler`, and the random states of Python, numpy and torch.
         Gradients are not saved: a save between `step` and `optimizer.step()` warns.
-    `optimizer`: of this rank's `pipe.parameters()`; its state is saved under their names. Its options must be the same on all
-        ranks.
-    `scheduler`: of the learning rate, the same on all ranks: any object with a `state_dict`.
+    `optimizer`: of this rank's `pipe.parameters()`, or a list of several; its state is saved under their names. Classes, order
+        and options must be the same on all ranks.
+    `scheduler`: of the learning rate, the same on all ranks: any object with a `state_dict`, or a list of several.
     `extra`: other state of the program: numbers, texts, tensors, and lists, tuples and dicts of them. Rank 0's is saved. A
         GradScaler's `state_dict()` goes here, unless the pipeline has it as `scaler`.
     `keep`: the number of complete checkpoints up to this step that are kept; older ones are deleted.
@@ -78,21 +78,19 @@ def save(
         final = Path(folder) / name
         if not is_whole_number(keep, 1):
             raise PenstockError(f"keep={keep!r} would keep no checkpoint: use a whole number of 1 or more")
-        for argument, value in {"optimizer": optimizer, "scheduler": scheduler}.items():
-            if value is not None and not hasattr(value, "state_dict"):
-                raise MismatchError(f"save() takes something with a state_dict as {argument}, not a {type(value).__name__}")
+        optimizers = optimizer_list(optimizer, "save()", pipe.topology.world_size)
+        schedulers = scheduler_list(scheduler, "save()")
         if not isinstance(extra, Mapping | None):
             raise MismatchError(f"save() takes a dict as extra, not a {type(extra).__name__}")
         lock = folder_lock.acquire(final.parent, pipe) if control.topology.rank == 0 else None
-        presence = ["none" if value is None else "one" for value in (optimizer, scheduler)]
-        arguments = [str(final.parent), str(keep), *presence]
+        arguments = [str(final.parent), str(keep), count_text(optimizers), count_text(schedulers)]
         rows = control.all_gather_row([pipe.step_count, zlib.crc32(repr(arguments).encode())], "to save")
         check_same_step_count([int(step) for step, _ in rows])
         if len({checksum for _, checksum in rows}) > 1:
             check_same_arguments(control.all_gather_value(arguments, "to save"))
-        check_replicas_equal(control, pipe, optimizer)
-        _warn_if_gradients_pending(pipe, optimizer)
-        part, tensors = collect_rank_state(pipe, optimizer, scheduler, extra)
+        check_replicas_equal(control, pipe, optimizers)
+        _warn_if_gradients_pending(pipe, optimizers)
+        part, tensors = collect_rank_state(pipe, optimizers, schedulers, extra)
         if not wait:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
     write = partial(_write_checkpoint, control, final, part, tensors, keep, lock)
@@ -122,7 +120,7 @@ def check_same_step_count(step_counts: Sequence[int]) -> None:
 
 
 def check_same_arguments(arguments_of_ranks: Sequence[Sequence[str]]) -> None:
-    """Raise MismatchError unless all ranks give the same folder and `keep`, and all or none an optimizer and a scheduler."""
+    """Raise MismatchError unless all ranks give the same folder and `keep`, and as many optimizers and schedulers."""
     for number, name in enumerate(("folder", "keep", "optimizer", "scheduler")):
         for rank, arguments_of_rank in enumerate(arguments_of_ranks):
             if arguments_of_rank[number] != arguments_of_ranks[0][number]:
@@ -130,15 +128,15 @@ def check_same_arguments(arguments_of_ranks: Sequence[Sequence[str]]) -> None:
                 raise MismatchError(f"the ranks do not save alike, by {name}: {values}; give all of them the same")
 
 
-def _warn_if_gradients_pending(pipe: Pipeline, optimizer: Any) -> None:
+def count_text(values: Sequence[Any]) -> str:
+    """Return the number of values in words: none, one, 2, .."""
+    return {0: "none", 1: "one"}.get(len(values), str(len(values)))
+
+
+def _warn_if_gradients_pending(pipe: Pipeline, optimizers: Sequence[Any]) -> None:
     """Warn on rank 0 if gradients wait for `optimizer.step()`, unless a GradScaler is enabled: it skips steps on purpose."""
     skips = pipe.scaler is not None and pipe.scaler.is_enabled()
-    if (
-        optimizer is not None
-        and pipe.position.world.rank == 0
-        and not skips
-        and pipe._engine.gradient_factor.awaits_optimizer_step()
-    ):
+    if optimizers and pipe.position.world.rank == 0 and not skips and pipe._engine.gradient_factor.awaits_optimizer_step():
         warnings.warn(
             "checkpoint.save() comes between pipe.step() and optimizer.step(): a checkpoint has no gradients, so a training "
             "that is resumed from it lacks those that are added up here: save after optimizer.step()",
@@ -146,9 +144,10 @@ def _warn_if_gradients_pending(pipe: Pipeline, optimizer: Any) -> None:
         )
 
 
-def collect_rank_state(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def collect_rank_state(
+    pipe: Pipeline, optimizers: Sequence[Any], schedulers: Sequence[Any], extra: Any
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return this rank's part of the manifest, and the tensors that it refers to, by name."""
-    check_elementwise_optimizer(optimizer, pipe.topology.world_size)
     rank, aliases, state = pipe.position.world.rank, pipe._engine.parameters.aliases, rank_state_to_write(pipe)
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     tensors = {MODEL_PREFIX + name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -158,8 +157,10 @@ def collect_rank_state(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: An
         "aliases": aliases,
         "settings": transformers_configs(pipe),
         "model": {name: pack(value, f"state.{name}", tensors) for name, value in non_tensors.items()},
-        "optimizer": None if optimizer is None else pack_optimizer(optimizer, names, state, tensors, rank),
-        "scheduler": None if scheduler is None else pack(scheduler.state_dict(), f"scheduler.{rank}", tensors),
+        "optimizers": pack_optimizers(optimizers, names, state, tensors, rank),
+        "schedulers": [
+            pack(scheduler.state_dict(), f"schedulers.{number}.{rank}", tensors) for number, scheduler in enumerate(schedulers)
+        ],
         "scaler": None if pipe.scaler is None else pack(pipe.scaler.state_dict(), f"scaler.{rank}", tensors),
         "extra": pack(dict(extra or {}), "extra", tensors) if rank == 0 else None,
         "random": pack_random_states(rank, pipe.topology.device, tensors),
@@ -198,8 +199,8 @@ def merge_manifests(rank_manifests: list[dict[str, Any]]) -> dict[str, Any]:
         "step": rank_manifests[0]["step"],
         "settings": rank_manifests[0]["settings"],
         **{key: dict(item for part in rank_manifests for item in part[key].items()) for key in ("files", "aliases", "model")},
-        "optimizer": merge_optimizers([part["optimizer"] for part in rank_manifests]),
-        "scheduler": next((part["scheduler"] for part in rank_manifests if part["scheduler"] is not None), None),
+        "optimizers": merge_optimizers([part["optimizers"] for part in rank_manifests]),
+        "schedulers": rank_manifests[0]["schedulers"],
         "scaler": rank_manifests[0]["scaler"],
         "extra": rank_manifests[0]["extra"],
         "random": [part["random"] for part in rank_manifests],

@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock.checkpoint.files import json_lines
 from penstock.checkpoint.files.packing import pack
 from penstock.comms.control_group import ControlGroup
+from penstock.engine.optimizers import optimizer_list
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.guards.digest import MISMATCH_CAUSES, describe_ranks_by_digest, tensor_crc
 from penstock.pipeline import Pipeline
@@ -41,7 +42,7 @@ def digests(pipe: Pipeline, optimizer: Any = None) -> Digests:
     digests in any cut, on any ranks and schedule, and in one process. A tied parameter is listed once, under its first name. A
     sharded parameter is gathered. A parameter without a gradient or state has no digest.
 
-    `optimizer`: of this rank's `pipe.parameters()`.
+    `optimizer`: of this rank's `pipe.parameters()`, or a list of several.
 
     Each digest is eight hexadecimal digits; or rank -> digits if ranks differ that share a parameter.
 
@@ -50,7 +51,8 @@ def digests(pipe: Pipeline, optimizer: Any = None) -> Digests:
         before = checkpoint.digests(pipe, optimizer)["weights"]
     """
     with pipe.collective("checkpoint.digests()") as control:
-        return _gather_digests(control, pipe, optimizer, "to compare digests")
+        optimizers = optimizer_list(optimizer, "digests()", pipe.topology.world_size)
+        return _gather_digests(control, pipe, optimizers, "to compare digests")
 
 
 def value_digest(value: Any) -> str:
@@ -67,14 +69,14 @@ def tensor_description(kind: str, name: str) -> str:
     return {"gradients": "the gradient of ", "optimizer": "the optimizer's state of "}.get(kind, "") + name
 
 
-def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizer: Any = None) -> None:
+def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizers: Sequence[Any] = ()) -> None:
     """Raise MismatchError, on every rank, if ranks that have the same parameter, or the same shard, differ in a bit of it."""
     # Without replicas only tied parameters are on several ranks.
     only_names = None if pipe.position.num_ranks_per_stage > 1 else pipe._engine.tied.owners
     if only_names is not None and not only_names:  # nothing to compare, on any rank
         return
     own_digests: dict[str, dict[str, str]] = {}
-    for kind, name, parameter, value in _tensors_to_digest(pipe, optimizer, only_names):
+    for kind, name, parameter, value in _tensors_to_digest(pipe, optimizers, only_names):
         if kind != "gradients":
             shard = "".join(f", shard {shard_coordinate}" for shard_coordinate in shard_coordinates(parameter))
             own_digests.setdefault(kind, {})[name + shard] = value_digest(tree_map_only(Tensor, local_shard, value))
@@ -86,10 +88,10 @@ def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizer: Any =
                 raise MismatchError(f"{differ}; {MISMATCH_CAUSES}" if name in pipe._engine.tied.owners else differ)
 
 
-def _gather_digests(control: ControlGroup, pipe: Pipeline, optimizer: Any, purpose: str) -> Digests:
+def _gather_digests(control: ControlGroup, pipe: Pipeline, optimizers: Sequence[Any], purpose: str) -> Digests:
     """Return the digests of all ranks, merged, in the order of the model's names."""
     own_digests: dict[str, dict[str, str]] = {}
-    for kind, name, _, value in _tensors_to_digest(pipe, optimizer):
+    for kind, name, _, value in _tensors_to_digest(pipe, optimizers):
         own_digests.setdefault(kind, {})[name] = value_digest(value)
     return _merge_digests(control.all_gather_value(own_digests, purpose), pipe._engine.parameters.order)
 
@@ -109,13 +111,14 @@ def _merge_digests(digests_of_ranks: Sequence[Mapping[str, Mapping[str, str]]], 
 
 
 def _tensors_to_digest(
-    pipe: Pipeline, optimizer: Any, only_names: Collection[str] | None = None
+    pipe: Pipeline, optimizers: Sequence[Any], only_names: Collection[str] | None = None
 ) -> Iterator[tuple[str, str, Any, Any]]:
     """Yield (kind, name, the model's tensor, this rank's value) for all tensors, or for those named in `only_names`."""
     aliases, yielded = pipe._engine.parameters.aliases, set[tuple[str, str]]()
     candidates = [("weights", name, value, value) for name, value in pipe.state_dict().items()]
     for name, parameter in pipe.named_parameters():
-        state = getattr(optimizer, "state", {}).get(parameter)
+        states = [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]
+        state = states if len(states) > 1 else next(iter(states), None)
         candidates += [("gradients", name, parameter, parameter.grad), ("optimizer", name, parameter, state)]
     for kind, name, parameter, value in candidates:
         key = kind, aliases.get(name, name)
@@ -131,7 +134,7 @@ class DigestLog:
     """Writes digests of a run's steps to `folder/digests.jsonl`. All ranks create one, and call `record_step`.
 
     `folder`: of the run; rank 0 creates it, and writes. Lines there of steps after `pipe.step_count` are deleted.
-    `pipe`, `optimizer`: write digests of these. `optimizer` has this rank's `pipe.parameters()`.
+    `pipe`, `optimizer`: write digests of these. `optimizer` has this rank's `pipe.parameters()`; or a list of several.
     `every`: write a line after each step whose number divides by this, 1 or more; other steps cost nothing.
     `settings`: other settings that the numbers depend on (data, learning rate, ..), name -> JSON, the same on every rank. Runs
         with different settings are not compared.
@@ -152,8 +155,9 @@ class DigestLog:
         every: int = STEPS_BETWEEN_DIGESTS,
         settings: Settings | None = None,
     ) -> None:
-        self.path, self.pipe, self.optimizer, self.every = Path(folder) / DIGESTS_FILE, pipe, optimizer, every
+        self.path, self.pipe, self.every = Path(folder) / DIGESTS_FILE, pipe, every
         with pipe.collective("checkpoint.DigestLog(..)") as control:
+            self.optimizers = optimizer_list(optimizer, "DigestLog(..)", pipe.topology.world_size)
             if not is_whole_number(every, 1):
                 raise PenstockError(f"every={every!r} is no number of steps: use a whole number, 1 or more")
             try:
@@ -180,7 +184,7 @@ class DigestLog:
             with self.pipe.collective("DigestLog.record_step()") as control:
                 line = {
                     "step": self.pipe.step_count,
-                    **_gather_digests(control, self.pipe, self.optimizer, "to write their digests"),
+                    **_gather_digests(control, self.pipe, self.optimizers, "to write their digests"),
                 }
                 self._write_on_first_rank(control, lambda: json_lines.append(self.path, line))
 

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from penstock.checkpoint.files.disk import errors_as_damaged
 from penstock.checkpoint.files.packing import pack, unpack
-from penstock.engine.optimizers import PARAMETER_KEYS, check_has_no_remote_parameters, check_same_group_options, group_options
+from penstock.engine.optimizers import (
+    PARAMETER_KEYS,
+    check_has_no_remote_parameters,
+    check_same_group_options,
+    group_options,
+    optimizer_title,
+)
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import shard_like
 
@@ -19,19 +25,41 @@ NUMPY_GENERATOR = "MT19937"  # of numpy's global state
 Names = Mapping[int, str]  # id of each of this rank's parameters -> the name that it is saved under
 
 
-def pack_optimizer(optimizer: Any, names: Names, names_to_write: Container[str], tensors: dict[str, Tensor], rank: int) -> Any:
-    """Return a rank's optimizer as JSON: its groups' options and names, and the state of parameters in `names_to_write`.
+def pack_optimizers(
+    optimizers: Sequence[Any], names: Names, names_to_write: Container[str], tensors: dict[str, Tensor], rank: int
+) -> list[Any]:
+    """Return a rank's optimizers as JSON: their groups' options and names, and the state of parameters in `names_to_write`.
 
     Puts the tensors into `tensors`, by name.
     """
-    packed = optimizer.state_dict()
-    check_has_no_remote_parameters(optimizer, names, rank)
+    titles = _titles([type(optimizer).__name__ for optimizer in optimizers])
+    return [
+        _pack_optimizer(optimizer, number, title, names, names_to_write, tensors, rank)
+        for number, (optimizer, title) in enumerate(zip(optimizers, titles, strict=True))
+    ]
+
+
+def _titles(kinds: Sequence[str]) -> list[str]:
+    return [optimizer_title(number, kinds) for number in range(len(kinds))]
+
+
+def _pack_optimizer(
+    optimizer: Any,
+    number_of_optimizer: int,
+    title: str,
+    names: Names,
+    names_to_write: Container[str],
+    tensors: dict[str, Tensor],
+    rank: int,
+) -> Any:
+    packed, prefix = optimizer.state_dict(), f"optimizer{number_of_optimizer or ''}"
+    check_has_no_remote_parameters(optimizer, names, rank, title)
     groups = []
     for number, (group, packed_group) in enumerate(zip(optimizer.param_groups, packed["param_groups"], strict=True)):
         options = {key: value for key, value in packed_group.items() if key not in PARAMETER_KEYS}
         groups.append(
             {
-                "options": pack(options, f"groups.{rank}.{number}", tensors),
+                "options": pack(options, f"{prefix}.groups.{rank}.{number}", tensors),
                 "words": group_options(packed_group),  # to compare
                 "names": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
             }
@@ -41,12 +69,12 @@ def pack_optimizer(optimizer: Any, names: Names, names_to_write: Container[str],
         if index in state:
             aside: dict[str, Tensor] = {}
             name = names[id(parameter)]
-            value = pack(state.pop(index), f"optimizer.{name}", aside)  # a collective of all ranks that have a shard
+            value = pack(state.pop(index), f"{prefix}.{name}", aside)  # a collective of all ranks that have a shard
             if name in names_to_write:
                 packed_state[name] = value
                 tensors.update(aside)
     if state:
-        raise MismatchError(f"rank {rank}: the optimizer keeps state of {', '.join(map(repr, state))}, which are no parameters")
+        raise MismatchError(f"rank {rank}: {title} keeps state of {', '.join(map(repr, state))}, which are no parameters")
     return {"kind": type(optimizer).__name__, "groups": groups, "state": packed_state}
 
 
@@ -56,50 +84,65 @@ def _parameters_with_indices(optimizer: Any, packed: Any) -> Iterator[tuple[Tens
         yield from zip(group["params"], packed_group["params"], strict=True)
 
 
-def merge_optimizers(rank_optimizers: Sequence[Any]) -> Any:
-    """Return the optimizers of all ranks as one. Raises MismatchError if they differ in more than their parameters."""
-    ranks = {rank: part for rank, part in enumerate(rank_optimizers) if part is not None}
-    if not ranks:
-        return None
-    lowest_rank = min(ranks)
+def merge_optimizers(optimizers_of_ranks: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the optimizers of all ranks, as many on each, as those of one process.
+
+    Raises MismatchError if they differ in more than their parameters.
+    """
+    kinds = [part["kind"] for part in optimizers_of_ranks[0]]
+    for rank, parts in enumerate(optimizers_of_ranks):
+        if (kinds_there := [part["kind"] for part in parts]) != kinds:
+            advice = ": give them in the same order on all ranks" * (len(kinds) > 1)
+            raise MismatchError(
+                f"the {'optimizers are' if len(kinds) > 1 else 'optimizer is'} {', '.join(kinds)} on rank 0, but "
+                f"{', '.join(kinds_there)} on rank {rank}{advice}"
+            )
+    by_number = zip(_titles(kinds), zip(*optimizers_of_ranks, strict=True), strict=True)
+    return [_merge_optimizer(parts, title) for title, parts in by_number]
+
+
+def _merge_optimizer(parts: Sequence[Any], title: str) -> Any:
     groups: list[dict[str, Any]] = []
     group_of: dict[str, int] = {}
-    for rank, part in ranks.items():
-        if part["kind"] != ranks[lowest_rank]["kind"]:
-            raise MismatchError(
-                f"the optimizer is {ranks[lowest_rank]['kind']} on rank {lowest_rank}, but {part['kind']} on rank {rank}"
-            )
+    for rank, part in enumerate(parts):
         for number, group in enumerate(part["groups"]):
             if number == len(groups):
                 groups.append({**group, "names": []})
-            check_same_group_options(groups[number]["words"], group["words"], number, rank)
+            check_same_group_options(groups[number]["words"], group["words"], number, rank, title)
             for name in group["names"]:
                 if (other_group := group_of.setdefault(name, number)) != number:
-                    where = f"in the optimizer's group {number} on rank {rank}, but in group {other_group} on a rank before"
+                    where = f"in {title}'s group {number} on rank {rank}, but in group {other_group} on a rank before"
                     raise MismatchError(f"{name} is {where}: make groups by the names of pipe.named_parameters()")
             groups[number]["names"] += [name for name in group["names"] if name not in groups[number]["names"]]
     merged = [{"options": group["options"], "names": group["names"]} for group in groups]
-    state = {name: value for part in ranks.values() for name, value in part["state"].items()}
-    return {"kind": ranks[lowest_rank]["kind"], "groups": merged, "state": state}
+    state = {name: value for part in parts for name, value in part["state"].items()}
+    return {"kind": parts[0]["kind"], "groups": merged, "state": state}
 
 
-def check_optimizer_matches(optimizer: Any, saved: Any, names: Names) -> None:
-    """Raise MismatchError unless `restore_optimizer` can load `saved`."""
-    if saved is None:
+def check_optimizers_match(optimizers: Sequence[Any], saved: Sequence[Any], names: Names) -> None:
+    """Raise MismatchError unless `restore_optimizer` can load each of `saved` into the optimizer of its number."""
+    if not saved:
         raise MismatchError("the checkpoint holds no optimizer: it was saved without optimizer=")
-    if saved["kind"] != type(optimizer).__name__:
-        raise MismatchError(f"the checkpoint holds the state of {saved['kind']}, not of {type(optimizer).__name__}")
+    kinds, saved_kinds = [type(optimizer).__name__ for optimizer in optimizers], [part["kind"] for part in saved]
+    if kinds != saved_kinds:
+        several = ": give them all, in the order in which they were saved" * (len(saved_kinds) > 1)
+        raise MismatchError(f"the checkpoint holds the state of {', '.join(saved_kinds)}, not of {', '.join(kinds)}{several}")
+    for title, optimizer, part in zip(_titles(kinds), optimizers, saved, strict=True):
+        _check_optimizer_matches(optimizer, part, names, title)
+
+
+def _check_optimizer_matches(optimizer: Any, saved: Any, names: Names, title: str) -> None:
     if len(saved["groups"]) != len(optimizer.param_groups):
         counts = f"{len(saved['groups'])} parameter groups, but this one has {len(optimizer.param_groups)}"
-        raise MismatchError(f"the checkpoint's optimizer has {counts}: make it with the same groups")
+        raise MismatchError(f"the checkpoint's {title.removeprefix('the ')} has {counts}: make it with the same groups")
     for number, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
-        _check_numbers_stay_numbers(group, saved_group["options"]["dict"], f"the optimizer's group {number}")
+        _check_numbers_stay_numbers(group, saved_group["options"]["dict"], f"{title}'s group {number}")
     home = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     for number, group in enumerate(optimizer.param_groups):
         for name in [names.get(id(parameter)) for parameter in group["params"] if id(parameter) in names or parameter.numel()]:
             if name is None or home.get(name) != number:
-                saved_place = f"in group {home[name]}" if name in home else "not in the optimizer"
-                raise MismatchError(f"{name} is in the optimizer's group {number}, but in the checkpoint it is {saved_place}")
+                saved_place = f"in group {home[name]}" if name in home else f"not in {title}"
+                raise MismatchError(f"{name} is in {title}'s group {number}, but in the checkpoint it is {saved_place}")
 
 
 def _check_numbers_stay_numbers(current: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
@@ -113,10 +156,19 @@ def _check_numbers_stay_numbers(current: Mapping[str, Any], saved: Mapping[str, 
         raise MismatchError(f"{where} cannot have {', '.join(sorted(clash))} from a checkpoint")
 
 
-def unpack_scheduler_state(scheduler: Any, saved: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the saved state of `scheduler`. Raises MismatchError if it is the state of another kind of scheduler."""
-    if saved is None:
+def unpack_scheduler_states(
+    schedulers: Sequence[Any], saved: Sequence[Any], tensors: Mapping[str, Tensor]
+) -> list[dict[str, Any]]:
+    """Return the saved state of each scheduler. Raises MismatchError for another number of them, or another kind."""
+    if schedulers and not saved:
         raise MismatchError("the checkpoint holds no learning-rate schedule: it was saved without scheduler=")
+    if schedulers and len(schedulers) != len(saved):
+        counts = f"{len(saved)} learning-rate schedules, not {len(schedulers)}"
+        raise MismatchError(f"the checkpoint holds the state of {counts}: give as many, in the order in which they were saved")
+    return [_unpack_scheduler_state(*pair, tensors) for pair in zip(schedulers, saved[: len(schedulers)], strict=True)]
+
+
+def _unpack_scheduler_state(scheduler: Any, saved: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     state, current, kind = unpack(saved, tensors), scheduler.state_dict(), type(scheduler).__name__
     _check_numbers_stay_numbers(current, state, f"the {kind}")
     if foreign := [key for key in state if key not in current and hasattr(scheduler, str(key))]:

@@ -5,7 +5,7 @@ of all ranks, an optimizer only this rank's. Torch knows of no other ranks, but 
 from the stack which function does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from inspect import CO_GENERATOR
 from types import FrameType
@@ -19,28 +19,74 @@ from penstock.errors import MismatchError
 PARAMETER_KEYS = ("params", "param_names")  # the keys of an optimizer's group that are no options
 
 
+def optimizer_list(optimizer: Any, call: str, num_ranks: int, argument: str = "optimizer") -> list[Any]:
+    """Return what the user gave to `call`, an optimizer, a list of them, or None, as a list.
+
+    Raises MismatchError for a dict, for what is no optimizer, for one given twice, and as `check_elementwise_optimizer`.
+    """
+    optimizers = _given_list(optimizer, call, argument)
+    for item in optimizers:
+        if not hasattr(item, "param_groups") or not hasattr(item, "state"):
+            kind = type(item).__name__
+            raise MismatchError(f"{call} takes an optimizer of pipe.parameters(), or a list of several, not a {kind}")
+        check_elementwise_optimizer(item, num_ranks)
+    return optimizers
+
+
+def scheduler_list(scheduler: Any, call: str) -> list[Any]:
+    """Return what the user gave to `call`, a learning-rate schedule, a list of them, or None, as a list.
+
+    Raises MismatchError for a dict, for what has no state, and for one given twice.
+    """
+    schedulers = _given_list(scheduler, call, "scheduler")
+    for item in schedulers:
+        if not hasattr(item, "state_dict"):
+            raise MismatchError(f"{call} takes something with a state_dict as scheduler, not a {type(item).__name__}")
+    return schedulers
+
+
+def _given_list(value: Any, call: str, argument: str) -> list[Any]:
+    if isinstance(value, Mapping) and value and all(hasattr(item, "state_dict") for item in value.values()):
+        raise MismatchError(
+            f"{call} takes one {argument} or a list, not a dict: their order tells them apart, on every rank and in a later "
+            f"run; give {argument}=[{', '.join(map(str, value))}]"
+        )
+    items = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    for position, item in enumerate(items):
+        if any(item is earlier for earlier in items[:position]):
+            raise MismatchError(f"{call} is given the same {argument} twice, a {type(item).__name__}: give each once")
+    return items
+
+
+def optimizer_title(number: int, kinds: Sequence[str]) -> str:
+    """Return how messages call one of several optimizers of these classes: `optimizer 1 (AdamW)`."""
+    return "the optimizer" if len(kinds) == 1 else f"optimizer {number} ({kinds[number]})"
+
+
 def group_options(group: Mapping[str, Any]) -> dict[str, str]:
     """Return the options of an optimizer's group as text, to compare them between ranks."""
     return {key: repr(value) for key, value in group.items() if key not in PARAMETER_KEYS}
 
 
-def check_has_no_remote_parameters(optimizer: Any, names: Mapping[int, str], rank: int) -> None:
+def check_has_no_remote_parameters(optimizer: Any, names: Mapping[int, str], rank: int, title: str = "the optimizer") -> None:
     """Raise MismatchError if the optimizer has a parameter that is not in `names`, by id, all those of this rank."""
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in names and parameter.numel():  # `Pipeline.parameters` may give an empty one
                 raise MismatchError(
-                    f"rank {rank}: parameter {position} of the optimizer's group {number} is not one of the pipeline's: "
+                    f"rank {rank}: parameter {position} of {title}'s group {number} is not one of the pipeline's: "
                     "make the optimizer of pipe.parameters()"
                 )
 
 
-def check_same_group_options(expected: Mapping[str, str], options: Mapping[str, str], group: int, rank: int) -> None:
+def check_same_group_options(
+    expected: Mapping[str, str], options: Mapping[str, str], group: int, rank: int, title: str = "the optimizer"
+) -> None:
     """Raise MismatchError unless the `options` of `rank` in this group are those that a lower rank has."""
     for key in {**expected, **options}:
         if expected.get(key) != options.get(key):
             raise MismatchError(
-                f"the optimizer's group {group} has {key} {options.get(key)} on rank {rank}, but {expected.get(key)} on a rank "
+                f"{title}'s group {group} has {key} {options.get(key)} on rank {rank}, but {expected.get(key)} on a rank "
                 "before: give all ranks the same options"
             )
 

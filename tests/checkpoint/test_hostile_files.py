@@ -134,7 +134,7 @@ FILE = {"bytes": 5, "sha256": "0" * 64}
         (with_("2", "step"), "it.step is '2', not a whole number"),
         (with_(-2, "step"), "it.step is -2"),
         (with_(True, "step"), "it.step is True"),
-        (with_({"kind": 1}, "optimizer"), "it.optimizer.kind is 1, not a text"),
+        (with_({"kind": 1}, "optimizers", 0), "it.optimizers.0.kind is 1, not a text"),
         (with_({"pickle": "gASV"}, "extra"), "it.extra is no dict or items"),
         (with_({"dict": {"epoch": {"pickle": "gASV"}}}, "extra"), "it.extra.epoch is an object of a kind that is not known"),
         (with_({"dict": {"epoch": {"tensor": "nowhere"}}}, "extra"), "has no tensor 'nowhere'"),
@@ -183,11 +183,11 @@ def test_state_that_could_not_be_read_again_is_not_saved(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_("fast", "optimizer", "groups", 0, "options", "dict", "lr"), "has lr 0.001, but 'fast' in the checkpoint"),
-        (with_([], "optimizer", "groups", 0, "options", "dict", "params"), "cannot have params"),
-        (with_("many", "scheduler", "dict", "last_epoch"), "has last_epoch 2, but 'many'"),
-        (with_(3, "scheduler", "dict", "step"), "has step, which are no state of a StepLR"),
-        (with_(3, "scheduler", "dict", "optimizer"), "has optimizer, which are no state"),
+        (with_("fast", "optimizers", 0, "groups", 0, "options", "dict", "lr"), "has lr 0.001, but 'fast' in the checkpoint"),
+        (with_([], "optimizers", 0, "groups", 0, "options", "dict", "params"), "cannot have params"),
+        (with_("many", "schedulers", 0, "dict", "last_epoch"), "has last_epoch 2, but 'many'"),
+        (with_(3, "schedulers", 0, "dict", "step"), "has step, which are no state of a StepLR"),
+        (with_(3, "schedulers", 0, "dict", "optimizer"), "has optimizer, which are no state"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

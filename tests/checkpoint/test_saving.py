@@ -102,7 +102,7 @@ def test_a_folder_holds_safetensors_and_json_under_the_uncut_names(saved):
     assert sorted(path.name for path in newest.iterdir()) == sorted([*content["files"], "manifest.json"])
     names = set(tensor_files.TensorFiles(newest).shapes)
     assert {"model.0.weight", "model.1.running_mean", "model.4.bias", "optimizer.4.bias.exp_avg", "random.1.torch"} <= names
-    assert content["optimizer"]["groups"][0]["names"][0] == "0.weight"
+    assert content["optimizers"][0]["groups"][0]["names"][0] == "0.weight"
 
 
 def test_the_newest_comes_first_and_a_folder_of_one_checkpoint_is_taken_too(saved):

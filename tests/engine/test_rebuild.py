@@ -669,7 +669,7 @@ def test_a_refused_rebuild_leaves_the_pipeline_as_it_was_and_a_model_that_is_beh
             "recompute='all'",
             "rebuild() takes no mesh=",
             "is not one of the pipeline's",
-            "takes an optimizer of pipe.parameters(), or a list, not a str",
+            "takes an optimizer of pipe.parameters(), or a list of several, not a str",
             "LBFGS decides by all parameters at once",
             "do not build the same pipeline",
         ),

@@ -28,7 +28,8 @@ from penstock.checkpoint.files.disk import (
 from penstock.errors import MismatchError
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = "penstock checkpoint 1"
+FORMAT = "penstock checkpoint 2"
+FORMAT_OF_ONE_OPTIMIZER = "penstock checkpoint 1"  # until 0.2: one optimizer and one scheduler, or None
 _FOLDER_PATTERN = re.compile(r"step-([0-9]+)|\.step-([0-9]+)\.old")
 MAX_MANIFEST_BYTES = 2**28
 _verified_folders: set[Path] = set()  # checkpoints that this process has written, or whose checksums it has compared
@@ -103,6 +104,8 @@ def read(folder: Path) -> dict[str, Any]:
         del content["sha256"]
         if data not in (_encode(content), _encode(content, indent=None)):
             raise ValueError
+    if content.get("format") == FORMAT_OF_ONE_OPTIMIZER:
+        content = _with_lists(content)
     if content.get("format") != FORMAT:
         raise DamagedFileError(
             f"{path} is a {content.get('format')!r}, and this Penstock reads a {FORMAT!r}: use the one that wrote it"
@@ -113,6 +116,13 @@ def read(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"{path} does not say what a manifest says: {error}") from error
     return content
+
+
+def _with_lists(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a manifest from before 0.3 with a list of optimizers and of schedulers."""
+    names = {"optimizer": "optimizers", "scheduler": "schedulers"}
+    lists = {names[name]: [] if content[name] is None else [content[name]] for name in names if name in content}
+    return {**{name: value for name, value in content.items() if name not in names}, **lists, "format": FORMAT}
 
 
 def verify_files(folder: Path, files: dict[str, Any], rank: int = 0, num_ranks: int = 1) -> None:

@@ -46,7 +46,7 @@ _ENTRY = ValueRule(
 _SETTING = ValueRule(" or ".join(TRANSFORMERS_FILES), lambda value: value in TRANSFORMERS_FILES)
 _STATE = PackedStateRule(("dict", "items"))
 _GROUP = {"options": PackedStateRule(("dict",)), "names": [_TEXT]}
-_OPTIONAL = ("optimizer", "scheduler", "scaler")
+_OPTIONAL = ("scaler",)
 _MISSING_IN_OLD_CHECKPOINTS = ("scaler",)
 _MANIFEST = {
     "format": _TEXT,
@@ -55,8 +55,8 @@ _MANIFEST = {
     "files": {_FILE: _ENTRY},
     "aliases": {_TEXT: _TEXT},
     "model": {_TEXT: PackedStateRule()},
-    "optimizer": {"kind": _TEXT, "groups": [_GROUP], "state": {_TEXT: _STATE}},
-    "scheduler": _STATE,
+    "optimizers": [{"kind": _TEXT, "groups": [_GROUP], "state": {_TEXT: _STATE}}],
+    "schedulers": [_STATE],
     "scaler": _STATE,
     "extra": _STATE,
     "random": [PackedStateRule(("dict",))],

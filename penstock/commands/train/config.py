@@ -46,7 +46,9 @@ class TrainConfig:
     batch: int = 32
     """Rows of a batch: sequences of text, or images."""
     learning_rate: float = 1e-3
-    """Peak learning rate of Adam; it rises in a short warm-up and falls to a tenth."""
+    """Peak learning rate; it rises in a short warm-up and falls to a tenth."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW; or Muon for the matrices between the first and the last layer, and AdamW for the other parameters."""
     layers: int | None = None
     """Blocks of the GPT, 8 by default, or hidden layers of the MLP, 16 by default."""
     width: int = 128
@@ -121,6 +123,10 @@ class TrainConfig:
             raise PenstockError(f"--batch {self.batch} has no row for each of {self.dp} replicas: use {self.dp} or more")
         if self.tp > 1 and (self.model != "gpt" or HEADS % self.tp):
             raise PenstockError(f"--tp {self.tp}: the GPT's {HEADS} heads can be shared by 1, 2 or 4 ranks, the MLP by none")
+        if self.optimizer == "muon" and (self.tp > 1 or (self.dp > 1 and self.data_parallel == "fsdp")):
+            raise PenstockError(
+                "--optimizer muon takes whole matrices, and --tp and --data-parallel fsdp divide them: use --tp 1 and ddp"
+            )
         if self.tp > 1 and self.dropout:
             raise PenstockError(
                 f"--tp {self.tp} --dropout {self.dropout}: ranks that share products drop alike; use --dropout 0"
@@ -191,7 +197,7 @@ PIXELS = 64  # of an image of a digit
 HELD_OUT = 0.05  # share of a text
 SETTINGS, PLAN, REPORT = "run.json", "plan.json", "report.txt"  # file names in the folder of a run
 # A resumed run must keep these options.
-FIXED_OPTIONS = ("model", "data", "batch", "learning_rate", "layers", "width", "context", "dropout", "seed")
+FIXED_OPTIONS = ("model", "data", "batch", "learning_rate", "optimizer", "layers", "width", "context", "dropout", "seed")
 
 
 def text_files(path: Path) -> list[Path]:
@@ -206,7 +212,7 @@ def saved_options(folder: Path, typed: str = "") -> dict[str, Any]:
         advice = ": give the folder of a run" if folder.is_dir() else nearest_path(folder)
         raise PenstockError(f"{typed or f'--resume {folder}'} is no run, it has no {SETTINGS}{advice}")
     try:
-        saved = {"plan": None, **json.loads(path.read_text())["config"]}
+        saved = {"plan": None, "optimizer": "adamw", **json.loads(path.read_text())["config"]}
         kinds = get_type_hints(TrainConfig)
         known_options = {*saved, *FIXED_OPTIONS, "out"} - {"resume", "compare", "watch"}
         options = {name: saved[name] for name in kinds if name in known_options}

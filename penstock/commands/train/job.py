@@ -149,7 +149,7 @@ def _initial_result(setup: Setup) -> TrainResult:
     if folder is None:
         return run
     folders = folder if setup.memory is None else [setup.memory, folder]
-    checkpoint.resume(folders, pipe, setup.optimizer, setup.rate)
+    checkpoint.resume(folders, pipe, setup.optimizers, setup.rates)
     if pipe.step_count > config.steps:
         raise PenstockError(
             f"{folder} is at step {pipe.step_count}: give --steps {pipe.step_count} or more, not {config.steps}"
@@ -215,7 +215,7 @@ def _open_digest_log(setup: Setup) -> checkpoint.DigestLog | None:
         return None
     settings = {name: value for name, value in config.to_json().items() if name in (*FIXED_OPTIONS, "steps")}
     every = min(config.digests_every, config.steps)
-    return checkpoint.DigestLog(setup.folder, setup.pipe, setup.optimizer, every, settings)
+    return checkpoint.DigestLog(setup.folder, setup.pipe, setup.optimizers, every, settings)
 
 
 def _steps(setup: Setup, run: TrainResult, digest_log: checkpoint.DigestLog | None) -> Iterator[dict[str, Any]]:
@@ -225,11 +225,12 @@ def _steps(setup: Setup, run: TrainResult, digest_log: checkpoint.DigestLog | No
         begin = time.perf_counter()
         inputs, target = setup.share(setup.source.batch(config.seed, step, config.batch))
         loss = pipe.step(inputs, target=target)
-        setup.optimizer.step()
+        setup.update_weights()
         if digest_log is not None:
             digest_log.record_step()
-        setup.optimizer.zero_grad()
-        setup.rate.step()
+        pipe.zero_grad()
+        for rate in setup.rates:
+            rate.step()
         seconds = time.perf_counter() - begin
         report = pipe.report
         assert report is not None

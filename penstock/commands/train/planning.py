@@ -138,8 +138,8 @@ def _time_steps(config: TrainConfig) -> list[float]:
         begin = time.perf_counter()
         inputs, target = setup.share(setup.source.batch(config.seed, step, config.batch))
         setup.pipe.step(inputs, target=target)
-        setup.optimizer.step()
-        setup.optimizer.zero_grad()
+        setup.update_weights()
+        setup.pipe.zero_grad()
         seconds.append(time.perf_counter() - begin)
     return seconds[1:]
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,8 @@ class Setup:
     has_checkpoint: bool  # of an earlier attempt or the resumed run, in one of the folders
     source: data.TextDataset | data.DigitsDataset
     pipe: Pipeline
-    optimizer: torch.optim.Optimizer
-    rate: torch.optim.lr_scheduler.LRScheduler
+    optimizers: list[torch.optim.Optimizer]
+    rates: list[torch.optim.lr_scheduler.LRScheduler]  # of each optimizer
     parameters: dict[str, int]  # bytes, of every layer of the uncut model
 
     @property
@@ -55,15 +55,20 @@ class Setup:
         inputs, target = (part.tensor_split(self.pipe.position.replicas)[self.pipe.position.replica] for part in batch)
         return inputs, target
 
+    def update_weights(self) -> None:
+        """Take a step of every optimizer, with this rank's gradients."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
     def save(self, wait: bool = True) -> None:
         """Write a checkpoint, if the run has a folder."""
         if self.folder is not None:
-            checkpoint.save(self.folder, self.pipe, self.optimizer, self.rate, keep=self.config.keep, wait=wait)
+            checkpoint.save(self.folder, self.pipe, self.optimizers, self.rates, keep=self.config.keep, wait=wait)
 
     def save_in_memory(self) -> None:
         """Write a checkpoint to memory that outlives the ranks, if they may be restarted."""
         if self.memory is not None:
-            checkpoint.save(self.memory, self.pipe, self.optimizer, self.rate, keep=1)
+            checkpoint.save(self.memory, self.pipe, self.optimizers, self.rates, keep=1)
 
 
 def set_up(config: TrainConfig, folder: Path | None, memory: Path | None = None) -> Setup:
@@ -73,10 +78,10 @@ def set_up(config: TrainConfig, folder: Path | None, memory: Path | None = None)
     source, model, loss_fn = task(config)
     sizes = {name: sum(parameter.nbytes for parameter in layer.parameters()) for name, layer in model.named_children()}
     pipe = _cut(config, topology, source, model, loss_fn)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
+    optimizers = _optimizers(config, pipe, list(sizes))
+    rates: list[Any] = [torch.optim.lr_scheduler.LambdaLR(item, lambda step: _rate(step, config.steps)) for item in optimizers]
     folders = _broadcast_folders(folder, memory, sum(sizes.values()))
-    return Setup(config, topology, *folders, source, pipe, optimizer, rate, sizes)
+    return Setup(config, topology, *folders, source, pipe, optimizers, rates, sizes)
 
 
 def task(config: TrainConfig) -> tuple[data.TextDataset | data.DigitsDataset, nn.Sequential, Loss]:
@@ -114,6 +119,20 @@ def _cut(config: TrainConfig, topology: Topology, source: Any, model: nn.Sequent
         data_parallel=config.data_parallel,
         tensor_parallel=model.tensor_parallel() if isinstance(model, GPT) and config.tp > 1 else None,
     )
+
+
+def _optimizers(config: TrainConfig, pipe: Pipeline, layers: Sequence[str]) -> list[torch.optim.Optimizer]:
+    """Return this rank's optimizers, the same on all ranks: some may have no parameter here. `layers`: of the uncut model."""
+    if config.optimizer == "adamw":
+        return [torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)]
+    matrices, others = list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in pipe.named_parameters():
+        is_inner = name.split(".")[0] not in (layers[0], layers[-1])
+        (matrices if is_inner and parameter.ndim == 2 else others).append(parameter)
+    return [
+        torch.optim.Muon([{"params": matrices}], lr=config.learning_rate, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([{"params": others}], lr=config.learning_rate),
+    ]
 
 
 def _rate(step: int, steps: int) -> float:

@@ -1,13 +1,16 @@
 """Random numbers that depend on their purpose and place, not on rank or order; and the switch for deterministic bits."""
 
 import os
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -64,6 +67,56 @@ def preserve_generator_state(device: torch.device) -> Iterator[torch.Generator]:
         yield generator
     finally:
         generator.set_state(state)
+
+
+# -- generators that no seed of a layer reaches ---------------------------------------------------------------------------
+
+
+class GeneratorAccess(NamedTuple):
+    """How to read the state of a random number generator, and how to set it."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+def list_generators(module: nn.Module) -> list[GeneratorAccess]:
+    """Return torch's generator of the CPU, Python's, NumPy's if it is imported, and those that layers have as attributes."""
+    generators = [
+        GeneratorAccess(torch.get_rng_state, torch.set_rng_state),
+        GeneratorAccess(random.getstate, random.setstate),
+    ]
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        generators.append(GeneratorAccess(numpy_random.get_state, numpy_random.set_state))
+    attributes = {id(value): value for layer in module.modules() for value in vars(layer).values()}
+    return generators + [access for value in attributes.values() if (access := _generator_access(value, numpy_random))]
+
+
+def _generator_access(value: Any, numpy_random: Any) -> GeneratorAccess | None:
+    """Return the access to a generator of torch, Python or NumPy; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return GeneratorAccess(value.get_state, value.set_state)
+    if isinstance(value, random.Random):
+        return GeneratorAccess(value.getstate, value.setstate)
+    if numpy_random is not None and isinstance(value, numpy_random.RandomState):
+        return GeneratorAccess(value.get_state, value.set_state)
+    if numpy_random is not None and isinstance(value, numpy_random.Generator):
+        bits = value.bit_generator
+        return GeneratorAccess(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+    return None
+
+
+@contextmanager
+def use_generator_states(generators: Sequence[GeneratorAccess], states: Sequence[Any]) -> Iterator[None]:
+    """Set the generators to `states` inside. Afterwards they have the states from before."""
+    current = [generator.read() for generator in generators]
+    try:
+        for generator, state in zip(generators, states, strict=True):
+            generator.write(state)
+        yield
+    finally:
+        for generator, state in zip(generators, current, strict=True):
+            generator.write(state)
 
 
 # -- where a forward has a part of a sequence's tokens ------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Recomputation: a forward keeps only its inputs, and runs again in the backward, from the same state."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.randomness import GeneratorAccess, list_generators, use_generator_states
 from penstock.stage.attention import AttentionContext, current_context
 from penstock.stage.backward.parameter_slot import replace_temporarily
 from penstock.torch_private import TensorSlot, buffer_slots, tensor_version, tree_flatten, tree_unflatten
@@ -15,34 +16,39 @@ Recompute = Literal["stage", "block"]
 
 
 class ForwardRecomputer:
-    """Runs forwards of modules twice. It remembers, for a step, which buffers they have and whether they change inputs."""
+    """Runs forwards of modules twice. For a step, it remembers their buffers and generators, and whether they change inputs."""
 
     def __init__(self) -> None:
-        self._buffers: dict[nn.Module, list[TensorSlot]] = {}
+        self._state: dict[nn.Module, tuple[list[TensorSlot], list[GeneratorAccess]]] = {}
         self._keep_inputs: set[nn.Module] = set()  # modules that have left their inputs unchanged
 
     def begin_step(self) -> None:
-        """Forget the last step: modules may have other buffers now, and do something else."""
-        self._buffers.clear()
+        """Forget the last step: modules may have other buffers and generators now, and do something else."""
+        self._state.clear()
         self._keep_inputs.clear()
 
     def run(self, module: nn.Module, forward: Callable[..., Any], seed: int | None, *args: Any) -> Any:
         """Return `forward(seed, *args)`, which runs `module`, and run it again in the backward.
 
-        A seed makes its random numbers the same; without one torch restores the state of the generators.
+        Its random numbers are the same: a seed sets the device's generator, without one torch restores its state, and the
+        states of other generators are restored here.
         """
-        if (slots := self._buffers.get(module)) is None:
-            slots = self._buffers[module] = buffer_slots(module)
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": seed is None}
-        if slots:
-            changed_buffers: dict[str, Tensor] = {}  # name -> the value before the forward
-            options["context_fn"] = lambda: (
-                _record_changed_buffers(slots, changed_buffers),
-                _use_former_buffers(slots, changed_buffers),
+        if (state := self._state.get(module)) is None:
+            state = self._state[module] = buffer_slots(module), list_generators(module)
+        slots, generators = state
+        changed_buffers: dict[str, Tensor] = {}  # name -> the value before the forward
+        generator_states = [generator.read() for generator in generators]
+
+        def make_contexts() -> tuple[Any, Any]:
+            return (
+                _record_changed_buffers(slots, changed_buffers) if slots else nullcontext(),
+                _use_former_state(slots, changed_buffers, generators, generator_states),
             )
 
         inputs = _RecomputedInputs(forward, args, copy_inputs=module not in self._keep_inputs)
-        output = checkpoint(inputs.run, seed, *args, **options)
+        output = checkpoint(
+            inputs.run, seed, *args, use_reentrant=False, preserve_rng_state=seed is None, context_fn=make_contexts
+        )
         if not inputs.drop_unneeded_copies():
             self._keep_inputs.add(module)
         return output
@@ -110,10 +116,15 @@ def _record_changed_buffers(slots: Sequence[TensorSlot], changed: dict[str, Tens
 
 
 @contextmanager
-def _use_former_buffers(slots: Sequence[TensorSlot], changed: dict[str, Tensor]) -> Iterator[None]:
-    """Run the second forward inside. Buffers are copies with the values that they had before the first forward."""
-    current = _current_buffers(slots)
-    with replace_temporarily([(slot, changed[slot.name] if slot.name in changed else slot.tensor.clone()) for slot in current]):
+def _use_former_state(
+    slots: Sequence[TensorSlot],
+    changed: dict[str, Tensor],
+    generators: Sequence[GeneratorAccess],
+    generator_states: Sequence[Any],
+) -> Iterator[None]:
+    """Run the second forward inside. Generators have the states, and buffers are copies, from before the first forward."""
+    buffers = [(slot, changed[slot.name] if slot.name in changed else slot.tensor.clone()) for slot in _current_buffers(slots)]
+    with replace_temporarily(buffers), use_generator_states(generators, generator_states):
         yield
 
 

@@ -1,8 +1,10 @@
 """How a stage runs its layers: each with random numbers of its own, whatever draws them, and hooks where users put them."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from reference import assert_same, gradients
@@ -216,3 +218,48 @@ def test_an_input_that_others_have_changed_in_place_before_it_is_needed_again_is
     words = r"the input \[3, 4\] of what recompute= runs again was modified by an inplace operation after it"
     with pytest.raises(ps.StageError, match=words):
         pipe.step(torch.ones(7, 4), target=torch.ones(7, 4))
+
+
+class DrawsFrom(nn.Module):
+    """Scales its input by numbers that no seed of torch's default generator reaches."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.linear, self.source = nn.Linear(4, 4), source
+        self.torchs, self.pythons = torch.Generator().manual_seed(5), random.Random(5)
+        self.numpys, self.old_numpys = numpy.random.default_rng(5), numpy.random.RandomState(5)
+
+    def forward(self, value: Tensor) -> Tensor:
+        draws: dict[str, Callable[[], Any]] = {
+            "random": random.random,
+            "numpy.random": numpy.random.rand,
+            "torch.Generator": lambda: torch.rand((), generator=self.torchs),
+            "random.Random": self.pythons.random,
+            "numpy.random.Generator": self.numpys.random,
+            "numpy.random.RandomState": self.old_numpys.rand,
+        }
+        factor = draws[self.source]()
+        return torch.tanh(self.linear(value) * factor) * factor
+
+
+SOURCES = ["random", "numpy.random", "torch.Generator", "random.Random", "numpy.random.Generator", "numpy.random.RandomState"]
+
+
+@pytest.mark.parametrize(
+    ("source", "schedule"),
+    [*((source, "1f1b") for source in SOURCES), *(("random", other) for other in ("gpipe", "zb-h1", one_rank(2)))],
+)
+def test_what_a_layer_draws_from_any_generator_it_draws_again_in_a_recomputation(source: str, schedule: Any) -> None:
+    found = []
+    for recompute in (None, "block", "stage"):
+        torch.manual_seed(0)
+        random.seed(3)
+        numpy.random.seed(3)
+        model = nn.Sequential(nn.Linear(4, 4), DrawsFrom(source), nn.Linear(4, 4))
+        pipe = ps.Pipeline(model, nn.functional.mse_loss, schedule, M, topology=ps.Topology(), recompute=recompute)
+        batch = torch.linspace(-1, 1, 28).view(7, 4)
+        loss = [pipe.step(batch, target=batch).item() for _ in range(2)]
+        found.append((loss, gradients(pipe.named_parameters()), random.random(), numpy.random.rand()))
+    for loss, grads, *drawn_next in found[1:]:
+        assert [loss, *drawn_next] == [found[0][0], *found[0][2:]]
+        assert_same(grads, found[0][1])

@@ -60,6 +60,7 @@ from penstock.guards.nonfinite import (
     find_origin,
 )
 from penstock.guards.outdated_weights import TensorsSharedBetweenPipelines
+from penstock.guards.token_mixing import TokenMixingCheck
 from penstock.guards.unregistered_uses import GradientRecord, RemoteParameterUseCheck
 from penstock.mesh.context_parallel import ContextParallelAttention
 from penstock.mesh.fsdp import begin_step_and_prefetch
@@ -70,7 +71,7 @@ from penstock.plan.microbatch_costs import MicrobatchCosts, MicrobatchSamples
 from penstock.schedule.program import ProgramLine, Transfer
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.table import Action, Kind
-from penstock.stage.attention import attention_context, no_attention_error
+from penstock.stage.attention import attention_context
 from penstock.stage.backward.autograd_edges import detach_for_next_stage
 from penstock.stage.microbatch import join
 from penstock.stage.rank_parameters import RankParameters
@@ -188,14 +189,14 @@ class Engine:
         channels.begin_step(handshake_result.message_signatures)
         actions = StepActions(self.stages, self.schedule.stages - 1, batch, handshake_result, early_forward)
         functions = self._wrap_with_observers(actions.functions, measurement)
+        lengths = handshake_result.sequence_lengths or handshake_result.slice_lengths
+        if lengths and handshake_result.learned is None:
+            part = None if self.attention is None else self.attention.part
+            functions = TokenMixingCheck(self.stages, self.device, batch, lengths, part).wrap_actions(functions)
         if self.attention is not None:
             self.attention.begin_step(handshake_result.sequence_lengths, call.sequence_dim)
         with attention_context(self.attention):
             self.run_program(handshake_result.program.lines, functions, channels, clock, early_forward)
-        if self.attention is not None and handshake_result.learned is None:
-            self._check_attention_is_called(self.attention.num_calls)
-        if handshake_result.slice_lengths and handshake_result.learned is None:
-            self._check_attention_is_called(sum(stage.num_attention_calls for stage in self.stages.values()))
         self.unregistered.check_gradients_unchanged(gradient_records)
 
         # 8. Average gradients over replicas.
@@ -307,11 +308,6 @@ class Engine:
             raise
         except Exception as error:
             raise error_with_location(error, self.position.world.rank, action) from error
-
-    def _check_attention_is_called(self, num_calls: int) -> None:
-        """Raise MismatchError if no rank's stages call `ps.attention`, where tokens are cut."""
-        if not any(self.control.all_gather_value(num_calls, "to compare their attention")):
-            raise no_attention_error()
 
     def _wrap_with_observers(self, functions: ActionFunctions, measurement: MemoryMeasurement | None) -> ActionFunctions:
         """Return `functions`, wrapped by what watches them: monitor of values, measurement of memory, profiler."""

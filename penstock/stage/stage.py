@@ -91,7 +91,6 @@ class Stage:
         # Of this step.
         self.parameters: list[nn.Parameter] = []  # the module's, each once
         self._without_gradient: list[nn.Parameter] = []  # those that have had no `.grad` in this step
-        self.num_attention_calls = 0  # of slices
         self._causal_masks: dict[Any, Tensor] = {}  # of slices
         self._buffer_memory: frozenset[int] | None = None  # storage keys of the module's buffers; None: not looked at yet
         # What autocast did in the forward is in the graph, the backward runs without it: as in plain PyTorch, where users leave
@@ -104,7 +103,6 @@ class Stage:
         self._deferred.clear()
         self._sliced_attention.clear()
         self._causal_masks.clear()
-        self.num_attention_calls = 0
         self._runner.begin_step()
         slots = list_parameters_with_places(self.module)
         self.parameters = [slot.parameter for slot in slots]
@@ -167,10 +165,8 @@ class Stage:
             with _parameter_replacement(deferred, received):
                 output = self._runner.run(seed, arguments.args, arguments.kwargs)
 
-        if sequence_slice is not None and attention is not None:
-            self.num_attention_calls += attention.num_calls
-            if sequence_slice.is_last and not with_backward:
-                del self._sliced_attention[sequence_slice.microbatch]
+        if sequence_slice is not None and sequence_slice.is_last and not with_backward:
+            del self._sliced_attention[sequence_slice.microbatch]
 
         # 3. What it must not change, and what it may have changed.
         check_unchanged(aliased_inputs, self.index, ALIASED_VALUE)

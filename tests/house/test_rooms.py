@@ -19,7 +19,8 @@ TO_GO = {
     "penstock.engine.report": ("penstock.guards.nonfinite",),
     "penstock.engine.step": (
         *("penstock.guards.digest", "penstock.guards.gradient_factor", "penstock.guards.nonfinite"),
-        *("penstock.guards.outdated_weights", "penstock.guards.unregistered_uses", "penstock.plan.microbatch_costs"),
+        *("penstock.guards.outdated_weights", "penstock.guards.token_mixing", "penstock.guards.unregistered_uses"),
+        "penstock.plan.microbatch_costs",
     ),
 }
 IMPORTS = {module: sorted(imports(module) - {*TO_GO.get(module, ())}) for module in MODULES}

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import penstock as ps
-from penstock.guards.attention import check_positions, check_tokens_mix_in_attention
+from penstock.guards.attention import check_tokens_mix_in_attention
 from penstock.stage.attention import AttentionContext, attention_context
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -51,30 +51,6 @@ def test_a_layer_that_mixes_tokens_by_itself_is_named() -> None:
     for layer in (torch.nn.MultiheadAttention(4, 1), torch.nn.GRU(4, 4), torch.nn.Conv1d(4, 4, 3)):
         with pytest.raises(ps.MismatchError, match=f"before 1, a {type(layer).__name__}, which mixes"):
             check_tokens_mix_in_attention(torch.nn.Sequential(torch.nn.Linear(4, 4), layer))
-
-
-class NumbersTokens(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.arange(x.shape[1])
-
-
-class AsksThePosition(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.arange(x.shape[1]) + ps.cache.first_position()
-
-
-class TakesPositions(torch.nn.Module):
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
-        return x + (torch.arange(x.shape[1]) if position_ids is None else position_ids)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_forward_that_numbers_the_tokens_of_each_part_from_zero_is_named() -> None:
-    check_positions(torch.nn.Sequential(AsksThePosition(), TakesPositions()))
-    with pytest.warns(UserWarning, match=r"NumbersTokens.forward calls arange: .* at ps.cache.first_position\(\)"):
-        check_positions(torch.nn.Sequential(NumbersTokens()))
-    with pytest.raises(ps.MismatchError, match=r"AsksThePosition.forward calls first_position\(\), but is traced once"):
-        check_positions(torch.nn.Sequential(AsksThePosition(), TakesPositions()), ["1"])
 
 
 def test_transformers_models_call_it_with_the_bits_of_sdpa() -> None:

@@ -149,9 +149,9 @@ def refusals() -> dict[str, str]:
         "family": lambda: pipeline(schedule="naive"),
         "cp": lambda: pipeline(mesh=ps.comms.init_mesh(pp=1, cp=2)),
         "list": lambda: pipeline().step_microbatches([tokens], [target]),
-        "own": lambda: pipeline(around(UncutAttention())),
-        "helper": lambda: pipeline(around(CallsHelper())),
-        "ahead": lambda: pipeline(around(LooksAhead())),
+        "own": lambda: pipeline(around(UncutAttention())).step(tokens, target=target),
+        "helper": lambda: pipeline(around(CallsHelper())).step(tokens, target=target),
+        "ahead": lambda: pipeline(around(LooksAhead())).step(tokens, target=target),
         "may be ahead": lambda: pipeline(around(MayLookAhead())).step(tokens, target=target),
         "mask": lambda: pipeline(around(OwnMask())).step(tokens, target=target),
         "checkpoint in a layer": lambda: pipeline(around(HasCheckpoint())).step(tokens, target=target),
@@ -257,9 +257,10 @@ def test_the_attention_of_a_slice_is_not_watched_for_random_numbers(monkeypatch:
         names.add(function.__name__)
         return ask(self, function, *arguments)
 
+    pipe, (tokens, target) = pipeline(gpt(0.2), topology=ps.Topology()), batch()
+    pipe.step(tokens, target=target)  # the first step also checks that tokens meet in attention alone
     monkeypatch.setattr(RandomnessByPosition, "__torch_function__", record)
-    tokens, target = batch()
-    pipeline(gpt(0.2), topology=ps.Topology()).step(tokens, target=target)
+    pipe.step(tokens, target=target)
     assert {"dropout", "linear"} <= names
     assert not {"cat", "native_dropout", "scaled_dot_product_attention"} & names
 
@@ -356,8 +357,8 @@ def test_wrong_uses_are_one_sentence_and_a_loss_that_shifts_inside_is_a_warning(
         "family": "naive has no option slices: it has none; gpipe, 1f1b, interleaved-1f1b, zb-h1 have it",
         "cp": "slices and an axis cp cut the same tokens: use slices=1, or a mesh without cp",
         "list": "step_microbatches() does not cut tokens into slices",
-        "own": "before 1, a UncutAttention, whose forward calls scaled_dot_product_attention: call ps.attention there instead",
-        "helper": "before 1, a CallsHelper, whose forward calls scaled_dot_product_attention: call ps.attention there instead",
+        "own": "before 1, a UncutAttention, which calls scaled_dot_product_attention: call ps.attention there instead",
+        "helper": "before 1, a CallsHelper, which calls scaled_dot_product_attention: call ps.attention there instead",
         "may be ahead": "1, a MayLookAhead, looks at later tokens too (causal=False)",
         "mask": "1, a OwnMask, has a mask of (1, 1, 4, 4) over queries and keys, which are 9 with those of earlier slices",
         "checkpoint in a layer": "action 0F0, microbatch 0: tokens cannot be cut into slices: 1, a HasCheckpoint, is run again",

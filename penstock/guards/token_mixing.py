@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.stage.attention import AttentionContext, attend, attention_context
 from penstock.engine.actions import ActionFunctions
 from penstock.engine.batch import LocalBatch
 from penstock.errors import MismatchError
 from penstock.randomness import GeneratorAccess, default_generator, list_generators, use_generator_states
 from penstock.schedule.table import Action, Kind
+from penstock.stage.attention import AttentionContext, attend, attention_context
 from penstock.stage.backward.parameter_slot import replace_temporarily
 from penstock.stage.stage import Stage
 from penstock.torch_private import buffer_slots, is_compiled, storage_key, strip_compiled_prefix

@@ -96,6 +96,8 @@ class _RecomputedInputs:
                     f"the input {list(leaves[index].shape)} of what recompute= runs again was modified by an inplace operation "
                     "after it"
                 )
+            elif leaves[index].requires_grad:  # a hook that the forward puts on its gradient has been there since the first run
+                leaves[index] = leaves[index].detach().requires_grad_()
 
         # The context must know which calls of `attention` are run again.
         num_calls, context.num_calls = context.num_calls, self._num_calls

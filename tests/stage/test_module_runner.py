@@ -220,6 +220,32 @@ def test_an_input_that_others_have_changed_in_place_before_it_is_needed_again_is
         pipe.step(torch.ones(7, 4), target=torch.ones(7, 4))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", one_rank(2)])
+def test_a_hook_that_a_forward_puts_on_the_gradient_of_its_input_runs_once_where_the_forward_runs_again(schedule: Any) -> None:
+    found, calls = [], dict[Any, int]()
+    for recompute in (None, "block", "stage"):
+        calls[recompute] = 0
+
+        def double(gradient: Tensor, recompute: Any = recompute) -> Tensor:
+            calls[recompute] += 1
+            return gradient * 2
+
+        def hook_input(_: Any, inputs: tuple[Tensor], double: Any = double) -> None:
+            if inputs[0].requires_grad:
+                inputs[0].register_hook(double)
+
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        for layer in (model[1], model[2]):
+            layer.register_forward_pre_hook(hook_input)
+        pipe = ps.Pipeline(model, nn.functional.mse_loss, schedule, M, topology=ps.Topology(), recompute=recompute)
+        pipe.step(torch.ones(7, 4), target=torch.ones(7, 4))
+        found.append(gradients(pipe.named_parameters()))
+    assert calls == dict.fromkeys(calls, 2 * M)
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
 class DrawsFrom(nn.Module):
     """Scales its input by numbers that no seed of torch's default generator reaches."""
 

@@ -6,7 +6,7 @@ PYTEST := $(RUN)/python -m pytest
 # Tests start hundreds of interpreters, which need not compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup train quick test slow kernels gpu neighbours nccl docs matrix lint bench rooms clean
+.PHONY: setup train quick test slow kernels gpu neighbours nccl docs dist matrix lint bench rooms clean
 
 setup: $(VENV)/ready
 
@@ -57,6 +57,11 @@ docs: $(VENV)/docs
 $(VENV)/docs: $(VENV)/ready
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -C editable_mode=compat -e '.[docs]'
 	touch $@
+
+# The wheel and the source distribution, build/dist: their contents, and that they work where nothing else is installed.
+dist: $(VENV)/ready
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -C editable_mode=compat -e '.[dist]'
+	$(RUN)/python tools/dist.py
 
 # Schedules, models, meshes and faults over emulated NCCL, on the CPU: tests/emulated_nccl.py. `ahead` connects
 # at first use as `lazy` does, and takes every test; `lazy` those in which the host waits, `eager` those that make groups.

@@ -35,11 +35,24 @@ if TYPE_CHECKING:
         shutdown,
     )
 
-_NAMES_OF_MODULE = {
-    "topology": ("Topology", "current_topology", "get_next_rank", "get_prev_rank", "init_distributed", "shutdown"),
-    "device_mesh": ("init_mesh",),
-    "preemption": ("catch_preemption",),
-    "point_to_point": ("recv_tensor", "send_tensor"),
+__all__ = [
+    "Topology",
+    "catch_preemption",
+    "current_topology",
+    "get_next_rank",
+    "get_prev_rank",
+    "init_distributed",
+    "init_mesh",
+    "recv_tensor",
+    "send_tensor",
+    "shutdown",
+]
+
+_OTHER_MODULES = {
+    "catch_preemption": "preemption",
+    "init_mesh": "device_mesh",
+    "recv_tensor": "point_to_point",
+    "send_tensor": "point_to_point",
 }
 
-__getattr__, __dir__ = lazy_exports(__name__, {name: module for module, names in _NAMES_OF_MODULE.items() for name in names})
+__getattr__, __dir__ = lazy_exports(__name__, {name: _OTHER_MODULES.get(name, "topology") for name in __all__})

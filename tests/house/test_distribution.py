@@ -55,3 +55,38 @@ def test_the_import_and_the_doctor_tell_of_the_other_project_beside_them(tmp_pat
 
 def test_nothing_is_told_where_it_is_not() -> None:
     assert other_distribution_problem() is None, penstock.__file__
+
+
+USER = """
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock import checkpoint
+
+
+def train() -> float:
+    topology = ps.comms.init_distributed()
+    print(topology.get_next_rank(), ps.comms.get_prev_rank())
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    pipe = ps.Pipeline(model, nn.functional.mse_loss, "1f1b", microbatches=2, mesh=ps.comms.init_mesh(pp=2))
+    optimizer = torch.optim.Adam(pipe.parameters())
+    loss = pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    optimizer.step()
+    checkpoint.save("folder", pipe, optimizer)
+    return float(loss.item())
+
+
+schedule = ps.schedule.build("1f1b", ranks=2, microbatches=4)
+print(ps.schedule.verify(schedule), ps.schedule.simulate(schedule, ps.schedule.Costs(forward=1)).bubble)
+print(ps.launch(train, 2), ps.model.mlp(4), ps.ShardedMLP(4), ps.partition.split(nn.Sequential(nn.Linear(1, 1)), 1))
+"""
+
+
+@pytest.mark.slow
+def test_a_users_program_is_typed_by_mypy_in_strict_mode_from_outside(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(USER)
+    environment = {"MYPYPATH": "", "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "user.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.stdout == "Success: no issues found in 1 source file\n", done.stdout + done.stderr

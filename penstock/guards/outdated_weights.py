@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.comms.encoding import view_as_bytes
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import local_shard
-from penstock.torch_private import DisableTorchFunctionSubclass, tensor_slots, tensor_version
+from penstock.torch_private import DisableTorchFunctionSubclass, is_persistent_buffer, tensor_slots, tensor_version
 from penstock.trees import leaves
 
 TensorKey = tuple[str, str]  # the first pipeline that had a tensor, and its name in the uncut model: the same on all ranks
@@ -38,11 +38,20 @@ class _TensorRecord:
         self._version, self._sample = _version(tensor), sample_bytes(tensor)
 
     def has_changed(self) -> bool:
-        """Whether its values differ now. A buffer may be written with the values that it has: only values count."""
+        """Whether a tensor that this rank runs was trained, or another one was loaded.
+
+        A layer may write a buffer with the values that it has, which is no training; loaded, it may have the same values.
+        """
         if (tensor := self.tensor()) is None:
             return False
-        was_written = _version(tensor) != self._version and (isinstance(tensor, nn.Parameter) or tensor.is_meta)
+        counts_writes = isinstance(tensor, nn.Parameter) or tensor.is_meta or not self.is_local
+        was_written = _version(tensor) != self._version and counts_writes
         return was_written or not torch.equal(sample_bytes(tensor), self._sample)
+
+    def begin_anew(self) -> None:
+        """Compare with the values of now from here on."""
+        if (tensor := self.tensor()) is not None:
+            self._version, self._sample = _version(tensor), sample_bytes(tensor)
 
     def is_outdated(self, changed: Collection[TensorKey]) -> bool:
         """Whether another rank has newer values. `changed`: keys of tensors that have changed where they were run."""
@@ -50,6 +59,7 @@ class _TensorRecord:
 
 
 _records: dict[int, _TensorRecord] = {}  # by the tensor's id
+_written_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # tensors of other ranks were written since the last step
 _hooks: "weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]" = weakref.WeakKeyDictionary()
 
 
@@ -155,7 +165,19 @@ class TensorsSharedBetweenPipelines:
 
 
 def refuse_outdated_use(model: nn.Module) -> None:
-    """Refuse to read, copy or pickle `model` and other ranks' parameters: after a training step they are outdated."""
+    """Refuse to read, copy or pickle `model` and other ranks' parameters: after a training step they are outdated.
+
+    Called after each. What was loaded before the step is outdated again.
+    """
+    if model in _written_models:
+        _written_models.discard(model)
+        for record in _records_of(slot.tensor for slot in tensor_slots(model)):
+            if not record.is_local:
+                record.begin_anew()
+    _install_refusal(model)
+
+
+def _install_refusal(model: nn.Module) -> None:
     if model not in _hooks:
         hook = _RefusalHook(model)
         _hooks[model] = [model.register_forward_pre_hook(hook), model.register_state_dict_pre_hook(hook)]
@@ -178,7 +200,8 @@ def allow_outdated_use(model: Any) -> Iterator[None]:
         yield
     finally:
         if handles:
-            refuse_outdated_use(model)
+            _written_models.add(model)
+            _install_refusal(model)
 
 
 class RemoteParameter(nn.Parameter):
@@ -195,9 +218,12 @@ class RemoteParameter(nn.Parameter):
         with DisableTorchFunctionSubclass():
             if not _reads_no_values(function):
                 values = [*args, *(kwargs or {}).values()]
-                for parameter in leaves(values[1:] if _is_write(function) else values):
+                is_write = _is_write(function)
+                for parameter in leaves(values[1:] if is_write else values):
                     if type(parameter) is RemoteParameter:
                         _check_parameter_not_outdated(parameter)
+                if is_write and type(values[0]) is RemoteParameter:
+                    _written_models.update(_trained_models_of(values[0]))
             return function(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -227,11 +253,15 @@ def _is_write(function: Callable[..., Any]) -> bool:
     return name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
 
 
+def _trained_models_of(parameter: RemoteParameter) -> list[nn.Module]:
+    references = [record.trained_model for record in _records_of([parameter]) if record.trained_model is not None]
+    return [model for reference in references if (model := reference()) is not None]
+
+
 def _check_parameter_not_outdated(parameter: RemoteParameter) -> None:
     """Raise MismatchError if the rank that runs `parameter` has changed it, and it has not been loaded here since."""
-    for record in _records_of([parameter]):
-        model = None if record.trained_model is None else record.trained_model()
-        if model is not None and (record.was_outdated or not record.has_changed()):
+    if not all(record.has_changed() for record in _records_of([parameter])):
+        for model in _trained_models_of(parameter):
             _check_model_not_outdated(model)
 
 
@@ -252,12 +282,14 @@ class _RefusalHook:
 
 
 def _check_model_not_outdated(model: nn.Module) -> None:
-    """Raise MismatchError if a tensor that this rank runs has changed: then those of other ranks have changed there."""
-    records = _records_of(slot.tensor for slot in tensor_slots(model))
-    if any(record.is_local and record.has_changed() for record in records):
-        names = [
-            record.key[1] for record in records if not record.is_local and (record.was_outdated or not record.has_changed())
-        ]
+    """Raise MismatchError if a tensor that this rank runs has changed: then those of other ranks have changed there.
+
+    Buffers that are no part of the model's state, as tables of positions, cannot be loaded, and need not be.
+    """
+    slots = [slot for slot in tensor_slots(model) if isinstance(slot.tensor, nn.Parameter) or is_persistent_buffer(*slot[1:3])]
+    records = _records_of(slot.tensor for slot in slots)
+    if any(record.has_changed() if record.is_local else record.was_outdated for record in records):
+        names = [record.key[1] for record in records if not record.is_local and not record.has_changed()]
         if names:
             raise MismatchError(
                 f"a pipeline has trained this {type(model).__name__}, and {len(names)} of its tensors ({names[0]}, ..) have "

@@ -192,6 +192,8 @@ class Pipeline(ModuleMisuseHints):
                 partition = partition_model(
                     self._control, self.position, self.schedule, config.cuttable or model, config.plan_layers
                 )
+            if config.cuttable is not None:
+                config.cuttable.trace_context = outdated_weights.allow_outdated_use
             given_stages = {} if config.cuttable else partition.given_stages
             self._original = OriginalModel(model, config.cuttable, given_stages)
             if config.cut_context is not None:

@@ -346,7 +346,7 @@ def build_engine(
         tied,
         NonFiniteMonitor(position.world.rank, stages, names) if arguments.on_nonfinite else None,
         RemoteParameterUseCheck(position.world.rank, modules, remote_parameters),
-        config.cuttable.read_attributes if config.cuttable else None,
+        config.cuttable.attributes if config.cuttable else None,
         comparison.clock_ids,
         arguments.on_nonfinite,
     )

@@ -5,10 +5,10 @@ A graph has the values that the forwards around the units read while it was made
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -75,48 +75,52 @@ def _replace_elements(container: Any, elements: list[Any]) -> None:
 
 
 @contextmanager
-def record_attribute_reads(model: nn.Module) -> Iterator[set[Attribute]]:
-    """Yield a set to which the attributes of the model's modules are added when they are read."""
-    reads = set[Attribute]()
-    module_ids = frozenset(map(id, model.modules()))
-    classes = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
-    originals = {cls: (cls.__getattribute__, "__getattribute__" in vars(cls)) for cls in classes}
-    for cls, (getattribute, _) in originals.items():
-        setattr(cls, "__getattribute__", _recording_getattribute(getattribute, module_ids, reads))  # noqa: B010
+def hidden_attribute(module: nn.Module, name: str) -> Iterator[None]:
+    """Hide an attribute of a module, so that code that reads it raises."""
+    value = vars(module).pop(name, _MISSING)
+    if hasattr(type(module), name):
+        vars(module)[name] = _Unreadable()
     try:
-        yield reads
+        yield
     finally:
-        for cls, (getattribute, has_own) in originals.items():
-            if has_own:
-                setattr(cls, "__getattribute__", getattribute)  # noqa: B010
-            else:
-                del cls.__getattribute__
+        vars(module).pop(name, None)
+        if value is not _MISSING:
+            vars(module)[name] = value
 
 
-def _recording_getattribute(getattribute: Any, module_ids: Collection[int], reads: set[Attribute]) -> Any:
-    def recording(self: Any, name: str) -> Any:
-        value = getattribute(self, name)
-        if id(self) in module_ids and name not in _MODULE_ATTRIBUTES and not name.startswith("__"):
-            reads.add((id(self), name))
-        return value
+def _refuse_use(*_: Any, **__: Any) -> NoReturn:
+    raise AttributeError
 
-    return recording
+
+_Unreadable = type(
+    "_Unreadable", (), dict.fromkeys(("__bool__", "__eq__", "__hash__", "__getattr__", "__call__", "__iter__"), _refuse_use)
+)
 
 
 class AttributeSnapshot:
-    """The values of attributes that are constants in a model's graph: those of `reads` whose modules are around the units."""
+    """The attributes of the modules around the units, which are constants in a model's graph if its forward reads them.
 
-    def __init__(self, model: nn.Module, units: Collection[str], reads: Collection[Attribute]) -> None:
+    `changed`: those that forwards change themselves. `is_read(module, name)`: whether the graph depends on an attribute; asked
+    once for each that has changed. None: there is no such graph.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Collection[str],
+        changed: Collection[Attribute],
+        is_read: Callable[[nn.Module, str], bool] | None,
+    ) -> None:
         inside_units = {id(module) for unit in units for module in model.get_submodule(unit).modules()}
-        modules = {id(module): (path, module) for path, module in model.named_modules() if id(module) not in inside_units}
+        modules = [(path, module) for path, module in model.named_modules() if id(module) not in inside_units]
+        self._is_read, self._unread = is_read, set[Attribute]()
         self._values = [
-            (weakref.ref(module), f"{path or type(module).__name__}.{name}", name, _comparable(value))
-            for module_id, name in sorted(reads)
-            if module_id in modules
-            for path, module in [modules[module_id]]
-            if (value := _static_attribute(module, name)) is not _MISSING
+            (weakref.ref(module), f"{path or type(module).__name__}.{name}", name, _comparable(_static_attribute(module, name)))
+            for path, module in (modules if is_read else ())
+            for name in _attribute_names(module)
+            if (id(module), name) not in changed
         ]
-        self._layouts = [(weakref.ref(module), path, _children_and_hooks(module)) for path, module in modules.values()]
+        self._layouts = [(weakref.ref(module), path, _children_and_hooks(module)) for path, module in modules]
 
     def check_unchanged_since_cut(self) -> None:
         """Raise MismatchError if an attribute, or the layers or hooks around the units have changed: steps would ignore it."""
@@ -129,11 +133,32 @@ class AttributeSnapshot:
         for reference, attribute, name, value_at_cut in self._values:
             module = reference()
             if module is not None and (value := _comparable(_static_attribute(module, name))) != value_at_cut:
+                if not self._depends_on(module, name):
+                    continue
                 values = "not what it was" if isinstance(value, _SameObject) else f"{value!r:.80}, and was {value_at_cut!r:.80}"
                 raise MismatchError(
                     f"{attribute} is {values} when its forward was cut, which keeps that: set it back, or have it in a buffer "
                     "that is filled in place, or in a layer: those are read in every step"
                 )
+
+    def _depends_on(self, module: nn.Module, name: str) -> bool:
+        if (id(module), name) in self._unread:
+            return False
+        if self._is_read is not None and self._is_read(module, name):
+            return True
+        self._unread.add((id(module), name))
+        return False
+
+
+def _attribute_names(module: nn.Module) -> set[str]:
+    """Return the names of a module's attributes, and of the numbers and texts of its classes."""
+    names = vars(module).keys() - _MODULE_ATTRIBUTES
+    for cls in type(module).__mro__:
+        if not cls.__module__.startswith("torch."):
+            names |= {
+                name for name, value in vars(cls).items() if isinstance(value, _PLAIN_TYPES) and not name.startswith("__")
+            }
+    return names - _MODULE_ATTRIBUTES
 
 
 def _children_and_hooks(module: nn.Module) -> tuple[Any, ...]:

@@ -2,7 +2,8 @@
 
 import difflib
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.partition import graph_stage
-from penstock.partition.attributes import AttributeSnapshot, record_attribute_reads, restore_attributes_afterwards
+from penstock.partition.attributes import AttributeSnapshot, hidden_attribute, restore_attributes_afterwards
 from penstock.partition.balance import PARAMETERS, Balance
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph, first_line
@@ -94,7 +95,8 @@ class CuttableModel:
     """A model that is to be cut; the arguments are those of `split`.
 
     `unit_order`: the names of the layers or units it can be cut before, in the order in which they run.
-    `read_attributes`: the module attributes that forwards around the units have read, which are compared later.
+    `attributes`: those of the modules around the units, which are compared later if the forward reads them.
+    `trace_context`: a context for the model while it is traced once more.
     `balance`: of the cut that `choose_cuts` chose; None if the cuts were given by name.
     `example`: the arguments and keywords of the forward, as far as they were given, in `Rows` and `Replicated` if they were.
     `rows_dim`: the dimension of the other tensors' rows.
@@ -114,6 +116,7 @@ class CuttableModel:
         self.cuts = _cuts_as_submodule_names(model, cuts)
         self.balance: Balance | None = None
         self._unit_seconds: dict[nn.Module, float] = {}  # once they are measured
+        self.trace_context: Callable[[nn.Module], AbstractContextManager[None]] = lambda _: nullcontext()  # of a later trace
 
         # The example.
         self._has_example = example_args is not None or example_kwargs is not None
@@ -129,10 +132,12 @@ class CuttableModel:
         is_sequential = is_plain_sequential and children_by_name(model).keys() >= set(self.cuts or ())
         if is_sequential or not self._has_example:  # an export runs hooks of the model, and what replaces its forward
             _check_no_model_hooks(model)
-        with restore_attributes_afterwards(model) as changed_attributes, record_attribute_reads(model) as reads:
+        with restore_attributes_afterwards(model) as changed_attributes:
             self._graph = None if is_sequential else self._export_or_trace_graph()
         self.unit_order = list(children_by_name(model)) if self._graph is None else self._graph.unit_order()
-        self.read_attributes = AttributeSnapshot(model, self.unit_order, () if is_sequential else reads - changed_attributes)
+        self._graph_text = "" if self._graph is None else self._graph.text()
+        is_read = None if is_sequential else self._graph_reads
+        self.attributes = AttributeSnapshot(model, self.unit_order, changed_attributes, is_read)
 
     def _export_or_trace_graph(self) -> ModelGraph:
         from penstock.partition import export, trace  # torch.export takes a second to import
@@ -148,6 +153,14 @@ class CuttableModel:
             if smaller_units.keys() == units.keys():
                 raise
         return export.export_graph(self.model, smaller_units, *self.example, self.rows_dim)
+
+    def _graph_reads(self, module: nn.Module, name: str) -> bool:
+        """Whether the forward's graph depends on an attribute: it is traced once more without it."""
+        with self.trace_context(self.model), restore_attributes_afterwards(self.model), hidden_attribute(module, name):
+            try:
+                return self._export_or_trace_graph().text() != self._graph_text
+            except Exception:  # whatever the forward makes of the missing attribute
+                return True
 
     def with_cuts(self, cuts: Sequence[str] | None) -> "CuttableModel":
         """Return the same model with other cuts. Its forward is traced again only if they make other units of it."""

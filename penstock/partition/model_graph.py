@@ -46,6 +46,10 @@ class ModelGraph(NamedTuple):
             raise train_eval_mismatch_error(model)
         return cls(model, {True: training, False: evaluation}, inputs, extras)
 
+    def text(self) -> str:
+        """Return both graphs as text, to compare them with others."""
+        return "\n".join(f"{training} {graph}" for training, graph in self.graphs.items())
+
     def unit_order(self) -> list[str]:
         """Return the units in the order in which they are called first."""
         return list(dict.fromkeys(_called_units(self.graphs[True])))

@@ -32,6 +32,8 @@ from penstock.generate import GenerationOptions, generate_text
 from penstock.guards import outdated_weights
 from penstock.guards.attention import check_attention
 from penstock.guards.nonfinite import OnNonfinite
+from penstock.guards.reachable_objects import find_shared_objects
+from penstock.guards.shared_state import SharedStateCheck
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import mesh_position
 from penstock.mesh.sampler import GroupSampler, ReplicaSampler
@@ -192,6 +194,7 @@ class Pipeline(ModuleMisuseHints):
                 partition = partition_model(
                     self._control, self.position, self.schedule, config.cuttable or model, config.plan_layers
                 )
+            shared_objects = find_shared_objects(partition.given_stages, loss_fn, self.schedule.stages)
             if config.cuttable is not None:
                 config.cuttable.trace_context = outdated_weights.allow_outdated_use
             given_stages = {} if config.cuttable else partition.given_stages
@@ -214,6 +217,9 @@ class Pipeline(ModuleMisuseHints):
 
             # 5. Connect them to those of other ranks.
             self._engine = build_engine(self._control, self.position, config, partition, comparison, modules, unset_names)
+            self._engine.shared_state = SharedStateCheck(
+                shared_objects, self.position, self.schedule.placement, self._engine.stages
+            )
             self._engine.shared_tensors = outdated_weights.record_pipeline(
                 self._number,
                 self._original.stage_tensors(modules),

@@ -22,7 +22,7 @@ from penstock.engine.sequence import first_stage_signature, kwargs_with_position
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
 from penstock.guards.nonfinite import NonFiniteMonitor, check_on_nonfinite
-from penstock.guards.unregistered_uses import RemoteParameterUseCheck, check_loss_reads_no_remote_attribute
+from penstock.guards.unregistered_uses import RemoteParameterUseCheck
 from penstock.mesh.parallelize import parallelize_stages
 from penstock.mesh.position import MeshPosition
 from penstock.partition.graph_stage import move_stage_to_device
@@ -333,10 +333,6 @@ def build_engine(
     # 4. Uses of what is elsewhere. A user's own DistributedDataParallel may give borrowed parameters a gradient of zeros.
     if all(isinstance(replication, NoReplication) for replication in model_partition.replications.values()):
         remote_parameters += tied.parameters_of_other_owners()
-    last_stage = table.stages - 1
-    if arguments.loss_fn is not None and model_partition.uncut_model is not None and last_stage in modules:
-        check_loss_reads_no_remote_attribute(arguments.loss_fn, model_partition.uncut_model, set(modules[last_stage].modules()))
-
     return Engine(
         control,
         position,

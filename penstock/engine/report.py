@@ -33,6 +33,7 @@ class StepReport(NamedTuple):
     background_save_failed: tuple[float, ...] = ()  # 1 if the rank knows that a checkpoint in the background failed, else 0
     preempted: tuple[float, ...] = ()  # 1 if the rank was asked to save and leave (comms/preemption.py), else 0
     nonfinite_found: tuple[float, ...] = ()  # 1 if the rank found a value that was not finite, 0 also if it did not look
+    shared_state_changed: tuple[float, ...] = ()  # 1 if a forward of the rank changed an object that other stages use
     skipped: bool = False  # left no trace, since a value was not finite
     nonfinite: str = ""  # what was not finite, and where, if the step was skipped or run once more
 
@@ -90,10 +91,12 @@ class RankSummary(NamedTuple):
     background_save_failed: float
     preempted: float
     nonfinite_found: float
+    shared_state_changed: float
 
 
 _REPORT_FIELDS = attrgetter(
-    "busy", "memory", "between", "averaging", "background_save_failed", "preempted", "nonfinite_found"
+    *("busy", "memory", "between", "averaging", "background_save_failed", "preempted", "nonfinite_found"),
+    "shared_state_changed",
 )  # of a RankSummary, in the order of StepReport
 
 

@@ -110,6 +110,7 @@ class Engine:
         cuts_tokens = self.attention is not None or self.schedule.slices > 1
         self.forward_signature = first_stage_signature(stages[0].module) if cuts_tokens and 0 in stages else None
         self.attributes = attributes  # of the model, as they were when it was cut
+        self.shared_state: Any  # guards/shared_state.py, set once the pipeline is built
         self.shared_tensors: TensorsSharedBetweenPipelines  # set once the pipeline is built
         self.unregistered = unregistered
         self.gradient_factor = GradientFactorCheck(parameters, position.world.world_size)
@@ -168,6 +169,7 @@ class Engine:
         # 4. Run the first forward while headers travel. A batch that this rank has not seen yet is measured.
         is_new = batch.training and not self.handshake.has_learned(batch.header)
         measurement = MemoryMeasurement(self.stages, self.schedule.slices, batch.summary is not None) if is_new else None
+        self.shared_state.start(batch.training, batch.inputs)
         early_forward = self._run_first_forward_early(batch, clock, measurement)
 
         # 5. Read all headers.
@@ -311,7 +313,8 @@ class Engine:
 
     def _wrap_with_observers(self, functions: ActionFunctions, measurement: MemoryMeasurement | None) -> ActionFunctions:
         """Return `functions`, wrapped by what watches them: monitor of values, measurement of memory, profiler."""
-        for observer in (self.nonfinite_monitor, measurement):
+        shared_state = self.shared_state if self.shared_state.is_observing else None
+        for observer in (self.nonfinite_monitor, measurement, shared_state):
             functions = functions if observer is None else observer.wrap_actions(functions)
         return action_ranges(functions) if profiler_is_active() else functions
 
@@ -325,7 +328,8 @@ class Engine:
         losses = actions.microbatch_losses()
         loss_and_dtype = local_loss_and_dtype(actions.losses, handshake_result.loss_shares, actions.batch.order)
         save_failed = self.background_save is not None and self.background_save.has_unreported_error
-        flags = save_failed, preempted(), self.nonfinite_monitor is not None and self.nonfinite_monitor.check_final_gradients()
+        is_nonfinite = self.nonfinite_monitor is not None and self.nonfinite_monitor.check_final_gradients()
+        flags = save_failed, preempted(), is_nonfinite, self.shared_state.end()
         memory, seconds = peak_process_memory(self.device), clock.seconds_between_steps_and_averaging()
         summary = RankSummary(*loss_and_dtype, *clock.span_and_busy_seconds(), memory, len(losses.auxiliary), *seconds, *flags)
 
@@ -338,7 +342,10 @@ class Engine:
             self.control, self.position, last_rank, summary, losses, num_losses, wait_reason
         )
 
-        # 3. Where a value was not finite, all ranks look for its origin.
+        # 3. Where a forward has changed what other stages use, all ranks compare what they saw.
+        self.shared_state.after(self.control, report.shared_state_changed)
+
+        # 4. Where a value was not finite, all ranks look for its origin.
         origin = None
         if self.nonfinite_monitor is not None and any(report.nonfinite_found):
             local_batch = {"inputs": actions.batch.inputs, "target": actions.batch.targets}

@@ -3,7 +3,9 @@
 nonfinite          the first value that is not finite: where it is, and where it came from
 digest             digests of tensors, and the comparison of tied parameters by them
 gradient_factor    by what a rank has multiplied its gradients between two steps: all ranks must do it alike
-unregistered_uses  parameters that a stage uses but does not register, attributes that a loss reads of a layer elsewhere
+unregistered_uses  parameters that a stage uses but does not register
+reachable_objects  Python objects that several stages can reach
+shared_state       those that a forward changes: layers of several stages that talk through Python, or a layer and the loss
 attention          kinds of layers that mix tokens otherwise than by `ps.attention`, where tokens are to be cut
 token_mixing       in the first step: layers that mix tokens in their own code, found by running half of the tokens
 outdated_weights   parts of a model, or of two pipelines, that other ranks have trained since

@@ -1,0 +1,276 @@
+"""The Python objects that several stages can reach: layers may pass values through them, which does not work across ranks.
+
+Found by identity, before any step: from each module of a stage along its attributes, buffers and forward hooks, and from the
+functions of its class along closures and globals; from the loss, as a part of the last stage. `shared_state.py` finds out
+which of them a forward changes. Two references between stages stay unseen: through a layer's reference to a module around it
+(a `root.layers[0].x`), and what is reached only through an object of the standard library, torch or NumPy.
+"""
+
+import inspect
+import random
+import sys
+import types
+import weakref
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from penstock.torch_private import forward_hooks
+
+LOSS_PATH = "the loss"  # in the path of what only the loss has
+MODULE_ATTRIBUTES = frozenset(dir(nn.Module()))  # of every module: parameters, buffers, hooks, its mode, methods
+MAX_OBJECTS_PER_STAGE = 10_000
+MAX_ITEMS_OF_CONTAINER = 1_000
+MAX_CALLS_BETWEEN_FUNCTIONS = 3  # how far globals are followed from a function to those that it uses
+
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | count  # type: ignore[type-arg]
+CONTAINERS = (dict, list, set, deque)
+_STANDARD_CLASSES_WITH_ATTRIBUTES = (types.SimpleNamespace, Namespace)
+_FRAMEWORKS = {*sys.stdlib_module_names, "torch", "numpy", "penstock", "triton"} - {"__main__"}
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalVariable:
+    """A variable of a Python module that a function uses."""
+
+    namespace: dict[str, Any]
+    name: str
+
+
+class SharedObject:
+    """An object that several stages can reach."""
+
+    def __init__(self, value: Any, label: str) -> None:
+        self.label = label  # the same on all ranks
+        self.paths: dict[int, str] = {}  # stage -> where its modules, or the loss, have the object
+        self.registered_stages: set[int] = set()  # of a module: whose submodule it is
+        self.slots: dict[int, tuple[nn.Module, str]] = {}  # of a buffer: stage -> module and name; a device may have a copy
+        try:
+            self._reference: Callable[[], Any] = (lambda: value) if isinstance(value, GlobalVariable) else weakref.ref(value)
+        except TypeError:
+            self._reference = lambda: value
+
+    def value(self, stage: int) -> Any:
+        """Return the object as `stage` has it; None if it no longer exists."""
+        if stage in self.slots:
+            module, name = self.slots[stage]
+            return getattr(module, name, None)
+        return self._reference()
+
+
+def is_of_framework(module_name: Any) -> bool:
+    """Whether a Python module is of the standard library, torch, NumPy or Penstock: their state is not looked at."""
+    return not isinstance(module_name, str) or module_name.partition(".")[0] in _FRAMEWORKS
+
+
+def find_shared_objects(stages: Mapping[int, nn.Module], loss_fn: Any, num_stages: int) -> list[SharedObject]:
+    """Return the objects that can be changed and that two of `stages` can reach.
+
+    If a rank has not all stages, classes and global variables of one stage too: other ranks may have them under that name.
+    """
+    walk = _Walk(stages)
+    for stage, module in stages.items():
+        walk.walk_stage(stage, module)
+        if stage == num_stages - 1 and loss_fn is not None:
+            walk.walk_loss(stage, loss_fn)
+
+    def may_be_shared(found: SharedObject) -> bool:
+        return len(found.paths) > 1 or (len(stages) < num_stages and found.label.startswith(("class ", "global ")))
+
+    return [found for found in walk.found.values() if may_be_shared(found)]
+
+
+class _Walk:
+    """Visits what stages reach, breadth first, so that the path to an object is a short one."""
+
+    def __init__(self, stages: Mapping[int, nn.Module]) -> None:
+        self.found: dict[int, SharedObject] = {}
+        self._registered = {stage: {id(module) for module in root.modules()} for stage, root in stages.items()}
+        self._all_registered = set().union(*self._registered.values())
+        self._globals: dict[tuple[int, str], GlobalVariable] = {}  # one object for each, whose id stays
+        self._globals_of_function: dict[Any, Mapping[str, Any]] = {}
+
+    def walk_stage(self, stage: int, root: nn.Module) -> None:
+        """Visit what the modules of a stage reach."""
+        queue: deque[tuple[Any, str, int]] = deque()
+        for name, module in root.named_modules():
+            path = name or type(module).__name__
+            self._record(stage, module, path).registered_stages.add(stage)
+            queue.extend(self._children_of_module(stage, module, path, with_buffers=True))
+        self._visit(stage, queue)
+
+    def walk_loss(self, stage: int, loss_fn: Any) -> None:
+        """Visit what the loss reaches, as a part of the last stage."""
+        self._visit(stage, deque([(loss_fn, LOSS_PATH, 0)]))
+
+    def _visit(self, stage: int, queue: "deque[tuple[Any, str, int]]") -> None:
+        visited = set[int]()
+        while queue and len(visited) < MAX_OBJECTS_PER_STAGE:
+            value, path, calls = queue.popleft()
+            if id(value) in visited or id(value) in self._registered[stage]:
+                continue
+            visited.add(id(value))
+            queue.extend(self._children(stage, value, path, calls))
+
+    def _record(self, stage: int, value: Any, path: str, label: str | None = None) -> SharedObject:
+        label = label or f"{path} of stage {stage}"
+        found = self.found.setdefault(id(value), SharedObject(value, label))
+        found.paths.setdefault(stage, path)
+        return found
+
+    def _children(self, stage: int, value: Any, path: str, calls: int) -> Iterator[tuple[Any, str, int]]:
+        """Record `value` if it can be changed. Yield what it refers to."""
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter):
+                self._record(stage, value, path)
+        elif isinstance(value, nn.Module):
+            yield from self._children_of_referenced_module(stage, value, path)
+        elif isinstance(value, Generator | np.ndarray):
+            self._record(stage, value, path)
+        elif isinstance(value, dict):
+            self._record(stage, value, path)
+            yield from ((item, f"{path}[{key!r:.40}]", calls) for key, item in [*value.items()][:MAX_ITEMS_OF_CONTAINER])
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            if isinstance(value, CONTAINERS):
+                self._record(stage, value, path)
+            yield from ((item, f"{path}[{index}]", calls) for index, item in enumerate([*value][:MAX_ITEMS_OF_CONTAINER]))
+        elif isinstance(value, partial):
+            yield from ((part, path, calls) for part in (value.func, value.args, value.keywords))
+        elif isinstance(value, types.MethodType):
+            yield value.__self__, path, calls
+            yield value.__func__, path, calls
+        elif isinstance(value, types.FunctionType):
+            yield from self._children_of_function(value, path, calls)
+        elif isinstance(value, types.CellType):
+            self._record(stage, value, path)
+            yield from ((content, path, calls) for content in cell_contents(value))
+        elif isinstance(value, GlobalVariable):
+            self._record(stage, value, path, f"global {value.namespace.get('__name__')}.{value.name}")
+            yield value.namespace.get(value.name), f"the global {value.name} of {path}", calls
+        elif isinstance(value, weakref.ref):
+            yield value(), path, calls
+        elif isinstance(value, type):
+            if not is_of_framework(value.__module__):
+                self._record(stage, value, path, f"class {value.__module__}.{value.__qualname__}")
+                yield from ((item, f"{path}.{name}", calls) for name, item in class_attributes(value).items())
+        elif has_attributes(value):
+            self._record(stage, value, path)
+            yield from ((item, f"{path}.{name}", calls) for name, item in object_attributes(value).items())
+            yield type(value), path, calls
+
+    def _children_of_module(
+        self, stage: int, module: nn.Module, path: str, with_buffers: bool
+    ) -> Iterator[tuple[Any, str, int]]:
+        for name, value in module_attributes(module).items():
+            yield value, f"{path}.{name}", 0
+        for name, buffer in module.named_buffers(recurse=False) if with_buffers else ():
+            self._record(stage, buffer, f"{path}.{name}").slots.setdefault(stage, (module, name))
+        for hook in forward_hooks(module):
+            yield hook, f"a hook of {path}", 0
+        for cls in type(module).__mro__:
+            if not is_of_framework(cls.__module__):
+                yield cls, path, 0
+                yield from ((function, path, 0) for function in _functions_of_class(cls))
+
+    def _children_of_referenced_module(self, stage: int, module: nn.Module, path: str) -> Iterator[tuple[Any, str, int]]:
+        """Yield what a module has that is reached by reference, not as a submodule of the stage.
+
+        One that contains layers of stages is the model, or a part around them. Their layers are not what is referred to.
+        """
+        is_around_layers = any(
+            id(submodule) in self._all_registered for submodule in module.modules() if submodule is not module
+        )
+        runs_in_a_stage = id(module) in self._all_registered
+        if runs_in_a_stage:
+            modules = [*module.named_modules()]
+        else:
+            modules = [("", module)] if is_around_layers else [*module.named_modules()]
+        for name, submodule in modules:
+            submodule_path = f"{path}.{name}" if name else path
+            self._record(stage, submodule, submodule_path)
+            yield from self._children_of_module(stage, submodule, submodule_path, not runs_in_a_stage and not is_around_layers)
+
+    def _children_of_function(self, function: types.FunctionType, path: str, calls: int) -> Iterator[tuple[Any, str, int]]:
+        if is_of_framework(function.__module__):
+            return
+        yield from ((cell, f"a closure of {path}", calls) for cell in function.__closure__ or ())
+        yield function.__defaults__, path, calls
+        yield function.__kwdefaults__, path, calls
+        if calls < MAX_CALLS_BETWEEN_FUNCTIONS:
+            for name, value in self._globals_used(function).items():
+                if isinstance(value, types.FunctionType):
+                    yield value, path, calls + 1
+                elif not isinstance(value, types.ModuleType) and not (
+                    isinstance(value, type) and is_of_framework(value.__module__)
+                ):
+                    variable = GlobalVariable(function.__globals__, name)
+                    key = id(function.__globals__), name
+                    yield self._globals.setdefault(key, variable), path, calls + 1
+
+    def _globals_used(self, function: types.FunctionType) -> Mapping[str, Any]:
+        """Return the global variables that a function names, with their values."""
+        if function not in self._globals_of_function:
+            try:
+                self._globals_of_function[function] = inspect.getclosurevars(function).globals
+            except (ValueError, TypeError):  # a cell of the function is empty
+                self._globals_of_function[function] = {}
+        return self._globals_of_function[function]
+
+
+def cell_contents(cell: types.CellType) -> Sequence[Any]:
+    """Return the value of a closure's variable in a list, which is empty if it has none yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def _functions_of_class(cls: type) -> Iterator[types.FunctionType]:
+    for value in vars(cls).values():
+        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if isinstance(value, types.FunctionType):
+            yield value
+
+
+def module_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of a module: neither parameters, buffers and submodules, nor what every module has."""
+    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+
+
+def class_attributes(cls: type) -> dict[str, Any]:
+    """Return the attributes of a class that are values, not methods."""
+    return {
+        name: value
+        for name, value in vars(cls).items()
+        if not (name.startswith("__") and name.endswith("__"))
+        and name != "_abc_impl"
+        and not callable(value)
+        and not hasattr(value, "__get__")
+    }
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether an object has attributes of its own, and is of a class that is looked at."""
+    if isinstance(value, _STANDARD_CLASSES_WITH_ATTRIBUTES):
+        return True
+    return not is_of_framework(type(value).__module__) and (hasattr(value, "__dict__") or hasattr(type(value), "__slots__"))
+
+
+def object_attributes(value: Any) -> dict[str, Any]:
+    """Return an object's attributes, those in slots too."""
+    slots = (name for cls in type(value).__mro__ for name in _slot_names(cls))
+    in_slots = {name: getattr(value, name) for name in slots if name != "__weakref__" and hasattr(value, name)}
+    return in_slots | dict(getattr(value, "__dict__", {}))
+
+
+def _slot_names(cls: type) -> Sequence[str]:
+    slots = vars(cls).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)

@@ -3,12 +3,15 @@
 The flags of a microbatch, which travel with its rows, decide what its stages do; the numbers are those of one process.
 """
 
+import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from batched_launch import together
+from prompt import torchrun
 from reference import assert_same, merged
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -114,7 +117,7 @@ def named_gradients(pipe: ps.Pipeline) -> dict[str, Tensor | None]:
 def rank_trains(schedule: str, case: str, how: str) -> Steps:
     """Evaluate and train on each batch of the case: given as a batch, or as a list of microbatches, or over Gloo."""
     shared_memory.CAN_SHARE = how != "over gloo"
-    pipe, steps = pipeline(schedule), []
+    pipe, steps = pipeline(schedule, recompute="stage" if how == "recomputed" else None), []
     optimizer = adamw(pipe.parameters())
     for step, flags in enumerate(CASES[case]):
         x, how_flags, y = batch(step, flags)
@@ -165,7 +168,13 @@ def assert_as_one_process(everyone: list[Steps], case: str) -> None:
         assert_same(merged([grads for *_, grads in results]), expected[2])
 
 
-RUNS = tuple((schedule, case, how) for schedule in SCHEDULES for case in CASES for how in ("batch", "list", "over gloo"))
+RUNS = tuple(
+    (schedule, case, how) for schedule in SCHEDULES for case in CASES for how in ("batch", "list", "over gloo", "recomputed")
+)
+FRESH = [
+    (schedule, "each microbatch differs", how)
+    for schedule, how in zip(SCHEDULES, ("list", "batch", "over gloo", "batch"), strict=True)
+]
 DEFAULT = [("1f1b", case, "batch") for case in CASES] + [
     ("zb-h1", "used, then unused", "batch"),
     ("interleaved-1f1b", "each microbatch differs", "list"),
@@ -178,3 +187,58 @@ DEFAULT = [("1f1b", case, "batch") for case in CASES] + [
 def test_what_is_none_stays_none_and_what_needs_a_gradient_gets_one(schedule: str, case: str, how: str) -> None:
     runs = tuple(DEFAULT) if (schedule, case, how) in DEFAULT else RUNS
     assert_as_one_process(together(rank_trains, RANKS, runs)[schedule, case, how], case)
+
+
+def rank_of_replicas(case: str, data_parallel: str) -> list[dict[str, Tensor | None]]:
+    """Each replica has half of the rows, so that a value is used on one of them alone."""
+    mesh = ps.comms.init_mesh(pp=2, dp=2)
+    pipe, steps = pipeline("1f1b", mesh=mesh, data_parallel=data_parallel), []
+    for step, flags in enumerate(CASES[case]):
+        half = slice(0, ROWS // 2) if pipe.position.replica == 0 else slice(ROWS // 2, ROWS)
+        x, how_flags, y = batch(step, flags)
+        pipe.step(x[half], how_flags[half], target=y[half])
+        steps.append(named_gradients(pipe))
+        pipe.zero_grad()
+    return steps
+
+
+def gradients_of_untrained(case: str) -> list[dict[str, Tensor | None]]:
+    model, steps = nn.ModuleList(parts()), []
+    for step, flags in enumerate(CASES[case]):
+        for x, how_flags, y in zip(*(tensor.split(2) for tensor in batch(step, flags)), strict=True):
+            value: Any = (x, how_flags)
+            for part in model:
+                value = part(*value)
+            (mse_loss(value, y) / 4).backward()
+        steps.append({name.partition(".")[2]: parameter.grad for name, parameter in model.named_parameters()})
+        model.zero_grad()
+    return steps
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", slow_except(["each microbatch differs"], CASES))
+def test_a_gradient_is_none_if_it_is_none_on_all_replicas(case: str) -> None:
+    everyone = ps.launch(rank_of_replicas, 4, case, "ddp")
+    for number, expected in enumerate(gradients_of_untrained(case)):
+        for steps in everyone:
+            for name, gradient in steps[number].items():
+                assert (gradient is None) == (expected[name] is None)
+                assert gradient is None or torch.allclose(gradient, expected[name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.fresh
+def test_ranks_that_torchrun_starts_have_the_same_numbers(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
+        "import torch, penstock as ps, test_changing_messages as changing\n"
+        "topology = ps.comms.init_distributed()\n"
+        "runs = [changing.rank_trains(*run) for run in changing.FRESH]\n"
+        "torch.save(runs, f'{sys.argv[1]}/{topology.rank}.pt')\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    folders = [folder for folder in sys.path if "tests" in folder]
+    ended = torchrun(RANKS, tmp_path / "script.py", tmp_path, *folders)
+    assert ended.returncode == 0, ended.stderr
+    everyone = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
+    for number, (_, case, _) in enumerate(FRESH):
+        assert_as_one_process([runs[number] for runs in everyone], case)

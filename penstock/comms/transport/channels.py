@@ -135,7 +135,7 @@ class SendChannel:
         try:
             expected = self._specs.step_specs[transfer]
             if expected is not None and isinstance(value, Tensor) and expected.describes(value):  # the common case
-                self.transport.send(self._parts((value,), expected), expected, expected, transfer)
+                self.transport.send((self._on_transport_device(value),), expected, expected, transfer)
             else:
                 self._send_tree(transfer, value, expected)
         except (OSError, MemoryError, RuntimeError) as error:
@@ -157,13 +157,13 @@ class SendChannel:
 
     def _parts(self, leaves: Sequence[Any], spec: MessageSpec) -> Sequence[Tensor]:
         """Return the tensors for `spec.parts`, on the transport's device."""
-        device = self.transport.transport_device
         pairs = zip(leaves, spec.leaves, strict=True)
-        return [
-            leaf if leaf.device == device else leaf.detach().to(device)
-            for leaf, leaf_spec in pairs
-            if isinstance(leaf_spec, TensorSpec) and leaf_spec.bytes
-        ] or [_NOTHING]
+        tensors = [leaf for leaf, leaf_spec in pairs if isinstance(leaf_spec, TensorSpec) and leaf_spec.bytes]
+        return list(map(self._on_transport_device, tensors)) or [_NOTHING]
+
+    def _on_transport_device(self, tensor: Tensor) -> Tensor:
+        device = self.transport.transport_device
+        return tensor if tensor.device == device else tensor.detach().to(device)
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -264,12 +264,11 @@ class MemoryReceiver(_OsPipeEnd):
         elif spec is None:
             raise message_spec.invalid_description_error()
 
-        first, *others = spec.parts
-        parts = [self._take_message(start, first)]
-        for part in others:
+        tensors = [self._take_message(start, spec.parts[0])]
+        for part in spec.parts[1:]:
             start, _ = self._read_from_pipe()
-            parts.append(self._take_message(start, part))
-        return spec, parts
+            tensors.append(self._take_message(start, part))
+        return spec, tensors
 
     def _read_from_pipe(self) -> tuple[int, int]:
         """Wait for the next record, and return it: the start of a block, and the bytes of the description in it."""

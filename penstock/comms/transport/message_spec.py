@@ -3,7 +3,8 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -40,25 +41,28 @@ class ConstantSpec(NamedTuple):
     kind: type  # compared too, as 1, 1.0 and True are equal
 
 
-class MessageSpec(NamedTuple):
+@dataclass(frozen=True)
+class MessageSpec:
     """The description of a message: its tree and its leaves."""
 
     tree: TreeSpec
     leaves: tuple[TensorSpec | ConstantSpec, ...]
 
-    @property
+    @cached_property
     def parts(self) -> list[TensorSpec]:
         """The tensors whose bytes are sent; one without bytes if there are none, as a receiver waits for every message."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec) and leaf.bytes] or [NOTHING]
 
     def fits_layout_of(self, known: "MessageSpec") -> bool:
-        """Return whether such a message can be sent as `known`: nothing but strides is different."""
+        """Return whether such a message can be sent as `known`: at most strides are different."""
+        if self == known:
+            return True
         if self.tree != known.tree or len(self.leaves) != len(known.leaves):
             return False
         return all(map(_differs_in_stride_only, self.leaves, known.leaves))
 
     def describes(self, tensor: Tensor) -> bool:
-        """Return whether this is the description of a message of one `tensor`, faster than by `message_spec_of`."""
+        """Return whether this is the description of a message of one `tensor`, not empty; faster than by `message_spec_of`."""
         spec = self.leaves[0] if len(self.leaves) == 1 else None
         return (
             isinstance(spec, TensorSpec)
@@ -66,6 +70,7 @@ class MessageSpec(NamedTuple):
             and tensor.stride() == spec.stride
             and tensor.dtype is spec.dtype
             and tensor.requires_grad is spec.requires_grad
+            and spec.bytes > 0
             and self.tree.is_leaf()
         )
 

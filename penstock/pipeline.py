@@ -17,7 +17,7 @@ from penstock import comms
 from penstock.comms.control_group import ControlGroup, shared_control_group
 from penstock.comms.topology import Topology
 from penstock.engine.batch import StepCall
-from penstock.engine.build import PlanLike, ScheduleRule, build_engine, materialise_stages, parse_arguments
+from penstock.engine.build import PlanLike, build_engine, materialise_stages, parse_arguments
 from penstock.engine.clock import measure_own_clock_skew
 from penstock.engine.hints import ModuleMisuseHints, add_backward_hint
 from penstock.engine.last_step import LastStep
@@ -44,7 +44,7 @@ from penstock.plan.microbatch_costs import MicrobatchCosts
 from penstock.randomness import preserve_generator_state
 from penstock.rebuild import Redistribution, merge_arguments
 from penstock.schedule.catalog import all_build_options
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Schedule, ScheduleRule
 from penstock.stage.attention import attention_context
 from penstock.stage.module_runner import evaluation_mode
 from penstock.stage.recompute import Recompute
@@ -73,8 +73,8 @@ class Pipeline(ModuleMisuseHints):
         runs on the last stage's rank. A loss that is a module has no trained parameters: those belong to the model.
     schedule
         A name of `ps.schedule.names()`, built with `microbatches` and the `options` of its family (`stages_per_rank`,
-        `group_size`); the path of a CSV table; a `Schedule`; or a function of (rank, ranks, microbatches) that returns the
-        rank's row: `"0F0"`, `"1B0"`, ..
+        `group_size`); the path of a CSV table; a `Schedule`; a function of (rank, ranks, microbatches) that returns the
+        rank's row: `"0F0"`, `"1B0"`, ..; or a function of (ranks, microbatches) that returns a `Schedule`.
     microbatches
         The number of pieces into which a batch is split, M. A batch of fewer rows than M is split into its rows.
     loss_weight

@@ -17,7 +17,7 @@ def table_of(name: str, ranks: int, microbatches: int, **options: int | None) ->
         _check_file(name, options)
         return Schedule.from_csv(name)
     if name.endswith(".py"):
-        problem = f"{name} would be run, which only `penstock show` and `penstock compare` do"
+        problem = f"{name} would be run, which only `penstock show`, `compare`, `studio` and `train` do"
         raise PenstockError(f"{problem}: let `penstock show {name} --csv mine.csv` write its table, and use that")
     set_options = {option: value for option, value in options.items() if value is not None}
     schedule = build(name, ranks=ranks, microbatches=microbatches, **set_options)

@@ -32,8 +32,8 @@ from penstock.schedule.catalog import build, did_you_mean, family_options
 from penstock.schedule.program import Program
 from penstock.schedule.proof import verify
 from penstock.schedule.rank_program import RankPrograms
-from penstock.schedule.schedule import Schedule, from_rows, read_csv_cells
-from penstock.schedule.table import Cell, Table
+from penstock.schedule.schedule import Schedule, ScheduleRule, from_rows, from_rule, read_csv_cells
+from penstock.schedule.table import Table
 from penstock.schedule.transform import with_full_backwards
 from penstock.stage.attention import AttentionContext, AttentionWhileTracing, attention_context
 from penstock.stage.connections import stage_connections
@@ -48,7 +48,6 @@ UNCHANGEABLE = {  # arguments of a pipeline that `rebuild` does not take -> why
     **dict.fromkeys(("model", "example_args", "example_kwargs", "init", "rows_dim"), "the model stays the one it was cut from"),
     **dict.fromkeys(("topology", "mesh", "data_parallel", "tensor_parallel"), "the ranks stay where they are"),
 }
-ScheduleRule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cells of the rank's row
 Modules = dict[int, nn.Module]  # by stage
 
 
@@ -237,9 +236,7 @@ def build_table(
     elif isinstance(schedule, str):
         schedule = build(schedule, ranks=num_ranks, microbatches=microbatches, **options)
     elif not isinstance(schedule, Schedule):
-        name = getattr(schedule, "__name__", "a rule")
-        rows = [list(schedule(rank, num_ranks, microbatches)) for rank in range(num_ranks)]
-        schedule = from_rows(name, rows, **options)
+        schedule = from_rule(schedule, num_ranks, microbatches, **options)
     if schedule.ranks != num_ranks:
         raise MismatchError(f"schedule {schedule.name} is for {schedule.ranks} ranks, but {num_ranks} are running")
     return schedule

@@ -6,11 +6,13 @@ Reading runs the file, so call this only for a file that the user has named.
 import itertools
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Action, Costs, Schedule
+from penstock.schedule.schedule import from_rule, makes_whole_table
 
 MAX_ACTIONS = 10_000  # of a rank; a function that yields more is taken to be endless
 USER_CODE_ERRORS = Exception, SystemExit  # `sys.exit` in a user's file must not end this process
@@ -26,13 +28,21 @@ def table_from_file(path: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def table_from_source(name: str, source: str, ranks: int, microbatches: int) -> Schedule:
-    """Return the table that `schedule(rank, ranks, microbatches)` in the Python text `source` yields.
+    """Return the table of the Python text `source`, in which `schedule(rank, ranks, microbatches)` yields a rank's actions.
 
-    Also accepts the functions of the puzzles: `row`, with the same parameters, and `rows(ranks, microbatches, costs)`.
-    A stage is placed on the first rank that has an action of it. Does not verify the table. Raises ScheduleError, with `name`
+    `schedule(ranks, microbatches)` may return a whole `Schedule` instead, as `list_schedule` makes. Also accepts the functions
+    of the puzzles: `row`, of a rank as well, and `rows(ranks, microbatches, costs)`. A stage is placed on the first rank that
+    has an action of it, unless the table says otherwise. Does not verify the table. Raises ScheduleError, with `name`
     and if possible the line, if the text cannot be run, the function raises, or it yields something that is no action.
     """
     rule_name, rule = _rule(name, source)
+    if rule_name == "schedule" and makes_whole_table(rule):
+        try:
+            return replace(from_rule(rule, ranks, microbatches), name=name)
+        except ScheduleError as error:
+            raise ScheduleError(f"{name}: {error}") from error
+        except USER_CODE_ERRORS as error:
+            raise ScheduleError(f"{one_line_error(error, name)}, in schedule({ranks}, {microbatches})") from error
     rows = [_row(name, rule_name, rule, rank, ranks, microbatches) for rank in range(ranks)]
     rank_of: dict[int, int] = {}  # stage -> rank
     for rank, row in enumerate(rows):
@@ -45,8 +55,8 @@ def table_from_source(name: str, source: str, ranks: int, microbatches: int) -> 
     return Schedule(name, placement, microbatches, tuple(map(tuple, rows)))
 
 
-def _rule(name: str, source: str) -> tuple[str, Callable[[int, int, int], Any]]:
-    """Return the name of the function in `source`, and a function (rank, ranks, microbatches) -> row."""
+def _rule(name: str, source: str) -> tuple[str, Callable[..., Any]]:
+    """Return the name of the function in `source`, and the function; for `rows`, one of (rank, ranks, microbatches)."""
     namespace: dict[str, Any] = {"__name__": "schedule"}
     try:
         exec(compile(source, name, "exec"), namespace)
@@ -57,7 +67,7 @@ def _rule(name: str, source: str) -> tuple[str, Callable[[int, int, int], Any]]:
             return rule_name, rule
     if callable(rows := namespace.get("rows")):
         return "rows", lambda rank, ranks, count: rows(ranks, count, Costs(ones := [1.0] * ranks, ones, ones))[rank]
-    raise ScheduleError(f"{name} has no function schedule(rank, ranks, microbatches)")
+    raise ScheduleError(f"{name} has no function schedule(rank, ranks, microbatches), nor schedule(ranks, microbatches)")
 
 
 def _row(name: str, rule_name: str, rule: Callable[..., Any], rank: int, ranks: int, microbatches: int) -> list[Action]:

@@ -35,15 +35,17 @@ if TYPE_CHECKING:
     from penstock.schedule.table import Action, Kind, Skip, Table
     from penstock.timing.causes import Cause, Idle
     from penstock.timing.events import Event, MessageCost
+    from penstock.timing.list_schedule import RankProgress, list_schedule
     from penstock.timing.measurement import Measurement
     from penstock.timing.simulate import Costs, averaging_end_time, simulate
     from penstock.timing.timeline import Timeline
 
 __all__ = [
     "Action", "ActivationSize", "Cause", "Compute", "Costs", "Event", "Explanation", "Found", "Idle", "Improvement", "Kind",
-    "MeasuredTimeline", "Measurement", "MessageCost", "Program", "ProgramLine", "Proof", "Schedule", "ScheduleError",
-    "Script", "Skip", "Table", "Timeline", "Transfer", "averaging_end_time", "build", "explain", "from_rows", "lower",
-    "names", "prove", "script_from_compute_comms_csv", "script_from_compute_comms_rows", "search", "simulate", "verify",
+    "MeasuredTimeline", "Measurement", "MessageCost", "Program", "ProgramLine", "Proof", "RankProgress", "Schedule",
+    "ScheduleError", "Script", "Skip", "Table", "Timeline", "Transfer", "averaging_end_time", "build", "explain", "from_rows",
+    "list_schedule", "lower", "names", "prove", "script_from_compute_comms_csv", "script_from_compute_comms_rows", "search",
+    "simulate", "verify",
 ]  # fmt: skip
 
 _NAMES_OF_MODULE = {
@@ -60,6 +62,7 @@ _NAMES_OF_MODULE = {
     "penstock.plan.search.search": ("Found", "search"),
     "penstock.timing.causes": ("Cause", "Idle"),
     "penstock.timing.events": ("Event", "MessageCost"),
+    "penstock.timing.list_schedule": ("RankProgress", "list_schedule"),
     "penstock.timing.measurement": ("Measurement",),
     "penstock.timing.simulate": ("Costs", "averaging_end_time", "simulate"),
     "penstock.timing.timeline": ("Timeline",),

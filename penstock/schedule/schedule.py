@@ -1,9 +1,10 @@
 """Schedules: tables made from rows, or read from a CSV file in PyTorch's compute-only form."""
 
 import csv
+import inspect
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 
 from penstock.errors import ScheduleError
@@ -14,6 +15,10 @@ MAX_CSV_BYTES = 2**25  # of a file
 MAX_TABLE_CELLS, MAX_TABLE_ROWS = 500_000, 10_000
 FilePath = str | PathLike[str]
 Placement = str | Sequence[int] | None  # `loop`, `V`, the rank of every stage, or None: read off the rows
+
+RowRule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cells of the rank's row
+TableRule = Callable[[int, int], "Schedule"]  # P, M -> the table
+ScheduleRule = RowRule | TableRule
 
 
 class Schedule(Table):
@@ -96,6 +101,40 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
             raise ScheduleError(f"unknown placement {placement!r}: use {' or '.join(PLACEMENTS)}, or the rank of every stage")
         placement = PLACEMENTS[placement](stages, len(table))
     return Schedule(name, tuple(placement), microbatches, table, overlaps, slices)
+
+
+def from_rule(
+    rule: ScheduleRule, ranks: int, microbatches: int, name: str | None = None, placement: Placement = None
+) -> Schedule:
+    """Return the table of `rule`: a function of (rank, ranks, microbatches) that returns a row, or of (ranks, microbatches).
+
+    The second kind returns the whole table, as `list_schedule` does. `name`: by default that of the function.
+    `placement`: as in `from_rows`, for rows only.
+
+    Raises ScheduleError as `from_rows`, and for a whole table of another number of ranks, or with a `placement`.
+    """
+    name = name or getattr(rule, "__name__", "a rule")
+    if not makes_whole_table(rule):
+        return from_rows(name, [list(rule(rank, ranks, microbatches)) for rank in range(ranks)], placement)  # type: ignore[call-arg, arg-type]
+    table = rule(ranks, microbatches)  # type: ignore[call-arg]
+    if not isinstance(table, Schedule):
+        raise ScheduleError(f"{name}({ranks}, {microbatches}) returns a {type(table).__name__}: let it return a Schedule")
+    if placement is not None:
+        raise ScheduleError(f"{name} returns a whole table, which has its own placement: leave out placement")
+    if table.ranks != ranks:
+        raise ScheduleError(f"{name}({ranks}, {microbatches}) returns a table of {table.ranks} ranks: let it have {ranks}")
+    return table
+
+
+def makes_whole_table(rule: ScheduleRule) -> bool:
+    """Return whether `rule` needs two arguments: ranks and microbatches."""
+    try:
+        parameters = inspect.signature(rule).parameters.values()
+    except (TypeError, ValueError):  # some functions written in C
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [parameter for parameter in parameters if parameter.kind in positional and parameter.default is parameter.empty]
+    return len(needed) == 2 and all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in parameters)
 
 
 def _placement_from_rows(name: str, table: Sequence[Sequence[Action]], stages: int) -> list[int]:

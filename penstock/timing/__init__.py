@@ -1,9 +1,10 @@
 """When every action runs or ran, why a rank waits, and what another table would take. Plain Python.
 
-`events`       the events of a step, and what follows directly from them
-`causes`       why a rank is idle, and the chain of events that decides how long the step takes
-`timeline`     events with their causes and their memory: one record for planned and measured steps
-`simulate`     costs, when every action runs at these, and when replicas have averaged their gradients
-`measurement`  the costs of a measured step's actions, and predictions for other tables at these costs
-`replay`       a measured step with shorter actions and faster messages
+`events`         the events of a step, and what follows directly from them
+`causes`         why a rank is idle, and the chain of events that decides how long the step takes
+`timeline`       events with their causes and their memory: one record for planned and measured steps
+`simulate`       costs, when every action runs at these, and when replicas have averaged their gradients
+`list_schedule`  a table from a priority: which ready action a free rank runs first
+`measurement`    the costs of a measured step's actions, and predictions for other tables at these costs
+`replay`         a measured step with shorter actions and faster messages
 """

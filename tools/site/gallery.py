@@ -2,27 +2,34 @@
 
 import json
 import re
+import runpy
 from inspect import getdoc
+from pathlib import Path
 
 import playground
 from docstrings import from_docstring
 from steps import RESULTS
 
-from penstock.schedule import Costs, Timeline, build, names, simulate
+from penstock.schedule import Costs, Schedule, Timeline, build, names, simulate
 from penstock.schedule.catalog import FAMILIES
 from penstock.view.figure.curves import curves
 from penstock.view.figure.svg import svg
 from penstock.view.figure.timeline import figure
 from penstock.view.record import Record
 
+RULES = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "priorities.py"), run_name="priorities")["RULES"]
 COUNTS = (4, 8, 16, 32, 64)  # microbatches
 AXES = "microbatches", "", {float(count): str(count) for count in COUNTS}
 
 
 def timeline(name: str, ranks: int, microbatches: int) -> Timeline:
     """What the table takes where F = I = W = 1 of a whole rank, however many stages it has."""
-    schedule = build(name, ranks, microbatches)
-    share = ranks / schedule.num_stages
+    return timeline_of(build(name, ranks, microbatches))
+
+
+def timeline_of(schedule: Schedule) -> Timeline:
+    """What the table takes where F = I = W = 1 of a whole rank."""
+    share = schedule.ranks / schedule.num_stages
     return simulate(schedule, Costs(share, share, share))
 
 
@@ -39,6 +46,8 @@ def bubble(name: str, ranks: int) -> list[tuple[float, float]]:
 def schedule_pages(has_playground: bool) -> dict[str, str]:
     """The pages, and the pictures on them."""
     made = {"schedules/bubbles.svg": bubbles()}
+    for rule in RULES:
+        made[f"schedules/{rule.__name__}.svg"] = svg(figure(Record((timeline_of(rule(4, 8)),))))
     for name in names():
         series = {f"{ranks} ranks": bubble(name, ranks) for ranks in (2, 4, 8)}
         series["4, measured"] = [(count, 100 - 300 * count / makespan) for count, makespan in measured(name).items()]
@@ -118,4 +127,5 @@ def with_gallery(page: str) -> str:
     page = re.sub(r"^\| `([\w-]+)` \| (?=\d)", r"| [`\1`](\1.md) | ", page, flags=re.MULTILINE)
     menu = "\n".join(names())
     picture = "![the bubble of nine schedules against the number of microbatches](bubbles.svg)"
-    return f"{page}\n## All of them\n\n{picture}\n\n```{{toctree}}\n:hidden:\n\n{menu}\n```\n"
+    rules = "\n\n".join(f"![{rule.__name__} over four ranks with eight microbatches]({rule.__name__}.svg)" for rule in RULES)
+    return f"{page}\n{rules}\n\n## All of them\n\n{picture}\n\n```{{toctree}}\n:hidden:\n\n{menu}\n```\n"

@@ -67,6 +67,9 @@ class TrainCommand(TrainConfig):
             return cls()
         saved = saved_options(folder := Path(typed["--resume"]))
         saved["plan"] = saved["plan"] and str(folder / PLAN)  # the folder may have moved
+        if saved["schedule"].endswith(".py") and "--schedule" not in typed:
+            problem = f"the schedule of {folder} is the Python file {saved['schedule']}, which is run only if you type its name"
+            raise PenstockError(f"{problem}: add --schedule {saved['schedule']}")
         if typed.keys() & {"--schedule", "--ranks", "--pp", "--microbatches"}:
             saved |= {"plan": None}
         if "--schedule" in typed:

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from penstock.commands.source import nearest_path, table_of
+from penstock.commands.source import nearest_path, table_from_python, table_of
 from penstock.errors import PenstockError
 from penstock.plan import load
-from penstock.schedule import Schedule
+from penstock.schedule import Schedule, verify
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 
@@ -28,7 +28,7 @@ class TrainConfig:
     data_parallel: Literal["ddp", "fsdp"] = "ddp"
     """Replicas as whole copies (DistributedDataParallel), or with sharded parameters (fully_shard)."""
     schedule: str = "1f1b"
-    """Name that `penstock schedules` lists, or CSV table."""
+    """Name that `penstock schedules` lists, CSV table, or a .py with a function that makes one, which is run here."""
     plan: str | None = None
     """Plan before the first step, for any memory (auto) or ranks with 2GB, or follow a plan.json; may use fewer ranks."""
     microbatches: int = 8
@@ -96,9 +96,12 @@ class TrainConfig:
         """Return the proved table of this run."""
         if self.plan is not None and self.plan.endswith(".json"):
             return load(self.plan).schedule
-        return table_of(
-            self.schedule, self.ranks, self.microbatches, stages_per_rank=self.stages_per_rank, group_size=self.group_size
-        )
+        options = {"stages_per_rank": self.stages_per_rank, "group_size": self.group_size}
+        if self.schedule.endswith(".py"):
+            table = table_from_python(self.schedule, self.ranks, self.microbatches, **options)
+            verify(table)
+            return table
+        return table_of(self.schedule, self.ranks, self.microbatches, **options)
 
     def check(self) -> Schedule:
         """Check all options and return the proved table. Raises PenstockError, with a value that works."""

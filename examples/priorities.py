@@ -22,21 +22,20 @@ def eager_1f1b(ranks: int, microbatches: int) -> Schedule:
 def wave(ranks: int, microbatches: int) -> Schedule:
     """Two waves down the ranks and back up, after Hanayo (Liu et al. 2023, arXiv 2308.15762)."""
 
-    def oldest_first(action: Action, progress: RankProgress) -> Any:
-        return action.kind is Kind.F, action.microbatch
+    def in_turn(action: Action, progress: RankProgress) -> Any:
+        return progress.last_action is not None and action.kind is progress.last_action.kind, action.microbatch
 
-    return list_schedule(
-        "V", oldest_first, ranks=ranks, microbatches=microbatches, stages_per_rank=4, limit=4 * ranks, name="wave"
-    )
+    limit = 4 * (ranks + 1)
+    return list_schedule("V", in_turn, ranks=ranks, microbatches=microbatches, stages_per_rank=4, limit=limit, name="wave")
 
 
 def half_chimera(ranks: int, microbatches: int) -> Schedule:
     """Chimera (Li and Hoefler 2021, arXiv 2107.06925) folded: a V; two replicas (dp=2) of it are the two directions."""
 
-    def alternate(action: Action, progress: RankProgress) -> Any:
+    def in_turn(action: Action, progress: RankProgress) -> Any:
         return progress.last_action is not None and action.kind is progress.last_action.kind, -action.stage
 
-    return list_schedule("V", alternate, ranks=ranks, microbatches=microbatches, limit=2 * ranks + 2, name="half-chimera")
+    return list_schedule("V", in_turn, ranks=ranks, microbatches=microbatches, limit=2 * ranks + 2, name="half-chimera")
 
 
 RULES = (eager_1f1b, wave, half_chimera)

@@ -23,7 +23,7 @@ GROUPS = {  # group -> command -> its class, whose docstring is its help and who
     "schedules": {
         "schedules": "show.SchedulesCommand",
         "show": "show.ShowCommand",
-        "compare": "show.CompareCommand",
+        "compare": "compare.CompareCommand",
         "search": "search.SearchCommand",
         "studio": "pages.StudioCommand",
     },

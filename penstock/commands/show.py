@@ -4,9 +4,8 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional  # not `| None`, for which tyro imports typeguard: a third of the time of `penstock show`
+from typing import Optional  # not `| None`, for which tyro imports typeguard: a third of the time of `penstock show`
 
 import tyro
 
@@ -19,7 +18,6 @@ from penstock.plan import is_plan_file
 from penstock.plan import load as load_plan
 from penstock.schedule import (
     Costs,
-    Measurement,
     Schedule,
     Table,
     Timeline,
@@ -31,7 +29,6 @@ from penstock.schedule import (
 )
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.table import pause_garbage_collection
-from penstock.view.differences import differences
 from penstock.view.files import report_write_errors, write
 from penstock.view.reading import load
 from penstock.view.record import Record
@@ -240,70 +237,3 @@ class ShowCommand(SimulationOptions):
         if record.explanation:
             lines.append(f"verdict: {record.explanation.verdict_text}")
         return record, lines
-
-
-@command(first="[SCHEDULE | RUN | FILE | TRACES]", second="[SCHEDULE | RUN | FILE | TRACES]", html="FILE", **METAVARS)
-class CompareCommand(SimulationOptions):
-    """Draw two schedules or runs, and list how they differ.
-
-    Both are drawn at one scale. Costs are those of a rank, for any number of stages on it. Next to a run or traces, a schedule
-    is predicted at the costs measured there, for the same number of ranks and microbatches.
-    """
-
-    first: tyro.conf.Positional[str] = "1f1b"
-    """Schedule, run, file or traces, as for `penstock show`."""
-    second: tyro.conf.Positional[str] = "zb-h1"
-    """The schedule, run, file or traces to compare it with."""
-    html: Optional[Path] = None
-    """Draw both on a page for the browser, in this file."""
-
-    def run(self) -> None:
-        """Write the page, then print both pictures and the differences."""
-        sources = (self.first, self.second)
-        runs = {source: load_record(source, self.stages_per_rank) for source in sources if is_timeline_source(source)}
-        measured = next((record for record, _ in runs.values() if record.explanation), None)
-        records = [runs[source][0] if source in runs else self._schedule(source, measured) for source in sources]
-        report = [differences(records[0], records[1], [_work_options(source) for source in sources])]
-        if measured and len(runs) < len(sources):
-            report.append(_self_prediction(measured))
-        report += [note for _, notes in runs.values() for note in notes]
-
-        files = [*write(records, self.html)]
-        for record in records:
-            print(record.name)
-            print(draw(record.usual, terminal_width(), use_colors(), [record.usual for record in records]))
-        print("\n".join(report))
-        for path in files:
-            print(f"wrote {path}")
-
-    def _schedule(self, source: str, measured: Record | None) -> Record:
-        """Simulate the schedule `source` at the options' costs, or predict it at those of the `measured` run or traces."""
-        if measured is None:
-            schedule, _ = self.build_and_verify(source)
-            return Record((self.simulate_with_options(schedule, schedule.stages / schedule.ranks),))
-        measurement = _measurement(measured)
-        same_size = replace(self, ranks=measurement.schedule.ranks, microbatches=measurement.schedule.microbatches)
-        schedule, _ = same_size.build_and_verify(source)
-        return Record((measurement.predict(schedule),), unit="s", labels=("predicted",))
-
-
-def _measurement(record: Record) -> Measurement:
-    return Measurement.from_timelines(*record.steps, layers=record.layers)
-
-
-def _self_prediction(measured: Record) -> str:
-    """Return the prediction of the measured step itself: other predictions may be as far off."""
-    measurement = _measurement(measured)
-    predicted = measurement.predict(measurement.schedule).makespan
-    return (
-        f"{measured.name}, is itself predicted to take {1e3 * predicted:.4g} ms, {predicted / measured.usual.makespan - 1:+.1%}"
-    )
-
-
-def _work_options(source: str) -> dict[str, Any]:
-    """Return the options of the run `source` that decide its work; an empty dict if `source` is no run."""
-    from penstock.commands.train.config import SETTINGS, saved_options  # most sources do not need them
-
-    if not (Path(source) / SETTINGS).is_file():
-        return {}
-    return {name: value for name, value in saved_options(Path(source), source).items() if name in WORK_OPTIONS}

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from penstock.errors import PenstockError
 from penstock.schedule import Timeline
+from penstock.view.comparison import count_microbatches, require_same_unit
 from penstock.view.record import Record
 from penstock.view.terminal import format_memory, format_time, shown_causes
 
@@ -17,15 +17,13 @@ def differences(run_a: Record, run_b: Record, work: Sequence[Mapping[str, object
 
     Raises PenstockError if only one of the runs is in seconds.
     """
-    if run_a.unit != run_b.unit:
-        units = (f"{record.name} is {'in seconds' if record.unit else 'in units of its costs'}" for record in (run_a, run_b))
-        raise PenstockError(f"{', and '.join(units)}: compare two runs or plans, or two schedules")
+    require_same_unit((run_a, run_b))
     base, changed = run_a.usual, run_b.usual
     work_differences = [
         f"{name} ({a} and {b})"
         for name, a, b in (
             ("ranks", base.ranks, changed.ranks),
-            ("microbatches", _num_microbatches(base), _num_microbatches(changed)),
+            ("microbatches", count_microbatches(base), count_microbatches(changed)),
             *((option, work[0][option], work[1][option]) for option in work[0] if option in work[1]),
         )
         if a != b
@@ -60,10 +58,6 @@ def differences(run_a: Record, run_b: Record, work: Sequence[Mapping[str, object
         else ""
     )
     return "\n".join("  ".join(line).rstrip() for line in lines) + warning
-
-
-def _num_microbatches(timeline: Timeline) -> int:
-    return len({event.action.microbatch for event in timeline.events})
 
 
 def _shorten(name: str) -> str:

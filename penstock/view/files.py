@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.errors import PenstockError
+from penstock.view.figure.shapes import Figure
 from penstock.view.record import Record
 
 
@@ -40,6 +41,21 @@ def write(
             with report_write_errors(path):
                 writer(path)
             yield path
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write a figure to the file `path`, in the format of its name. Raises PenstockError for another one, and as `write`."""
+    from penstock.view.figure.png import save_png
+    from penstock.view.figure.svg import svg
+
+    writers: dict[str, Callable[[], object]] = {
+        ".svg": lambda: path.write_text(svg(figure), encoding="utf-8"),
+        ".png": lambda: save_png(figure, path),
+    }
+    if path.suffix not in writers:
+        raise PenstockError(f"{path} is no figure that can be written: let its name end in {' or '.join(writers)}")
+    with report_write_errors(path):
+        writers[path.suffix]()
 
 
 @contextmanager

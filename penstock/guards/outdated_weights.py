@@ -5,9 +5,11 @@ When the next one is built, the ranks tell each other which of theirs have chang
 did not run it, and where nobody has loaded it since, if it has changed where it was run.
 """
 
+import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
@@ -207,7 +209,8 @@ def allow_outdated_use(model: Any) -> Iterator[None]:
 class RemoteParameter(nn.Parameter):
     """A parameter of a model that a pipeline has trained, of a stage of another rank: refuses to be read while it is outdated.
 
-    What a script does to all parameters alike is allowed: to count, freeze, load or initialise them, and to look at `.grad`.
+    What a script does to all parameters alike is allowed: to count, freeze, load or initialise them. `.grad` is for torch's
+    optimizers, modules and scalers, which skip a parameter without one.
     """
 
     @classmethod
@@ -216,7 +219,9 @@ class RemoteParameter(nn.Parameter):
     ) -> Any:
         """Called by torch for each function of such parameters. Raises MismatchError if it would read outdated values."""
         with DisableTorchFunctionSubclass():
-            if not _reads_no_values(function):
+            if function.__name__ == "__get__" and getattr(function, "__self__", None) is Tensor.grad:
+                _check_gradient_is_not_remote(args[0], inspect.currentframe())
+            elif not _reads_no_values(function):
                 values = [*args, *(kwargs or {}).values()]
                 is_write = _is_write(function)
                 for parameter in leaves(values[1:] if is_write else values):
@@ -241,7 +246,7 @@ METADATA_FUNCTIONS = {
 
 
 def _reads_no_values(function: Callable[..., Any]) -> bool:
-    """Whether a function of tensors needs no values: it gives a shape, a flag, a gradient, or registers a hook."""
+    """Whether a function of tensors needs no values: it gives a shape, a flag, or registers a hook."""
     if function.__name__ == "__get__":
         return getattr(function, "__self__", None) not in VALUE_ATTRIBUTES
     return function.__name__ in METADATA_FUNCTIONS
@@ -263,6 +268,34 @@ def _check_parameter_not_outdated(parameter: RemoteParameter) -> None:
     if not all(record.has_changed() for record in _records_of([parameter])):
         for model in _trained_models_of(parameter):
             _check_model_not_outdated(model)
+
+
+GRADIENT_READERS = ("torch.optim.", "torch.nn.modules.", "torch.amp.", "torch.distributed.", "penstock.")  # they skip None
+
+
+def _check_gradient_is_not_remote(parameter: Tensor, frame: FrameType | None) -> None:
+    """Raise MismatchError if a script reads `.grad` of a parameter of another rank while this rank's parameters have gradients.
+
+    `frame`: of the function that was called to read it.
+    """
+    caller = None if frame is None else frame.f_back
+    if caller is not None and str(caller.f_globals.get("__name__")).startswith(GRADIENT_READERS):
+        return
+    for record in _records_of([parameter]):
+        model = None if record.trained_model is None else record.trained_model()
+        trained = [] if model is None else [local for local in _local_tensors(model) if local.requires_grad]
+        if model is not None and (not trained or any(local.grad is not None for local in trained)):
+            raise MismatchError(
+                f"a pipeline trains this {type(model).__name__}, and the gradient of {record.key[1]} is on another rank: "
+                "pipe.named_parameters() has the parameters of this rank, and pipe.clip_grad_norm_(float('inf')) returns the "
+                "norm of all ranks' gradients"
+            )
+
+
+def _local_tensors(model: nn.Module) -> list[Tensor]:
+    """Return the tensors of `model` that this rank runs."""
+    tensors = [slot.tensor for slot in tensor_slots(model)]
+    return [tensor for tensor in tensors if any(record.is_local for record in _records_of([tensor]))]
 
 
 class _RefusalHook:

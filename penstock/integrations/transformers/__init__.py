@@ -3,6 +3,7 @@
 `Trainer` and `TrainingArguments` are subclasses of transformers'. A script imports these instead, and torchrun starts it. See
 docs/howto/trainer.md.
 
+The mixin stands directly above transformers' Trainer in the order of classes, below those of a script.
 The overrides, and what each needs of transformers (releases: `arguments.OLDEST_RELEASE`) and accelerate (1.15):
 
     _setup_devices                  makes `PartialState` from RANK, WORLD_SIZE and LOCAL_RANK. Here it sees one process for each
@@ -10,13 +11,15 @@ The overrides, and what each needs of transformers (releases: `arguments.OLDEST_
     should_save, should_log,        decide which process writes. Here: rank 0
     is_world_process_zero, ..
     main_process_first              runs a block on rank 0 first; here rank 0 of all ranks
-    create_accelerator_and_postprocess  makes `accelerator.scaler` for `fp16`. Here all ranks share one
+    __init__                        makes `accelerator.scaler` for `fp16`. Here all ranks share one
     call_model_init                 makes a new model at the beginning of a training. Here it gets a new pipeline
-    _wrap_model                     leaves anything that is not `self.model` as it is. Here it returns a `ModelView`
+    _wrap_model                     leaves anything that is not `self.model` as it is. Here it returns a `ModelView`,
+                                    which a script may call without gradients
     get_batch_samples               returns the batches of one optimizer step. Here they are the microbatches of one step
     get_train_dataloader            collates by `data_collator`. With `group="planned"`, `get_batch_samples` collates
     training_step                   runs a batch and returns its loss. Here the first call runs the pipeline for all batches
-    compute_loss                    not overridden. It gets a `ModelView`, which returns the last stage's outputs
+    compute_loss                    not overridden. It waits where it calls its `ModelView` for the last stage's outputs
+    log                             not overridden. What `compute_loss` logs, all ranks log after the step
     prediction_step                 returns losses, logits and labels of a batch. Here they come from the last stage's rank
     _get_eval_sampler, ..           share rows out to processes. Here each replica evaluates all rows
     _clip_grad_norm, _get_grad_norm take the norm of gradients that accelerate has unscaled. Here the norm is over all ranks
@@ -35,7 +38,10 @@ The overrides, and what each needs of transformers (releases: `arguments.OLDEST_
     attention           `attn_implementation="penstock"`: transformers' models call `ps.attention`
     arguments           adds the arguments of a pipeline, and refuses those that conflict with it
     trainer             the mixin, and Trainer
-    model_view          stands in for the model where Trainer calls it; the loss that calls `compute_loss`
+    overrides           the order of classes, and the overrides of a script that are refused
+    model_view          stands in for the model where Trainer calls it
+    model_call          runs `compute_loss` as far as its call of the model, and goes on when the outputs are there
+    loss_effects        brings what `compute_loss` logs and collects to all ranks
     grouping_collator   puts rows of similar lengths into the same microbatch
     progress            the progress bar, with the idle share
     optimizer           an optimizer whose parameters are spread over ranks

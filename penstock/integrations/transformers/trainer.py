@@ -1,8 +1,8 @@
 """Trainer whose model is cut over ranks: the batches of one optimizer step are the microbatches of a pipeline step."""
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,21 +11,18 @@ import safetensors.torch
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 import penstock as ps
 from penstock.comms.control_group import shared_control_group
 from penstock.guards.outdated_weights import allow_outdated_use
 from penstock.integrations.transformers.arguments import TrainingArguments, check_arguments
 from penstock.integrations.transformers.grouping_collator import GroupingCollator, RowBatch
-from penstock.integrations.transformers.model_view import (
-    ModelView,
-    TrainerLoss,
-    arguments_of_call,
-    outputs_once,
-    prepare_for_cut,
-    refuse_call,
-)
+from penstock.integrations.transformers.loss_effects import LossEffects, record_logs
+from penstock.integrations.transformers.model_call import ModelCall, TrainerLoss
+from penstock.integrations.transformers.model_view import ModelView, prepare_for_cut
 from penstock.integrations.transformers.optimizer import RankOptimizer
+from penstock.integrations.transformers.overrides import BatchResult, MixinAboveTrainer, batch_content, check_overrides
 from penstock.integrations.transformers.progress import replace_progress
 
 if TYPE_CHECKING:
@@ -34,8 +31,11 @@ else:
     Mixin = object
 
 
-class PipelineTrainerMixin(Mixin):
-    """Makes any subclass of transformers' Trainer train over ranks. Put it before that class among the bases.
+class PipelineTrainerMixin(Mixin, metaclass=MixinAboveTrainer):
+    """Makes any subclass of transformers' Trainer train over ranks: `class Yours(PipelineTrainerMixin, YourTrainer)`.
+
+    Its methods stand directly above those of transformers' Trainer, so an override of the subclass is called as in plain
+    Trainer, and `super()` there leads to the mixin. `overrides.py` lists the overrides that are refused.
 
     Every rank must make the same calls, also those that save and evaluate. The first batch cuts the model. `compute_loss` may
     be overridden: it must call the model once, with named arguments, and may read the outputs and the batch.
@@ -44,18 +44,23 @@ class PipelineTrainerMixin(Mixin):
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else args
         check_arguments(args)
+        check_overrides(self)
+        script_names = set(vars(self))
         super().__init__(model, args, *more, **options)
+        if self.accelerator.scaler is not None and ps.comms.current_topology().world_size > 1:
+            self.accelerator.scaler = share_scaler(self.accelerator.scaler, args.device.type)
         if args.group is not None:
             self._check_divides_by_tokens()
         self._pipelines: dict[frozenset[str], ps.Pipeline] = {}  # by the names of the arguments of the model's call
-        self._loss = TrainerLoss(self)
+        self._loss = TrainerLoss(self._as_accelerate_converts)
         self._accumulated: list[dict[str, Any]] = []  # the batches of one optimizer step
-        self._losses: list[Tensor] = []  # of batches for which `training_step` is not called yet
+        self._results: list[BatchResult] = []  # of batches for which `training_step` is not called yet
         self._rank_optimizer: RankOptimizer | None = None
         self._flos_per_element: int | None = None  # floating-point operations for an element of the model's main input
         replace_progress(self.callback_handler.callbacks, lambda: None if self.pipeline is None else self.pipeline.report)
         ranks, replicas = ps.comms.current_topology().world_size, args.replicas
         self._mesh = ps.comms.init_mesh(pp=ranks // replicas, dp=replicas) if replicas > 1 else None
+        self._loss_effects = LossEffects(self, {*vars(self), "_loss_effects"} - script_names)
 
     @property
     def pipeline(self) -> ps.Pipeline | None:
@@ -76,19 +81,31 @@ class PipelineTrainerMixin(Mixin):
             self._remove_other_ranks_parameters()
         return self._pipelines[names]
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Replace the scaler of `fp16` by one that skips a step on all ranks if gradients overflow on one."""
-        super().create_accelerator_and_postprocess()
-        if self.accelerator.scaler is not None and ps.comms.current_topology().world_size > 1:
-            self.accelerator.scaler = share_scaler(self.accelerator.scaler, self.args.device.type)
-
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Return a new model, and drop the pipelines of the old one."""
         self._pipelines, self._rank_optimizer, self._flos_per_element = {}, None, None
         return super().call_model_init(trial)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> ModelView:
-        return ModelView(self.model, refuse_call)
+        return ModelView(self.model, self._evaluate_model)
+
+    def _evaluate_model(self, **arguments: Any) -> Any:
+        """Return the model's outputs on every rank, without gradients: a forward by a script. All ranks call it.
+
+        Raises MismatchError where gradients are on.
+        """
+        if torch.is_grad_enabled():
+            raise ps.MismatchError(
+                "the model is cut over the ranks, and trains in super().training_step() only: call it under torch.no_grad()"
+            )
+        pipe = self._pipeline_for(arguments)
+        with self.accelerator.autocast():
+            outputs = pipe.eval_microbatches([arguments])
+        if outputs is not None:
+            converted = self._as_accelerate_converts(outputs[0])
+            outputs = dict(converted) if isinstance(converted, Mapping) else converted
+        outputs = broadcast_from_last_stage(pipe, outputs)
+        return ModelOutput(outputs) if isinstance(outputs, dict) else outputs
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -97,7 +114,7 @@ class PipelineTrainerMixin(Mixin):
         if self.args.group is not None:
             epoch_iterator = self._grouped_batches(list(islice(epoch_iterator, num_batches)))
         self._accumulated, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._losses = []
+        self._results = []
         return self._accumulated, num_items
 
     def get_train_dataloader(self) -> Any:
@@ -127,38 +144,90 @@ class PipelineTrainerMixin(Mixin):
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Return the loss of one batch. The first call of an optimizer step runs forward and backward of all its batches."""
-        if not self._losses:
-            self._losses = self._step(self._accumulated or [inputs], num_items_in_batch)
+        if not self._results:
+            batches = self._accumulated if len(self._accumulated) > 1 else [inputs]
             self._accumulated = []
-        return self._losses.pop(0)
+            self._results = self._step(batches, num_items_in_batch)
+        result = self._results.pop(0)
+        result.check_batch(inputs)
+        for arguments, options in result.logs:
+            self.log(*arguments, **options)
+        self._decide(result.decisions)
+        return result.loss
 
-    def _step(self, batches: Sequence[dict[str, Any]], num_items: Tensor | None) -> list[Tensor]:
+    def _step(self, batches: Sequence[dict[str, Any]], num_items: Tensor | None) -> list[BatchResult]:
         """Run forward and backward of all `batches`. Return the loss of each, scaled as in plain Trainer."""
-        batches = [self._prepare_inputs(batch) for batch in batches]
-        calls = [self._arguments_of_model(batch, num_items) for batch in batches]
-        pipe = self._pipeline_for(calls[0])
-        if self.args.replicas > 1 and num_items is not None:
-            firsts = [ranks[0] for ranks in pipe.position.replica_pipelines]
-            counts = pipe.gather(num_items.item)
-            num_items = torch.full_like(num_items, sum(counts[rank] for rank in firsts))
-            calls = [{**call, "num_items_in_batch": num_items} if "num_items_in_batch" in call else call for call in calls]
-        self._loss.num_items = num_items
-
-        pipe.train()
+        num_items = self._sum_over_replicas(num_items)
+        optimizer_train = getattr(self.optimizer, "train", None)
+        if callable(optimizer_train):  # of optimizers without a schedule
+            optimizer_train()
         self.model.train()  # which `compute_loss` may look at
-        pipe.step_count = self.state.global_step
-        losses: list[Tensor] = []
-        with self.accelerator.autocast():
-            total = pipe.step_microbatches(calls, batches, losses=losses, scale=1 / self.args.replicas)
+
+        with self._model_calls(self._batch_loss, [(batch, num_items) for batch in batches]) as calls:
+            arguments = [call.arguments for call in calls]
+            pipe = self._pipeline_for(arguments[0])
+            self._loss.calls = calls
+            pipe.train()
+            pipe.step_count = self.state.global_step
+            losses: list[Tensor] = []
+            with self.accelerator.autocast(), self.compute_loss_context_manager():
+                total = pipe.step_microbatches(arguments, self._loss.targets(), losses=losses, scale=1 / self.args.replicas)
+            logs, decisions = self._share_loss_effects(pipe, calls)
+        self._remove_other_ranks_parameters()
 
         if self.args.replicas > 1:  # the mean over them is what plain Trainer logs
-            zeros = [torch.zeros_like(total) for _ in batches[1:]]
-            return [total.to(self.args.device) / self.args.replicas, *zeros]
-        return [loss.to(self.args.device) for loss in losses]
+            losses = [total / self.args.replicas, *[torch.zeros_like(total) for _ in batches[1:]]]
+        losses = [loss.to(self.args.device) for loss in losses]
+        decisions_of_batches = [*[{} for _ in batches[1:]], decisions]  # a step is not ended in its middle
+        return list(map(BatchResult, losses, logs, decisions_of_batches, map(batch_content, batches)))
 
-    def _arguments_of_model(self, inputs: dict[str, Any], num_items: Tensor | None) -> dict[str, Any]:
-        """Return the arguments with which `compute_loss` calls the model."""
-        return arguments_of_call(self.model, lambda model: self.compute_loss(model, dict(inputs), num_items_in_batch=num_items))
+    def _sum_over_replicas(self, num_items: Tensor | None) -> Tensor | None:
+        """Return the tokens of the step on all replicas."""
+        if self.args.replicas == 1 or num_items is None:
+            return num_items
+        control = shared_control_group(ps.comms.current_topology())
+        with control.collective_call("training_step()", announces=False):
+            counts = control.all_gather_row([num_items.item()], "to add up the tokens of the step")
+        return torch.full_like(num_items, sum(count for (count,) in counts[: self.args.replicas]))
+
+    def _batch_loss(self, model: Any, inputs: dict[str, Any], num_items: Tensor | None) -> Tensor:
+        """Return the loss of one batch, scaled as by `Trainer.training_step` so that the losses of a step add up."""
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if is_scaled is None:
+            is_scaled = (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
+        return loss if is_scaled else loss / self.current_gradient_accumulation_steps
+
+    @contextmanager
+    def _model_calls(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[list[ModelCall]]:
+        """Yield the calls of the model by `function(model, *arguments)`, for each of `arguments`. The last stage ends them."""
+        with ExitStack() as stack:
+            stack.enter_context(record_logs(self))
+            calls = []
+            for values in arguments:
+                calls.append(ModelCall(self.model, function, values))
+                stack.callback(calls[-1].abort)
+            self._loss_effects.begin()
+            yield calls
+
+    def _as_accelerate_converts(self, outputs: Any) -> Any:
+        """Return the model's outputs in float32, if accelerate would convert them."""
+        if not self.accelerator.native_amp:
+            return outputs
+        from accelerate.utils import convert_to_fp32  # the attention of this package needs no accelerate
+
+        return convert_to_fp32(outputs)
+
+    def _share_loss_effects(self, pipe: ps.Pipeline, calls: Sequence[ModelCall]) -> tuple[Sequence[Any], dict[str, bool]]:
+        """Bring what `compute_loss` has collected from the last stage's rank to all. Return each call's logs, and decisions."""
+        if not self._loss_effects.may_exist():
+            return [()] * len(calls), {}
+        is_last = pipe.topology.rank == pipe.last_rank
+        message = self._loss_effects.message(calls) if is_last else None
+        return self._loss_effects.apply(broadcast_from_last_stage(pipe, message), is_last)
 
     def _clip_grad_norm(self, model: Any, max_norm: float | None = None) -> Tensor:
         assert self.pipeline is not None
@@ -195,8 +264,11 @@ class PipelineTrainerMixin(Mixin):
             names = [name for name in vars(self.control) if name.startswith("should_")]
             with self.pipeline.collective("end of a step of Trainer", announces=False) as control:
                 decisions = control.all_gather_row([getattr(self.control, name) for name in names], "to decide what follows")
-            for name, value in zip(names, decisions[0], strict=True):
-                setattr(self.control, name, bool(value))
+            self._decide({name: bool(value) for name, value in zip(names, decisions[0], strict=True)})
+
+    def _decide(self, decisions: Mapping[str, bool]) -> None:
+        for name, value in decisions.items():
+            setattr(self.control, name, value)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return the operations of all replicas. Trainer's own counts the parameters for each batch; this counts them once."""
@@ -215,19 +287,26 @@ class PipelineTrainerMixin(Mixin):
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """Return loss, logits and labels of one batch, run as one microbatch, on every rank."""
         predict = super().prediction_step
-        call = arguments_of_call(self.model, lambda view: predict(view, dict(inputs), prediction_loss_only, ignore_keys))
-        pipe = self._pipeline_for(call)
-        with self.accelerator.autocast():
-            outputs = pipe.eval_microbatches([call])
-        result = None
-        with pipe.collective("prediction_step()"):
-            if outputs is not None:
-                view = ModelView(self.model, outputs_once(outputs[0], self.accelerator))
-                result = predict(view, dict(inputs), prediction_loss_only, ignore_keys)
-        return broadcast_from_last_stage(pipe, result)
+        with self._model_calls(predict, [(inputs, prediction_loss_only, ignore_keys)]) as calls:
+            (call,) = calls
+            pipe = self._pipeline_for(call.arguments)
+            with self.accelerator.autocast(), self.compute_loss_context_manager():
+                outputs = pipe.eval_microbatches([call.arguments])
+            message = None
+            with pipe.collective("prediction_step()"):
+                if outputs is not None:
+                    result = call.finish(self._as_accelerate_converts(outputs[0]))
+                    message = result, self._loss_effects.message(calls)
+        result, effects = broadcast_from_last_stage(pipe, message)
+        logs, decisions = self._loss_effects.apply(effects, outputs is not None)
+        for arguments, options in logs[0] if logs else ():
+            self.log(*arguments, **options)
+        self._decide(decisions)
+        return result
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
         """Run the loop of `evaluate` and `predict`, on each replica with all rows."""
+        check_overrides(self)
         with propagate_errors("evaluation_loop()"), self._without_replicas():
             return super().evaluation_loop(*arguments, **options)
 
@@ -266,6 +345,7 @@ class PipelineTrainerMixin(Mixin):
             resume_from_checkpoint = newest and str(newest)
             if newest is None:
                 raise ps.MismatchError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
+        check_overrides(self)
         with propagate_errors("train()"):
             return super().train(resume_from_checkpoint, *arguments, **options)
 

@@ -67,7 +67,7 @@ dist: $(VENV)/ready
 # at first use as `lazy` does, and takes every test; `lazy` those in which the host waits, `eager` those that make groups.
 NCCL_LAZY := faults mistakes rollback handshake
 NCCL_EAGER := faults pipeline
-NCCL_AHEAD := faults model batch training generation mistakes pipeline rollback handshake
+NCCL_AHEAD := changing_messages faults model batch training generation mistakes pipeline rollback handshake
 NCCL_TESTS_lazy := $(NCCL_LAZY:%=tests/engine/test_%.py)
 NCCL_TESTS_eager := $(NCCL_EAGER:%=tests/engine/test_%.py) tests/mesh/test_mesh.py::test_it_has_the_gradients_of_one_process
 NCCL_TESTS_ahead := $(NCCL_AHEAD:%=tests/engine/test_%.py) tests/mesh/test_mesh.py tests/stage

@@ -69,7 +69,7 @@ class GroupSender:
             zeros = [torch.zeros(part.bytes, dtype=torch.uint8, device=self.transport_device) for part in expected.parts]
             self._send_parts(self._tensor_group, self._with_head(zeros, REPLACED), "replaced message", TENSORS)
             self._send_description(spec)
-            self._send_parts(self._description_group, [part.to(CPU) for part in parts], message, DESCRIPTIONS)
+            self._send_parts(self._description_group, [part.cpu() for part in parts], message, DESCRIPTIONS)
             return
         self._send_parts(self._tensor_group, parts, message, TENSORS)
 

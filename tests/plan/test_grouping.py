@@ -1,13 +1,18 @@
 """Which rows share a microbatch: every row once, little padding, the limit kept, the same everywhere."""
 
+import io
 import itertools
+import math
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 import penstock as ps
-from penstock.plan import group_rows
+from penstock.plan import group_rows, grouping
 
 
 def _lengths(rows: int, seed: int = 0) -> list[int]:
@@ -111,3 +116,92 @@ def test_what_cannot_be_grouped_is_refused(
 ) -> None:
     with pytest.raises(ps.MismatchError, match=message):
         group_rows(lengths, microbatches, limit=limit)
+
+
+def _run_costs(lengths: Sequence[int], cost: Callable[[int, int], float]) -> npt.NDArray[np.float64]:
+    """The cost of the sorted rows start .. end, as [start, end]; inf for no row."""
+    ordered, rows = sorted(lengths), range(len(lengths))
+    return np.array([[cost(end - start + 1, ordered[end]) if end >= start else math.inf for end in rows] for start in rows])
+
+
+def _exact_total(costs: npt.NDArray[np.float64], groups: int, largest: float) -> float:
+    """(Sum + largest) of the runs with the least sum under a bound on the largest cost: over all boundaries."""
+    costs = np.where(costs <= largest, costs, math.inf)
+    totals, starts = costs[0], []
+    for _ in range(groups - 1):
+        sums = totals[:-1, None] + costs[1:]
+        starts.append(1 + sums.argmin(axis=0))
+        totals = sums.min(axis=0)
+    ends = [len(costs) - 1]
+    for start in reversed(starts):
+        ends.append(start[ends[-1]] - 1)
+    run_costs = [costs[start + 1, end] for start, end in itertools.pairwise([-1, *reversed(ends)])]
+    return float(sum(run_costs) + max(run_costs))
+
+
+def _seconds(rows: int, longest: int) -> float:
+    return 1e-3 + rows * longest * (1e-6 + 1e-9 * longest)
+
+
+@pytest.mark.parametrize(
+    ("groups", "cost"),
+    [
+        (3, lambda rows, longest: rows * longest),
+        pytest.param(64, _seconds, marks=pytest.mark.slow),
+        pytest.param(150, lambda rows, longest: rows * longest, marks=pytest.mark.slow),
+        pytest.param(150, _seconds, marks=pytest.mark.slow),
+    ],
+)
+def test_groups_of_many_rows_cost_at_most_a_hundredth_more_than_the_best(
+    groups: int, cost: Callable[[int, int], float]
+) -> None:
+    rng = random.Random(groups)
+    draws = [rng.lognormvariate(5, 1) for _ in range(600)], [rng.choice([30, 500, rng.uniform(1, 2048)]) for _ in range(600)]
+    for draw in draws:
+        lengths = [int(length) + 1 for length in draw]
+        found = [cost(len(group), max(lengths[row] for row in group)) for group in group_rows(lengths, groups, cost)]
+        costs = _run_costs(lengths, cost)
+        bounds = [math.inf, *(max(found) * share / 10 for share in range(7, 11))]
+        exact = min(_exact_total(costs, groups, bound) for bound in bounds)
+        assert sum(found) + max(found) <= 1.01 * exact
+
+
+def test_twenty_thousand_rows_need_few_costs() -> None:
+    calls = 0
+
+    def cost(rows: int, longest: int) -> float:
+        nonlocal calls
+        calls += 1
+        return rows * longest
+
+    groups = group_rows(_lengths(20_000), 64, cost)
+    assert sorted(row for group in groups for row in group) == list(range(20_000))
+    assert len(groups) == 64
+    assert calls < 1_000_000  # of 200 million runs
+
+
+def test_many_rows_within_a_limit_are_refused_only_where_they_do_not_fit() -> None:
+    lengths = _lengths(3000)
+    limit = max(lengths)
+    with pytest.raises(ps.MismatchError, match=r"give \d+ microbatches or more") as refusal:
+        group_rows(lengths, 2, limit=limit)
+    fewest = int(re.findall(r"give (\d+)", str(refusal.value))[0])
+    assert max(_tokens(lengths, group_rows(lengths, fewest, limit=limit))) <= limit
+
+
+def test_a_cost_of_nan_is_told() -> None:
+    with pytest.raises(ps.MismatchError, match=r"cost\(rows=2, longest=7\) is NaN"):
+        group_rows([3, 7, 9], 2, cost=lambda rows, longest: math.nan if (rows, longest) == (2, 7) else rows)
+
+
+def test_a_bar_is_on_the_terminal_of_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouping, "MIN_BAR_ROWS", 10)
+    output = io.StringIO()
+    monkeypatch.setattr(output, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", output)
+    monkeypatch.setenv("RANK", "1")
+    group_rows(_lengths(20), 3)
+    assert output.getvalue() == ""
+    monkeypatch.setenv("RANK", "0")
+    group_rows(_lengths(20), 3)
+    assert "grouping 20 rows" in output.getvalue()

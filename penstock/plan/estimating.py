@@ -138,7 +138,9 @@ def profile_of_run(measured: Measurement, balance: Balance, parameters: Sequence
         for place in range(start, end):
             share = balance.costs[place] / balance.stage_costs[stage] if balance.stage_costs[stage] else 1 / (end - start)
             forward, full, inputs, weights = (share * times[kind][stage] for kind in Kind)
+            extra = max(0.0, inputs + weights - full)  # that I and W take over B; each was measured in other actions
+            weights = min(weights, full)
             activation, keep = (share * size for size in sizes[stage])
             layer = LayerCost(balance.names[place], forward, full - weights, weights, activation, keep, parameters[place])
-            layers.append(layer._replace(split=max(0.0, inputs + weights - full)))
+            layers.append(layer._replace(split=extra))
     return ModelProfile.from_layers(layers, rows)

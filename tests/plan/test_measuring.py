@@ -239,6 +239,18 @@ def test_a_runs_steps_are_costs_of_its_layers():
     )  # the engine's time after an action is in its own
 
 
+def test_a_run_whose_w_takes_longer_than_its_b_costs_nothing_negative(tmp_path):
+    """B, I and W are measured in other actions each, so the median of W may be above that of B."""
+    table = ps.schedule.build("zb-h1", 2, 4)
+    seconds = dict(zip(Kind, [(4.0, 6.0), (8.0, 12.0), (6.0, 9.0), (8.5, 13.0)], strict=True))
+    measured = Measurement(table, seconds, dict.fromkeys(Kind, (0.0, 0.0)), (0.5,))
+    found = profile_of_run(measured, Balance(("a", "b"), (1, 1), (0, 1)), (10, 20), rows=2)
+    assert [layer.backward_input + layer.backward_weight for layer in found.costs_at(2)] == [8, 12]
+    assert min(min(layer[1:]) for layer in found.costs_at(2)) == 0
+    found.save(tmp_path / "costs.json")
+    assert ps.plan.ModelProfile.load(tmp_path / "costs.json") == found
+
+
 def rank_planned(name, found):
     model, loss_fn = make(name)
     inputs, target = data(name, ROWS)

@@ -27,6 +27,7 @@ from penstock.commands.train.setup import Setup, set_up
 from penstock.comms.system import count_cores
 from penstock.errors import PenstockError
 from penstock.launcher.launch import launch
+from penstock.partition.model_graph import first_line
 from penstock.plan import load
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.timing.measurement import Measurement
@@ -121,21 +122,43 @@ def train_rank(config: TrainConfig, folder: Path | None, memory: Path | None = N
     timelines = _train(setup, run)
     if run.preempted:
         return run
+    _write_results(setup, run)
     run.validation_loss = validation_loss(setup)
     run.prompt, run.sample = sample(setup)
     if setup.is_writer and timelines and not setup.is_single_process:
-        run.clock_error = setup.pipe.clock_error
-        run.planned = compare_with_plan(config, timelines)
-        run.explanation = _explanation(setup, timelines)
-        run.crowding = crowding(timelines[0].ranks, count_cores()) if config.device != "cuda" else ""
-        if setup.folder is not None:
-            lines = (run.planned, run.explanation, run.crowding)
-            (setup.folder / REPORT).write_text("".join(f"{text}\n" for text in lines if text), encoding="utf-8")
+        _explain(setup, run, timelines)
+    if setup.is_writer and setup.folder is not None:
+        _write_settings(setup.folder, config, asdict(run))
+    return run
+
+
+def _write_results(setup: Setup, run: TrainResult) -> None:
+    """Write the weights, and the losses so far, before anything is computed from them. All ranks call this."""
     if setup.folder is not None:
         checkpoint.export(setup.pipe, setup.folder / "model.safetensors")
         if setup.is_writer:
-            _write_settings(setup.folder, config, asdict(run))
-    return run
+            _write_settings(setup.folder, setup.config, asdict(run))
+
+
+def _explain(setup: Setup, run: TrainResult, timelines: list[Timeline]) -> None:
+    """Explain the last steps in `run`, and in the report of the run's folder. A text that cannot be made says why."""
+    config = setup.config
+    run.clock_error = setup.pipe.clock_error
+    run.planned = _text_or_reason("comparison with the plan", lambda: compare_with_plan(config, timelines))
+    run.explanation = _text_or_reason("explanation", lambda: _explanation(setup, timelines))
+    run.crowding = crowding(timelines[0].ranks, count_cores()) if config.device != "cuda" else ""
+    if setup.folder is not None:
+        lines = (run.planned, run.explanation, run.crowding)
+        (setup.folder / REPORT).write_text("".join(f"{text}\n" for text in lines if text), encoding="utf-8")
+
+
+def _text_or_reason(name: str, make_text: Callable[[], str]) -> str:
+    """Return a text made from the run, or why it cannot be made: the run itself has succeeded."""
+    try:
+        return make_text()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        return f"no {name} ({reason}): the training is complete, its weights and losses are written"
 
 
 def _initial_result(setup: Setup) -> TrainResult:
@@ -276,9 +299,10 @@ def _explanation(setup: Setup, timelines: list[Timeline]) -> str:
     if folder is not None and config.timeline:
         record.save(folder / TIMELINE_FILE)
         list(write([record], html=folder / "timeline.html"))
-    explanation = record.explanation
-    better_plan = advice(config, folder, balance, setup.parameters, measured) if folder is not None and balance else ""
-    return f"{explanation.verdict_text}\n{explanation}{better_plan}" if explanation else ""
+    explanation, better_plan = record.explanation, ""
+    if folder is not None and balance:
+        better_plan = _text_or_reason("advice of the planner", lambda: advice(config, folder, balance, setup.parameters, measured))
+    return "\n".join(filter(None, (explanation.verdict_text, str(explanation), better_plan))) if explanation else ""
 
 
 def crowding(ranks: int, cores: int) -> str:

@@ -178,7 +178,7 @@ def advice(config: TrainConfig, folder: Path, balance: Balance, parameters: Mapp
     layers = profile_of_run(measured, balance, sizes, -(-batch // config.microbatches))
     layers.save(folder / COSTS_FILE)
     if config.ranks * config.dp > count_cores() and config.device != "cuda":
-        return "\nthe planner: `--plan auto` tries whether fewer ranks, which do not share cores, are faster"
+        return "the planner: `--plan auto` tries whether fewer ranks, which do not share cores, are faster"
     with suppress(PenstockError):  # the table is of no family
         send = float(f"{fmean(measured.message_seconds or (0.0,)):.4g}")  # as it is printed
         planned = partial(plan, layers, config.ranks, batch=batch, effort="quick", send=send)
@@ -189,6 +189,6 @@ def advice(config: TrainConfig, folder: Path, balance: Balance, parameters: Mapp
             less = f"{1e3 * best.seconds:.4g} ms, {1 - best.seconds / predicted_step:.1%} less"
             options = f"--ranks {config.ranks} --batch {batch} --memory {memory} --send {1e3 * send:g} --effort quick"
             command = f"penstock plan --costs {quote(str(folder))} {options} --out plan.json"
-            return f"\nthe planner: {_table(best)}: {less}; {command} writes it"
-        return f"\nthe planner: no cut, schedule or microbatches in the same memory would be {NOTABLE_SHARE:.0%} faster"
+            return f"the planner: {_table(best)}: {less}; {command} writes it"
+        return f"the planner: no cut, schedule or microbatches in the same memory would be {NOTABLE_SHARE:.0%} faster"
     return ""

@@ -232,7 +232,7 @@ class ShowCommand(SimulationOptions):
         record, lines = load_record(self.schedule, self.stages_per_rank)
         timelines = {f"{record.name}, {record.label}": record.usual} | ({"planned": record.planned} if record.planned else {})
         for label, timeline in timelines.items():
-            picture = draw(timeline, terminal_width(), use_colors(), list(timelines.values()))
+            picture = draw(timeline, terminal_width(), use_colors(), list(timelines.values()), record.unit)
             lines += [label, picture, summary(timeline, record.unit)]
         if record.explanation:
             lines.append(f"verdict: {record.explanation.verdict_text}")

@@ -4,7 +4,8 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -24,30 +25,76 @@ RESET = "\033[0m"
 IDLE = "."
 ROUNDING_COLUMNS = 1e-9  # less is not idle time
 MAX_DRAWN_RANKS = 64
+MAX_PARTS = 8  # of a picture, one below the other
+MAX_LINES = 128  # of all parts
+
+Columns = list[int | None]  # column -> the index of the cell that it shows; None: idle
 
 
-def draw(timeline: Timeline, width: int = 80, color: bool = False, same_scale: Sequence[Timeline] = ()) -> str:
+def draw(timeline: Timeline, width: int = 80, color: bool = False, same_scale: Sequence[Timeline] = (), unit: str = "") -> str:
     """Draw `timeline` in at most `width` columns: a row for each rank, actions as kind and microbatch, idle time as dots.
 
-    If actions are too narrow, a column shows the action that takes most of its time. Of more than 64 ranks, only every n-th is
-    drawn, and the last line says so.
+    Every action has a column at least. If they do not fit, the picture goes on below, in parts; if these were too many, the
+    last line says what a column stands for, and how many actions are not seen. A column shows what takes most of its time, or
+    an action that has no other column. Of more than 64 ranks, only every n-th is drawn, and a line says so.
 
     If a rank has several stages, names begin with the stage: `2F3`. An overlapped pair is one block in braces, `{F3B1}`, or `&`
-    if it is narrow. `color`: mark kinds with ANSI colours. `same_scale`: timelines that must fit at the same scale.
+    if it is narrow. `color`: mark kinds with ANSI colours. `same_scale`: timelines that must fit at the same scale. `unit`: of
+    time, as in `format_time`.
     """
     timelines = (timeline, *same_scale)
     label = max(len(f"rank {drawn.ranks - 1} |") for drawn in timelines)
     columns = max(width - label, 10)
-    scale = _scale(timelines, columns)
-    columns = round(scale * timeline.makespan)
+    scale = _scale_that_shows_all(timelines, columns)
+    total = round(scale * timeline.makespan)
     show_stage = any(len({event.action.stage for event in row}) > 1 for row in timeline.rows)
-    lines, stride = [], math.ceil(timeline.ranks / MAX_DRAWN_RANKS)
-    for rank in range(0, timeline.ranks, stride):
-        blocks = "".join(_blocks(timeline, rank, scale, columns, show_stage, color))
-        lines.append(f"rank {rank}".ljust(label - 1) + "|" + blocks)
+
+    stride = math.ceil(timeline.ranks / MAX_DRAWN_RANKS)
+    rows = {rank: _shown_cells(timeline, rank, scale, total) for rank in range(0, timeline.ranks, stride)}
+    parts = []
+    for start in range(0, max(total, 1), columns):
+        lines = []
+        for rank, shown in rows.items():
+            blocks = _blocks(list(timeline.cells(rank)), shown[: start + columns], start, show_stage, color)
+            lines.append(f"rank {rank}".ljust(label - 1) + "|" + "".join(blocks))
+        parts.append("\n".join(lines))
+    notes = _notes(timeline, rows, 1 / scale if scale else 0.0, unit)
     if stride > 1:
-        lines.append(f"one in {stride} of the {timeline.ranks} ranks is drawn")
-    return "\n".join(lines)
+        notes.append(f"one in {stride} of the {timeline.ranks} ranks is drawn")
+    return "\n".join(["\n\n".join(parts), *notes])
+
+
+def _notes(timeline: Timeline, rows: Mapping[int, Columns], column_time: float, unit: str) -> list[str]:
+    """Return what a column stands for if actions of the drawn `rows` are not seen."""
+    cells = {rank: list(timeline.cells(rank)) for rank in rows}
+    count = sum(map(len, cells.values()))
+    hidden = sum(len(_hidden_cells(cells[rank], shown)) for rank, shown in rows.items())
+    if not hidden:
+        return []
+    time = format_time(float(f"{column_time:.3g}"), unit)
+    return [f"a column stands for {time} and shows one action: {hidden} of {count} are not seen; a page (--html) shows all"]
+
+
+def _scale_that_shows_all(timelines: Sequence[Timeline], columns: int) -> float:
+    """Return columns for a unit of time, for as few parts of `columns` as show every action; for one part if none does."""
+    rows = [(timeline, rank, list(timeline.cells(rank))) for timeline in timelines for rank in range(timeline.ranks)]
+    num_ranks = max(min(timeline.ranks, MAX_DRAWN_RANKS) for timeline in timelines)
+    max_parts = max(1, min(MAX_PARTS, MAX_LINES // max(num_ranks, 1)))
+    min_parts = math.ceil(max(len(cells) for *_, cells in rows) / columns) if rows else 1
+    for parts in range(max(min_parts, 1), max_parts + 1):
+        scale = _scale(timelines, parts * columns)
+        shown = (
+            (cells, _shown_cells(timeline, rank, scale, round(scale * timeline.makespan))) for timeline, rank, cells in rows
+        )
+        if not any(_hidden_cells(cells, numbers) for cells, numbers in shown):
+            return scale
+    return _scale(timelines, columns)
+
+
+def _hidden_cells(cells: Sequence[tuple[Event, ...]], shown: Columns) -> list[int]:
+    """Return the indices of the cells that no column shows, though they take time."""
+    seen = set(shown)
+    return [number for number, cell in enumerate(cells) if number not in seen and cell[-1].end > cell[0].start]
 
 
 def _scale(timelines: Sequence[Timeline], columns: int) -> float:
@@ -61,29 +108,52 @@ def _scale(timelines: Sequence[Timeline], columns: int) -> float:
     return columns_per_unit if columns_per_unit > 0.6 * fits else fits
 
 
-def _blocks(timeline: Timeline, rank: int, scale: float, columns: int, show_stage: bool, color: bool) -> list[str]:
-    """Return the blocks of a row, for actions and idle times, `columns` wide in total."""
+def _blocks(cells: Sequence[tuple[Event, ...]], shown: Columns, start: int, show_stage: bool, color: bool) -> list[str]:
+    """Return the blocks of a row from column `start` on; one that began before has no name."""
+    blocks: list[str] = []
+    for number, run in groupby(shown[start:]):
+        width = len(list(run))
+        is_continued = not blocks and start > 0 and shown[start - 1] == number
+        blocks.append(IDLE * width if number is None else _block(cells[number], width, show_stage, color, not is_continued))
+    return blocks
+
+
+def _shown_cells(timeline: Timeline, rank: int, scale: float, columns: int) -> Columns:
+    """Return for each column the index of the cell that it shows; None for idle time.
+
+    That is the cell that takes most of its time, unless another has no column: it gets one from idle time, or from a cell
+    that has more.
+    """
     cells = list(timeline.cells(rank))
-    runs = groupby(_longest_cells(timeline, cells, scale, columns))
-    return [IDLE * width if number is None else _block(cells[number], width, show_stage, color)
-            for number, width in ((number, len(list(run))) for number, run in runs)]  # fmt: skip
-
-
-def _longest_cells(timeline: Timeline, cells: Sequence[tuple[Event, ...]], scale: float, columns: int) -> Iterator[int | None]:
-    """Yield for each column the index of the cell that takes most of its time; None for idle time."""
-    slices: list[dict[int, float]] = [{} for _ in range(columns)]
+    times: list[dict[int, float]] = [{} for _ in range(columns)]
+    columns_of: list[list[int]] = [[] for _ in cells]
     for number, cell in enumerate(cells):
         start, end = ((time - timeline.start) * scale for time in (cell[0].start, cell[-1].end))
         for column in range(int(start), min(columns, math.ceil(end))):
-            slices[column][number] = min(end, column + 1) - max(start, column)
-    for times in slices:
-        kinds: dict[Kind | str | None, float] = {IDLE: 1 - sum(times.values()) - ROUNDING_COLUMNS}
-        for number, time in times.items():
-            kind = _kind(cells[number])
-            kinds[kind] = kinds.get(kind, 0.0) + time
-        longest_kind = max(kinds, key=lambda kind: kinds[kind])
-        candidates = [number for number in times if _kind(cells[number]) == longest_kind]
-        yield None if longest_kind == IDLE else max(candidates, key=lambda number: times[number])
+            times[column][number] = min(end, column + 1) - max(start, column)
+            columns_of[number].append(column)
+
+    shown = [_longest_cell(cells, column_times) for column_times in times]
+    counts = Counter(shown)
+    for number in _hidden_cells(cells, shown):
+        free = [column for column in columns_of[number] if shown[column] is None or counts[shown[column]] > 1]
+        if free:
+            column = max(free, key=lambda column: (shown[column] is None, times[column][number]))
+            counts[shown[column]] -= 1
+            counts[number] = 1
+            shown[column] = number
+    return shown
+
+
+def _longest_cell(cells: Sequence[tuple[Event, ...]], times: Mapping[int, float]) -> int | None:
+    """Return the cell that takes most of a column, given the time of each in it; None for idle time."""
+    kinds: dict[Kind | str | None, float] = {IDLE: 1 - sum(times.values()) - ROUNDING_COLUMNS}
+    for number, time in times.items():
+        kind = _kind(cells[number])
+        kinds[kind] = kinds.get(kind, 0.0) + time
+    longest_kind = max(kinds, key=lambda kind: kinds[kind])
+    candidates = [number for number in times if _kind(cells[number]) == longest_kind]
+    return None if longest_kind == IDLE else max(candidates, key=lambda number: times[number])
 
 
 def _kind(cell: tuple[Event, ...]) -> Kind | None:
@@ -91,9 +161,9 @@ def _kind(cell: tuple[Event, ...]) -> Kind | None:
     return cell[0].action.kind if len(cell) == 1 else None
 
 
-def _block(cell: tuple[Event, ...], width: int, show_stage: bool, color: bool) -> str:
+def _block(cell: tuple[Event, ...], width: int, show_stage: bool, color: bool, show_name: bool) -> str:
     kind = _kind(cell)
-    text = next(text for text in _texts(cell, show_stage) if len(text) <= width)
+    text = next(text for text in _texts(cell, show_stage) if len(text) <= width) if show_name else ""
     if not color:
         return _pad(text, width, FILL[kind])
     gap = " " * (width > len(text))

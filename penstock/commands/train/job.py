@@ -301,7 +301,9 @@ def _explanation(setup: Setup, timelines: list[Timeline]) -> str:
         list(write([record], html=folder / "timeline.html"))
     explanation, better_plan = record.explanation, ""
     if folder is not None and balance:
-        better_plan = _text_or_reason("advice of the planner", lambda: advice(config, folder, balance, setup.parameters, measured))
+        better_plan = _text_or_reason(
+            "advice of the planner", lambda: advice(config, folder, balance, setup.parameters, measured)
+        )
     return "\n".join(filter(None, (explanation.verdict_text, str(explanation), better_plan))) if explanation else ""
 
 

@@ -8,7 +8,7 @@ from penstock.commands.options import command
 from penstock.commands.plan import SearchBar, check_writable
 from penstock.errors import PenstockError
 from penstock.plan import ModelProfile, parse_memory_size
-from penstock.plan.model_profile import waiting_gradient_bytes
+from penstock.plan.model_profile import COSTS_FILE, waiting_gradient_bytes
 from penstock.schedule import Costs, search, simulate
 from penstock.schedule.table import PLACEMENTS
 from penstock.view.files import report_write_errors
@@ -46,9 +46,14 @@ class SearchCommand:
     def run(self) -> None:
         """Read the costs, search, print the table and the bound."""
         check_writable(self.csv)
-        stages = ModelProfile.load(self.costs).samples[-1].layers
+        costs_file = self.costs / COSTS_FILE if self.costs.is_dir() else self.costs
+        stages = ModelProfile.load(costs_file).samples[-1].layers
         if self.ranks < 1 or len(stages) % self.ranks:
-            raise PenstockError(f"{self.costs} has {len(stages)} stages, which do not divide by --ranks {self.ranks}")
+            raise PenstockError(
+                f"{costs_file} has {len(stages)} stages, which do not divide by --ranks {self.ranks}. If these are a model's "
+                f"layers, cut them too: penstock plan --costs {costs_file} --ranks {self.ranks}; or write a run's stages: "
+                "penstock export-costs RUN stages.json"
+            )
         columns = dict(zip(stages[0]._fields, zip(*stages, strict=True), strict=True))
         times = columns["forward"], columns["backward_input"], columns["backward_weight"]
         activations = [

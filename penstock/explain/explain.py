@@ -222,7 +222,7 @@ def _planned_order(measurement: Measurement, predicted_step: float) -> Iterator[
         reordered = replace(measurement, microbatch_factors=tuple(factors[index] for index in order))
         timeline = reordered.predict(measurement.schedule)
         if timeline.makespan < (1 - NOTABLE_SHARE) * predicted_step:
-            change = 'microbatches are of unlike sizes, in the planned order (order="planned")'
+            change = 'microbatches take unlike times, in the planned order (order="planned")'
             yield improvement("order", change, timeline, predicted_step)
 
 

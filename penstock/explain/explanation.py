@@ -226,14 +226,18 @@ def _straggler_text(straggler: Straggler | None, predicted_step: float) -> str:
     if straggler is None:
         return "straggler: none, no rank takes notably longer than its share of the model"
     times = ", ".join(
-        f"{kind.value} {1e3 * seconds:.1f} instead of {format_ms(fair_seconds)}"
-        for kind, (seconds, fair_seconds) in straggler.action_seconds.items()
+        _instead_of(kind, seconds, fair_seconds) for kind, (seconds, fair_seconds) in straggler.action_seconds.items()
     )
-    extra, lost_text = format_ms(straggler.extra_seconds_per_action), format_ms(straggler.step_seconds_lost)
+    extra, lost_text = _format_short(straggler.extra_seconds_per_action), _format_short(straggler.step_seconds_lost)
     return (
         f"straggler: rank {straggler.rank} takes {extra} an action longer than its share of the model "
         f"({times}), which costs the step {lost_text} ({straggler.step_seconds_lost / predicted_step:.1%})"
     )
+
+
+def _instead_of(kind: Kind, seconds: float, fair_seconds: float) -> str:
+    digits = 1 if min(seconds, fair_seconds) >= 1e-3 else 4
+    return f"{kind.value} {1e3 * seconds:.{digits}f} instead of {1e3 * fair_seconds:.{digits}f} ms"
 
 
 def _alternative_text(alternative: Alternative, explanation: Explanation) -> str:
@@ -269,6 +273,11 @@ def _count(number: float, noun: str, plural: str = "") -> str:
 def format_ms(seconds: float) -> str:
     """Return seconds as text in milliseconds: `1.5 ms`."""
     return f"{1e3 * seconds:.1f} ms"
+
+
+def _format_short(seconds: float) -> str:
+    """Return a short time as text in milliseconds, in microseconds below a tenth of one: never 0.0 ms."""
+    return format_ms(seconds) if seconds >= 1e-4 else f"{1e6 * seconds:.3g} µs"
 
 
 def _format_seconds(seconds: float) -> str:

@@ -37,11 +37,11 @@ def open_trace(path: Path, on_bytes: Callable[[int], object] = lambda count: Non
 
 
 def is_trace(path: Path) -> bool:
-    """Return whether the file at `path` begins as a Chrome trace does."""
+    """Return whether the file at `path` begins as a Chrome trace does, or is zipped and cut off, as its reader says."""
     try:
         return _BEGIN.search(next(_chunks(path), "")) is not None
     except PenstockError:
-        return False
+        return path.name.endswith(".json.gz")
 
 
 def _chunks(path: Path, on_bytes: Callable[[int], object] = lambda count: None) -> Iterator[str]:

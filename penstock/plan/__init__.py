@@ -10,8 +10,8 @@
 `slice_lengths`     lengths of a microbatch's slices, from a step that ran in slices
 `microbatch_order`  the order of unequal microbatches that makes a step short
 `microbatch_costs`  what microbatches of other sizes take, fitted to steps over lists
-`grouping`          rows of different lengths grouped into microbatches
 `group_search`      the search for the groups that cost least
+`grouping`          rows of different lengths grouped into microbatches
 `search/`           the search for tables, for any costs within a limit on memory
 `partition_search`  partitions of the layers for one table, with the recomputation that makes them fit
 `bounds`            a lower bound of a step, and why a plan is above it

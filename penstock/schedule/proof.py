@@ -334,7 +334,7 @@ def _unknown_or_misplaced_action_errors(table: Table) -> Iterator[str]:
             if not 0 <= slice_ < table.slices:
                 yield f"rank {rank} has {action}; the slices are 0 to {table.slices - 1}"
             if placement[stage] != rank:
-                yield f"rank {rank} has {action}, but stage {stage} lives on rank {placement[stage]}"
+                yield f"a stage is on one rank: stage {stage} is on rank {placement[stage]}, and rank {rank} has {action}"
 
 
 def _completeness_errors(table: Table) -> Iterator[str]:

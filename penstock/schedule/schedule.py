@@ -77,13 +77,7 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
         >>> from_rows("mine", [["0F0", "0B0"], ["1F0", "1B0"]]).placement
         (0, 1)
     """
-    try:
-        cells = [
-            [cell for value in row for cell in (parse_pytorch_csv_cell(value) if isinstance(value, str) else (value,))]
-            for row in rows
-        ]
-    except ScheduleError as error:
-        raise ScheduleError(f"{name}: {error}") from error
+    cells = [list(_parse_row(name, rank, row)) for rank, row in enumerate(rows)]
     table = tuple(tuple(action for cell in row for action in actions_of(cell)) for row in cells)
     overlaps = frozenset(cell for row in cells for cell in row if not isinstance(cell, Action))
     stages = 1 + max((action.stage for row in table for action in row), default=-1)
@@ -101,6 +95,15 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
             raise ScheduleError(f"unknown placement {placement!r}: use {' or '.join(PLACEMENTS)}, or the rank of every stage")
         placement = PLACEMENTS[placement](stages, len(table))
     return Schedule(name, tuple(placement), microbatches, table, overlaps, slices)
+
+
+def _parse_row(name: str, rank: int, row: Iterable[Cell | str]) -> Iterator[Cell]:
+    """Yield the cells of a rank's row. Raises ScheduleError, with row and cell, for text that is not an action."""
+    for number, value in enumerate(row):
+        try:
+            yield from parse_pytorch_csv_cell(value) if isinstance(value, str) else (value,)
+        except ScheduleError as error:
+            raise ScheduleError(f"{name}, row {rank + 1} (rank {rank}), cell {number + 1}: {error}") from error
 
 
 def from_rule(

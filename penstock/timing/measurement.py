@@ -65,7 +65,7 @@ class Measurement:
         between, sends = engine_and_message_seconds(*timelines)
         sizes = next((timeline.activation_sizes for timeline in reversed(timelines) if timeline.memory_unit == "bytes"), ())
         layers = _checked_layers(layers, table.num_stages)
-        seconds, factors = _action_seconds(timelines, table), microbatch_factors(timelines[-1])
+        seconds, factors = _action_seconds(timelines, table), factors_in_all_steps(timelines)
         return cls(
             table,
             seconds,
@@ -248,6 +248,12 @@ def microbatch_factors(timeline: Timeline) -> tuple[float, ...]:
     deviations = [median(abs(value / medians[microbatch] - 1) for value in values) for microbatch, values in ratios.items()]
     mean = fmean(medians.values())
     return tuple(value / mean for value in medians.values()) if max(deviations) < AGREEMENT else ()
+
+
+def factors_in_all_steps(timelines: Sequence[Timeline]) -> tuple[float, ...]:
+    """Return the factors of the last of these steps if all have unequal microbatches; one slow moment does not make a size."""
+    factors = [microbatch_factors(timeline) for timeline in timelines]
+    return factors[-1] if all(factors) else ()
 
 
 def _durations(timeline: Timeline) -> Iterator[tuple[Event, float]]:

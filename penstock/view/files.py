@@ -22,8 +22,15 @@ def write(
 
     `embed`: write only the chart, for a frame in another page. `extras`: figures also show "memory", "path" or "arrows".
 
-    Raises PenstockError if a file cannot be written.
+    Raises PenstockError if a file cannot be written, and for a figure whose name has another format's ending.
     """
+    for option, figure_path in (("svg", svg), ("png", png)):
+        if figure_path is not None and figure_path.suffix not in ("", f".{option}"):
+            right_name = figure_path.with_suffix(f".{option}")
+            raise PenstockError(
+                f"--{option} {figure_path} would be {option.upper()} in a {figure_path.suffix}: give {right_name}"
+            )
+
     from penstock.view.figure.png import save_png
     from penstock.view.figure.svg import svg as svg_text
     from penstock.view.figure.timeline import figure

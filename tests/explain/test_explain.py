@@ -293,7 +293,7 @@ def test_microbatches_of_unlike_sizes_are_predicted_as_they_are_and_a_better_ord
     explanation = explain(timeline)
     assert explanation.predicted_step == pytest.approx(timeline.makespan)
     first = explanation.verdict[0]
-    assert first.text.startswith('microbatches are of unlike sizes, in the planned order (order="planned"): -31')
+    assert first.text.startswith('microbatches take unlike times, in the planned order (order="planned"): -31')
     assert not explain(simulate(table)).repairs
 
 
@@ -305,3 +305,23 @@ def test_a_microbatch_that_is_slow_on_one_rank_is_not_of_another_size() -> None:
     )
     rows = (*timeline.rows[:2], slow, timeline.rows[3])
     assert Measurement.from_timelines(replace(timeline, rows=rows)).microbatch_factors == ()
+
+
+def test_microbatches_that_took_unlike_times_in_one_of_several_steps_are_of_one_size() -> None:
+    table = build("1f1b", ranks=4, microbatches=8)
+    even, uneven = (
+        replace(simulate(table, Costs(microbatch_factors=factors)), name="1f1b, measured", microbatch_factors=())
+        for factors in ([], [5, 1, 1, 2, 1, 8, 1, 3])
+    )
+    assert Measurement.from_timelines(even, even, uneven).microbatch_factors == ()
+    assert Measurement.from_timelines(uneven, uneven).microbatch_factors
+
+
+def test_microseconds_are_never_a_time_of_zero() -> None:
+    scaled = slowed("1f1b", 2, 5)
+    rows = tuple(
+        tuple(event._replace(start=event.start * 1e-6, end=event.end * 1e-6, sent=None) for event in row) for row in scaled.rows
+    )
+    text = str(explain(replace(scaled, rows=rows)))
+    assert "straggler: rank 2 takes 5 µs an action longer" in text
+    assert "0.0 ms an action" not in text

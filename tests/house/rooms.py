@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 # less, or more, than the rest are rooms of their own.
 ORDER = [
     *("errors", "lazy", "distribution", "schedule", "timing", "plan.search"),
-    *("plan.dependency_graph", "plan.microbatch_order", "explain"),  # no torch until here
+    *("plan.dependency_graph", "plan.microbatch_order", "plan.group_search", "explain"),  # no torch until here
     *("torch_private", "trees", "randomness", "plan.grouping"),
     *("comms", "partition", "stage", "mesh", "engine"),  # a step
     *("plan", "rebuild", "guards", "generate", "launcher", "pipeline", "model", "checkpoint"),

@@ -451,3 +451,13 @@ def test_a_damaged_trace_is_read_or_refused_in_a_sentence(files: list[Path], see
     files[1].write_bytes(data)
     with contextlib.suppress(PenstockError):
         read(files)
+
+
+@pytest.mark.ranks
+def test_a_zipped_trace_that_is_cut_off_is_named_in_a_folder_too(runs: Path, tmp_path: Path) -> None:
+    for file in (runs / "gpipe").iterdir():
+        (tmp_path / f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+    cut = sorted(tmp_path.iterdir())[-1]
+    cut.write_bytes(cut.read_bytes()[:200])
+    with pytest.raises(PenstockError, match=f"{cut.name} is cut off or damaged, it cannot be unzipped"):
+        read(tmp_path)

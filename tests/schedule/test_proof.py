@@ -271,7 +271,7 @@ REFUSALS = [
     ("0F0 0F2 0B2",                 "loop",    "drawn is not complete: rank 0 lacks 0B0, rank 0 lacks 0F1, rank 0 lacks 0B1"),
     ("0F4",                         "loop",    "drawn is not complete: rank 0 lacks 0F0, rank 0 lacks 0B0, rank 0 lacks 0F1, "
                                                "rank 0 lacks 0B1 and more"),
-    ("0F0 1F0 1B0 0B0\n2F0 2B0",    "loop",    "rank 0 has 1F0, but stage 1 lives on rank 1"),
+    ("0F0 1F0 1B0 0B0\n2F0 2B0",    "loop",    "a stage is on one rank: stage 1 is on rank 1, and rank 0 has 1F0"),
     ("0F0 0B0",                     (1,),      "drawn places stage 0 on rank 1; the ranks are 0 to 0"),
     ("0F0 0B0",                     (-1,),     "drawn places stage 0 on rank -1; the ranks are 0 to 0"),
     ("0F0 1F0 0B0",                 (0,),      "rank 0 has 1F0; the stages are 0 to 0"),

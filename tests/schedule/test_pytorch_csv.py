@@ -203,7 +203,7 @@ UNREADABLE = [
     ("0SEND_F0",               "0SEND_F0 0SEND_F1",      "rank 0 has 0SEND_F1, but no other rank makes or needs that"),
     ("1F0 1B0",                "3F0 3B0",                "drawn has actions of stage 3, but none of stage 1: "
                                                          "give every stage its actions"),
-    ("0B0",                    "0B0 1F0",                "rank 1 has 1F0, but stage 1 lives on rank 0"),
+    ("0B0",                    "0B0 1F0",                "a stage is on one rank: stage 1 is on rank 0, and rank 1 has 1F0"),
 ]  # fmt: skip
 
 

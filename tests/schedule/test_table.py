@@ -235,7 +235,7 @@ def test_a_table_is_read_with_its_placement_and_no_other(placement, tmp_path):
     text, expected = PLACED[placement]
     assert read(text, tmp_path, placement).placement == expected
     for other in PLACED.keys() - {placement}:
-        with pytest.raises(ScheduleError, match=r"rank \d has .*, but stage \d lives on rank \d"):
+        with pytest.raises(ScheduleError, match=r"a stage is on one rank: stage \d is on rank \d, and rank \d has .*"):
             read(text, tmp_path, other)
 
 
@@ -333,3 +333,9 @@ def test_a_table_says_where_weights_come_in_the_order_of_inputs():
     mixed = from_rows("mixed", [["0F0", "0F1", "0F2", "0I0", "0B1", "0I2", "0W0", "0W2"]])
     assert not mixed.has_weights_in_backward_order(0)  # a B between I and W
     assert from_rows("full", [["0F0", "0F1", "0B1", "0B0"]]).has_weights_in_backward_order(0)
+
+
+def test_a_cell_that_cannot_be_read_is_named_by_row_and_cell(tmp_path):
+    (tmp_path / "mine.csv").write_text("0F0,0B0\n1F0,,1X0\n")
+    with pytest.raises(ScheduleError, match=r"mine\.csv, row 2 \(rank 1\), cell 3: .*1X0"):
+        Schedule.from_csv(tmp_path / "mine.csv")

@@ -137,3 +137,10 @@ def test_what_cannot_be_shown_is_one_sentence(words, message, run, tmp_path):
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_figure_in_a_file_of_another_format_is_refused(tmp_path):
+    result = prompt.penstock("show", "1f1b", "--svg", tmp_path / "x.pdf")
+    assert result.returncode != 0
+    assert f"--svg {tmp_path / 'x.pdf'} would be SVG in a .pdf: give {tmp_path / 'x.svg'}" in " ".join(result.stderr.split())
+    assert not (tmp_path / "x.pdf").exists()

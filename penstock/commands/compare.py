@@ -189,7 +189,7 @@ def _pictures(records: Sequence[Record]) -> Iterator[str]:
     """Yield the name and the picture of each record, all at one scale."""
     for record in records:
         yield record.name
-        yield draw(record.usual, terminal_width(), use_colors(), [record.usual for record in records])
+        yield draw(record.usual, terminal_width(), use_colors(), [record.usual for record in records], record.unit)
 
 
 def _measurement(record: Record) -> Measurement:

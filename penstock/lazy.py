@@ -1,4 +1,4 @@
-"""Packages that import a public name when it is first used, so that commands that need no torch do not wait for it."""
+"""Names and methods that are imported when first used, so that who needs no torch, or no picture, does not wait for it."""
 
 import importlib
 import sys
@@ -28,3 +28,13 @@ def lazy_exports(
         return value
 
     return import_name, lambda: sorted([*names, *modules])
+
+
+def lazy_method(module: str, function: str) -> Callable[[Any], Any]:
+    """Return a method that calls `function(self)` of `module`, which it imports: how a low room's object shows a picture."""
+
+    def method(self: Any) -> Any:
+        return getattr(importlib.import_module(module), function)(self)
+
+    method.__name__ = method.__qualname__ = function
+    return method

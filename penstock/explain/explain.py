@@ -83,6 +83,8 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
 class MeasuredTimeline(Timeline):
     """The timeline of a step that ran."""
 
+    time_unit = "s"
+
     def explain(self, measurement: Measurement | None = None) -> Explanation:
         """Return where the step's time went, which rank slows it down, and what would make it shorter; `print` it.
 

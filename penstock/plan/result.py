@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from penstock.errors import PenstockError
+from penstock.lazy import lazy_method
 from penstock.plan.schedule_timer import KINDS, ScheduleTimer
 from penstock.plan.stage_costs import Recompute
 from penstock.schedule.memory import format_bytes
@@ -71,6 +72,13 @@ class Plan:
         times = {kind: tuple(times) for kind, times in table.items()}
         sizes = self.costs.activation_sizes(stages)
         return Measurement(self.schedule, times, free, sends, layers=layers, activation_sizes=sizes)
+
+    def __repr__(self) -> str:
+        """Return one line; `str` returns a few, and a notebook draws the planned step."""
+        size = f"{self.ranks} ranks, {self.microbatches} microbatches"
+        return f"<Plan {self.schedule.name}: {size}, {1e3 * self.seconds:.4g} ms a step>"
+
+    _repr_html_ = lazy_method("penstock.view.notebook", "plan_html")
 
     def __str__(self) -> str:
         """Return the plan as a few lines of text."""

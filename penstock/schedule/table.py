@@ -14,6 +14,7 @@ from os import PathLike
 from typing import NamedTuple, Self
 
 from penstock.errors import ScheduleError
+from penstock.lazy import lazy_method
 
 
 class Kind(enum.Enum):
@@ -209,6 +210,13 @@ class Table:
         """Return a fingerprint of placement, microbatches and cells, the same in every process."""
         text = f"{self.placement};{self.microbatches};{self.csv_rows()}"
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        """Return one line; `str` returns the table, and a notebook draws it."""
+        size = f"{self.ranks} ranks, {self.num_stages} stages, {self.microbatches} microbatches"
+        return f"<{type(self).__name__} {self.name}: {size}{f' in {self.slices} slices' if self.slices > 1 else ''}>"
+
+    _repr_html_ = lazy_method("penstock.view.notebook", "schedule_html")
 
     def __str__(self) -> str:
         """Return the table as an aligned grid: a row for each rank, overlapping pairs in braces."""

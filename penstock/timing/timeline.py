@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import chain
+from typing import ClassVar
 
+from penstock.lazy import lazy_method
 from penstock.schedule.memory import changes_memory_at_end, memory_after_actions, peaks_in_flight
 from penstock.schedule.table import Action
 from penstock.timing.causes import Cause, Idle, critical_path, idle_times
@@ -19,6 +21,16 @@ class Timeline(TimelineEvents):
     `keep`, by default in activations, and in bytes when measured. `work`, in both bubbles, is the busy time of the busiest
     rank: M T when all stages cost the same. The actions of an overlapped pair start and end together; their time counts once.
     """
+
+    time_unit: ClassVar[str] = ""  # of the costs; a measured step's is "s"
+
+    def __repr__(self) -> str:
+        """Return one line; `.rows` has the events, and a notebook draws them."""
+        size = f"{self.ranks} ranks, {len(self.events)} actions"
+        makespan = f"{self.makespan:.4g}{self.time_unit and ' '}{self.time_unit}"
+        return f"<{type(self).__name__} {self.name}: {size}, makespan {makespan}, bubble {self.bubble:.1%}>"
+
+    _repr_html_ = lazy_method("penstock.view.notebook", "timeline_html")
 
     @property
     def bubble(self) -> float:

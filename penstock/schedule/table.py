@@ -31,6 +31,27 @@ class Kind(enum.Enum):
         return self.value
 
 
+# What other systems write in their tables -> why it is no action here, and what to do: docs/explanation/not-in-a-table.md.
+NO_ACTIONS = {
+    r"R|RC|RECOMP(UTE)?": "recomputation is no action: Pipeline(recompute='block') recomputes inside the backward",
+    r"OPT(IM|IMIZER)?|STEP|UPDATE": "the optimizer is no action: call optimizer.step() after pipe.step()",
+    r"OFF(LOAD)?|RELOAD|FETCH|PREFETCH|D2H|H2D": "offload is no action: save activations on the host in the model's forward",
+    r"AR|AG|RS|A2A|ALL_?(REDUCE|GATHER|TO_?ALL)|REDUCE(_?SCATTER)?|BCAST|BROADCAST|BARRIER": (
+        "a collective is no action: Pipeline(mesh=) averages, gathers and scatters inside actions"
+    ),
+    r"SEND(_[FB])?|RECV(_[FB])?|WAIT_SEND(_[FB])?": (
+        "messages follow from the table: script_from_compute_comms_csv reads tables that have their own, to prove them"
+    ),
+}
+
+
+def _why_no_action(text: str) -> str:
+    """Return the end of an error: why the kind in `text` is no action; empty if it is an unknown one."""
+    kind = re.sub(r"^[0-9]*|[0-9.,]*$", "", text.strip().upper())
+    reason = next((reason for pattern, reason in NO_ACTIONS.items() if re.fullmatch(pattern, kind)), "")
+    return f"; {reason} (see what a table cannot say, in the docs)" if reason else ""
+
+
 class Action(NamedTuple):
     """An action: `kind` of work for one microbatch on one stage, written `2F3`.
 
@@ -60,7 +81,8 @@ class Action(NamedTuple):
         if cell := re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", text.strip()):
             return cls(Kind(cell[2]), int(cell[1]), int(cell[3]), int(cell[4] or 0))
         quoted = repr(text) if len(text) < 60 else f"{text[:57]!r}.."
-        raise ScheduleError(f"cannot read {quoted} as an action: expected stage, kind (F, B, I or W), microbatch, as in 2F3")
+        expected = "expected stage, kind (F, B, I or W), microbatch, as in 2F3"
+        raise ScheduleError(f"cannot read {quoted} as an action: {expected}{_why_no_action(text)}")
 
 
 OverlappedPair = tuple[Action, Action]  # two actions that may run at the same time

@@ -47,6 +47,31 @@ def test_what_is_no_action_is_refused(text):
     assert repr(text) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("0R0", "; recomputation is no action: Pipeline(recompute='block') recomputes inside the backward"),
+        ("0OPT", "; the optimizer is no action: call optimizer.step() after pipe.step()"),
+        ("2opt3", "; the optimizer is no action"),
+        ("1OFFLOAD2.1", "; offload is no action: save activations on the host in the model's forward"),
+        ("1ALLREDUCE", "; a collective is no action: Pipeline(mesh=) averages, gathers and scatters inside actions"),
+        ("0SEND_F0", "; messages follow from the table: script_from_compute_comms_csv reads tables that have their own"),
+    ],
+)
+def test_what_other_tables_say_is_refused_with_what_to_do_instead(text, reason):
+    with pytest.raises(ScheduleError) as caught:
+        Action.parse(text)
+    assert f"cannot read {text!r} as an action: expected stage, kind (F, B, I or W), microbatch, as in 2F3{reason}" in str(
+        caught.value
+    )
+    assert "(see what a table cannot say, in the docs)" in str(caught.value)
+
+
+def test_an_unknown_kind_has_no_reason():
+    with pytest.raises(ScheduleError, match=r"as in 2F3$"):
+        Action.parse("0X0")
+
+
 def test_a_kind_has_its_letter_as_value():
     assert [kind.value for kind in Kind] == [repr(kind) for kind in Kind] == ["F", "B", "I", "W"]
 

@@ -125,7 +125,7 @@ def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 def interleaved_zb(
     rank: int, ranks: int, microbatches: int, *, stages_per_rank: int = 2, group_size: int | None = None
 ) -> Iterator[Action]:
-    """Interleaved 1F1B with deferred weight gradients (PyTorch's InterleavedZeroBubble).
+    """Interleaved 1F1B with deferred weight gradients (PyTorch's InterleavedZeroBubble; after arXiv 2104.04473, 2401.10241).
 
     In the order of interleaved-1f1b: w = min(MV, (V-1)g + (P-1-r)) forwards; then for each b: the next F if there is one,
     I b, the next W if b >= r; then the W left. Any P, V and M; groups as there. Where P divides M and F, I >= W: bubble

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.learn.equal_stages import simulate_equal_stages
 from penstock.learn.labs.lab17_hardware import LINK_GB_PER_SECOND
 from penstock.schedule import Costs, Timeline, build, simulate
 from penstock.view.figure.shapes import INK_COLOR, MUTED_COLOR, Box, Figure, Line, Shape, Text, tint
@@ -286,9 +287,7 @@ def stages_in_a_v() -> tuple[str, float, Sequence[Shape]]:
 
 def equal_work(name: str) -> Timeline:
     """Simulate eight microbatches with F = I = W = 1 of a whole rank."""
-    table = build(name, 4, 8)
-    share = 4 / table.num_stages
-    return simulate(table, Costs(share, share, share))
+    return simulate_equal_stages(build(name, 4, 8))
 
 
 @picture

@@ -8,6 +8,7 @@
 `emulated_device`  a stage that sleeps instead of computing, in place of a device
 `devices`          steps on emulated devices; a limit for a process's memory
 `buckets`          data parallelism with gradient buckets that are averaged during the backward
+`equal_stages`     simulates a table whose ranks have equal work
 `collectives`      collectives made of sends and receives
 `timeline_parts`   draws a timeline with room for every action's name
 `python_schedule`  reads a schedule that is a Python function

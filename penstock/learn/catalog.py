@@ -3,6 +3,7 @@
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from penstock.errors import PenstockError
 from penstock.launcher.forkserver import start_forkserver_early
@@ -17,8 +18,17 @@ class Lab:
     title: str
 
     def run(self, *words: str) -> None:
-        """Run this lab; `words` may have a file or `--fix`. Raises SystemExit, with the reason, if a check fails."""
-        importlib.import_module(self.module).main(*words)
+        """Run this lab, then print what to try; `words` may have a file or `--fix`. Raises SystemExit if a check fails."""
+        from penstock.learn.lab_helpers import say  # here: a list of the labs needs no torch
+
+        module = importlib.import_module(self.module)
+        module.main(*words)
+        say(f"\n{_try_text(module)}\nThe file: {module.__file__}")
+
+
+def _try_text(module: ModuleType) -> str:
+    """Return the paragraph of a lab's docstring that says what to change in it."""
+    return next(text for text in (module.__doc__ or "").split("\n\n") if text.startswith("Try: ")).strip()
 
 
 _TITLES = {

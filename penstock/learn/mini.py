@@ -1,7 +1,7 @@
 """Pipeline parallelism in one file, to be read from top to bottom. Penstock does the same, made safe, general and fast.
 
     torchrun --nproc-per-node 4 -m penstock.learn.mini              # 1F1B, compared with one process
-    torchrun --nproc-per-node 4 -m penstock.learn.mini zb-v 12      # any other table, on 12 microbatches
+    torchrun --nproc-per-node 4 -m penstock.learn.mini zb-v 12      # any other table, or my.csv, on 12 microbatches
 
 The model is a list of layers. It is cut into stages, and each rank has one or more of them. The batch is cut into
 microbatches. A table lists the actions of every rank, in order: `2F3` is the forward of stage 2 for microbatch 3, `2B3` its
@@ -225,24 +225,24 @@ def main(name: str = "1f1b", microbatches: str = "8") -> None:
         actions = tuple(tuple(map(Action.parse, one_forward_one_backward(r, ranks, count))) for r in range(ranks))
         table = Schedule("mine", tuple(range(ranks)), count, actions)
     else:
-        table = build(name, ranks=ranks, microbatches=count)
-    pipeline = Rank(make_layers(), nn.functional.mse_loss, table, rank)
-    uncut = nn.Sequential(*make_layers())
-    optimizers = [torch.optim.Adam(pipeline.parameters(), lr=1e-2), torch.optim.Adam(uncut.parameters(), lr=1e-2)]
+        table = Schedule.from_csv(name) if name.endswith(".csv") else build(name, ranks=ranks, microbatches=count)
+    pipeline, uncut = Rank(make_layers(), nn.functional.mse_loss, table, rank), nn.Sequential(*make_layers())
+    optimizers = [torch.optim.Adam(pipeline.parameters(), lr=3e-3), torch.optim.Adam(uncut.parameters(), lr=3e-3)]
     for step in range(10):
-        inputs, target = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0)).unbind()
+        inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+        target = 0.8 * inputs[:, :1].sign().expand_as(inputs)
         loss = pipeline.step(inputs, target)
         uncut_loss = torch.zeros(())
-        for rows, labels in zip(inputs.tensor_split(count), target.tensor_split(count), strict=True):
+        for rows, labels in zip(inputs.tensor_split(table.microbatches), target.tensor_split(table.microbatches), strict=True):
             share, microbatch_loss = len(rows) / len(inputs), nn.functional.mse_loss(uncut(rows), labels)
             microbatch_loss.backward(torch.full_like(microbatch_loss, share))
             uncut_loss += microbatch_loss.detach() * share
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        equal = torch.equal(loss, uncut_loss)
         if rank == 0:
-            bits = f"the same bits: {torch.equal(loss, uncut_loss)}"
-            print(f"step {step + 1}: loss {loss:.6f}, one process {uncut_loss:.6f}, {bits}")
+            print(f"step {step + 1}: loss {loss:.6f}, one process {uncut_loss:.6f}, the same bits: {equal}")
     dist.destroy_process_group()
 
 

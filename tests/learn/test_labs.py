@@ -1,6 +1,7 @@
 """Every lab runs, says what it measured, and notices when something is off."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -44,7 +45,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def ends_with_a_measurement(output: str) -> bool:
-    last = output.rstrip().splitlines()[-1]
+    last = output.partition("\nTry: ")[0].rstrip().splitlines()[-1]
     return last.startswith("Measured: ") and any(map(str.isdigit, last))
 
 
@@ -79,6 +80,7 @@ def test_a_lab_passes_its_checks_and_ends_with_a_measurement(number, capsys, jud
     output = capsys.readouterr().out
     assert "checked: " in output or number in JUDGE_TIMES
     assert ends_with_a_measurement(output), output
+    assert re.search(r"\nTry: .+[.?]\nThe file: .+\.py\n$", output, re.DOTALL)
     assert len(judged) == JUDGE_TIMES.get(number, 0)
 
 
@@ -202,7 +204,7 @@ def test_lab_7_finds_the_send_cost_from_which_interleaving_is_slower():
     plain, interleaved = lab7_interleaved.build(4, 1), lab7_interleaved.build(4, 2)
     limit = lab7_interleaved.break_even_send_seconds(plain, interleaved)
     for send, pays in ((0.99 * limit, True), (1.01 * limit, False)):
-        times = [lab7_interleaved.simulate_table(table, send).makespan for table in (interleaved, plain)]
+        times = [lab7_interleaved.simulate_table(table, send=send).makespan for table in (interleaved, plain)]
         assert (times[0] < times[1]) is pays
 
 
@@ -287,13 +289,13 @@ def test_lab_9_hands_out_a_schedule_that_deadlocks_and_never_overwrites_one(tmp_
 
 def test_lab_9_says_how_far_the_target_is(monkeypatch, tmp_path, capsys):
     def run(function, ranks, table):
-        return [lab9_your_schedule.Trial(lab9_your_schedule.simulate_table(table), 2, ())] * ranks
+        return [lab9_your_schedule.Trial(lab9_your_schedule.simulate_equal_stages(table), 2, ())] * ranks
 
     monkeypatch.setattr(lab9_your_schedule, "on_ranks", run)
     file = tmp_path / "gpipe.py"
     rows = '[f"{rank}F{m}" for m in range(microbatches)] + [f"{rank}B{m}" for m in range(microbatches)]'
     file.write_text(f"def schedule(rank, ranks, microbatches):\n    return {rows}\n")
-    with pytest.raises(SystemExit, match=r"gpipe.py misses the target: 6 steps too many and 4 in flight too many"):
+    with pytest.raises(SystemExit, match=r"gpipe.py misses the target: 6 units of time too many and 4 in flight too many"):
         lab9_your_schedule.main(str(file))
     assert ends_with_a_measurement(capsys.readouterr().out)
 
@@ -311,7 +313,7 @@ def test_lab_9_hides_what_mends_its_schedule_until_asked(monkeypatch, capsys):
 
 def test_lab_9_fails_when_a_gradient_differs_from_one_process(monkeypatch):
     def run(function, ranks, table):
-        return [lab9_your_schedule.Trial(lab9_your_schedule.simulate_table(table), 2, ("0.weight",))] * ranks
+        return [lab9_your_schedule.Trial(lab9_your_schedule.simulate_equal_stages(table), 2, ("0.weight",))] * ranks
 
     monkeypatch.setattr(lab9_your_schedule, "on_ranks", run)
     with pytest.raises(SystemExit, match=r"4 of 8 gradients differ from one process: 0.weight, "):

@@ -55,8 +55,14 @@ def test_it_can_be_read_in_one_go():
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_it_trains_under_torchrun():
-    ended = torchrun(2, "-m", "penstock.learn.mini", "mine")
+@pytest.mark.parametrize("table", ["mine", "csv"])
+def test_it_trains_under_torchrun_and_the_loss_falls(table, tmp_path):
+    file = tmp_path / "mine.csv"
+    ps.schedule.build("zb-h1", ranks=2, microbatches=6).to_csv(file)
+    ended = torchrun(2, "-m", "penstock.learn.mini", str(file) if table == "csv" else table)
     lines = ended.stdout.splitlines()
     assert len(lines) == 10, ended.stderr
     assert all(line.endswith("the same bits: True") for line in lines)
+    losses = [float(line.split()[3].rstrip(",")) for line in lines]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] / 2

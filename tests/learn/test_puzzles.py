@@ -10,7 +10,7 @@ from penstock.errors import PenstockError
 from penstock.learn.puzzles.check_helpers import CheckFailed
 from penstock.learn.puzzles.puzzle_files import FAST_TRACK, PUZZLE_NUMBERS, LearnerFolder, load_puzzle
 
-RANKS = {5, 6, 10, 16, 17, 18, 20}
+RANKS = {4, 6, 10, 16, 17, 18, 20}
 EVERY = [pytest.param(number, marks=[pytest.mark.ranks] if number in RANKS else []) for number in PUZZLE_NUMBERS]
 
 # number -> (text of the solution, what replaces it, the message)
@@ -30,15 +30,15 @@ WRONG = {
         ("if rank % 2 == 0", "if rank", "4 ranks need 4 rounds, the target is 3"),
     ],
     4: [
+        (".requires_grad_()", "", "None cannot be sent"),
+        ("        output.backward(receive(output.shape, source=1))", "        receive(output.shape, source=1)",
+         "rank 0: 0.weight has no gradient"),
+    ],
+    5: [
         ("sum(mean * count for mean, count in zip(means, counts, strict=True) if count) / sum(counts)",
          "sum(means) / len(means)",
          r"3.5 \(the mean of means\)"),
         (" if count)", ")", "is nan: ignore a microbatch"),
-    ],
-    5: [
-        (".requires_grad_()", "", "None cannot be sent"),
-        ("        output.backward(receive(output.shape, source=1))", "        receive(output.shape, source=1)",
-         "rank 0: 0.weight has no gradient"),
     ],
     6: [
         ("torch.full_like(output, shares[m])", "torch.ones_like(output)", "of 0.weight differs .* times the right one"),
@@ -70,15 +70,15 @@ WRONG = {
     ],
     13: [
         ("        if m >= rank:\n            yield next(weights)\n", "", "8 microbatches in flight, the target is 4"),
-        ("min(ranks - rank, microbatches)", "min(1, microbatches)", "steps, the target is 27"),
+        ("min(ranks - rank, microbatches)", "min(1, microbatches)", "units of time, the target is 27"),
     ],
     14: [
-        ("3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0", "3I0 3W0 0I0 0W0 3F1 3I1 3W1 0F3", "steps, the target is 13"),
+        ("3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0", "3I0 3W0 0I0 0W0 3F1 3I1 3W1 0F3", "units of time, the target is 13"),
         ("2I3 1I3 1W2 2W3 1W3", "2I3 1I3 1W2 2W3", "lacks 1W3"),
     ],
     15: [
         ("slot + 6 * m", "slot + 5 * m", "is not complete"),
-        ("slot + 6 * m", "slot + 12 * m", "steps, the target is 32"),
+        ("slot + 6 * m", "slot + 12 * m", "units of time, the target is 32"),
     ],
     16: [
         (" + received", "", "does not have the sum"),
@@ -125,6 +125,25 @@ def test_the_solution_passes_and_what_is_handed_out_does_not(number, tmp_path):
     folder_with_file(tmp_path, number, exercise.solution)
     assert folder.check(exercise).text
     assert folder.passed() == {number}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("send(hidden.grad, to=0)", "pass", r"rank 0 waits in receive\(\(10, 8\), source=1\); rank 1 has returned"),
+        pytest.param(
+            "        send(output, to=1)\n", "",
+            r"rank 0 waits in receive\(\(10, 8\), source=1\); rank 1 waits in receive\(\(10, 8\), source=0\)",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_a_message_that_no_rank_sends_is_told_with_the_call_of_each_rank(old, new, message, tmp_path):
+    exercise = load_puzzle(4)
+    assert old in exercise.solution
+    with pytest.raises(CheckFailed, match=message):
+        folder_with_file(tmp_path, 4, exercise.solution.replace(old, new)).check(exercise)
 
 
 @pytest.mark.parametrize("number", EVERY)
@@ -200,7 +219,7 @@ def test_the_command_hands_out_judges_and_needs_no_torch_for_tables(tmp_path):
     (tmp_path / "puzzles" / "p09_1f1b.py").write_text(load_puzzle(9).solution)
     passed = penstock("9")
     assert passed.returncode == 0, passed.stderr
-    assert "passed. 33 steps" in passed.stdout
+    assert "passed. 33 units of time" in passed.stdout
     assert "rank 3 |" in passed.stdout
     assert passed.stdout.endswith("False\n")
     assert "x  9  1F1B as a table" in penstock().stdout

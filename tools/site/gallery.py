@@ -10,7 +10,8 @@ import playground
 from docstrings import from_docstring
 from steps import RESULTS
 
-from penstock.schedule import Costs, Schedule, Timeline, build, names, simulate
+from penstock.learn.equal_stages import simulate_equal_stages
+from penstock.schedule import Timeline, build, names
 from penstock.schedule.catalog import FAMILIES
 from penstock.view.figure.curves import curves
 from penstock.view.figure.svg import svg
@@ -24,13 +25,7 @@ AXES = "microbatches", "", {float(count): str(count) for count in COUNTS}
 
 def timeline(name: str, ranks: int, microbatches: int) -> Timeline:
     """What the table takes where F = I = W = 1 of a whole rank, however many stages it has."""
-    return timeline_of(build(name, ranks, microbatches))
-
-
-def timeline_of(schedule: Schedule) -> Timeline:
-    """What the table takes where F = I = W = 1 of a whole rank."""
-    share = schedule.ranks / schedule.num_stages
-    return simulate(schedule, Costs(share, share, share))
+    return simulate_equal_stages(build(name, ranks, microbatches))
 
 
 def timeline_picture(name: str, ranks: int, microbatches: int) -> str:
@@ -47,7 +42,7 @@ def schedule_pages(has_playground: bool) -> dict[str, str]:
     """The pages, and the pictures on them."""
     made = {"schedules/bubbles.svg": bubbles()}
     for rule in RULES:
-        made[f"schedules/{rule.__name__}.svg"] = svg(figure(Record((timeline_of(rule(4, 8)),))))
+        made[f"schedules/{rule.__name__}.svg"] = svg(figure(Record((simulate_equal_stages(rule(4, 8)),))))
     for name in names():
         series = {f"{ranks} ranks": bubble(name, ranks) for ranks in (2, 4, 8)}
         series["4, measured"] = [(count, 100 - 300 * count / makespan) for count, makespan in measured(name).items()]

@@ -26,16 +26,16 @@ from penstock.learn.labs.lab3_ping_pong import Times, fit_latency_and_bandwidth,
 RANKS = 2
 SIZES = (2**20, 64 * 2**20)  # bytes to add up: from a cache, and from memory
 LINK_GB_PER_SECOND = {  # one way, about, by the data sheet of a GPU of 2023 (H100)
-    "SM: shared memory": 30_000.0,
+    "shared memory of all SMs": 30_000.0,
     "L2 cache": 5_500.0,
     "HBM, its own memory": 3_350.0,
-    "NVLink, to another GPU": 450.0,
+    "NVLink, to another GPU": 450.0,  # 18 links of 50 GB/s, half of it each way
     "PCIe 5, to the host": 64.0,
     "InfiniBand 400, a machine": 50.0,
     "Ethernet 100": 12.5,
     "Ethernet 1": 0.125,
 }
-OPERATIONS_PER_SECOND = 400e12  # in bfloat16, as reached in training
+OPERATIONS_PER_SECOND = 400e12  # in bfloat16, as reached in training; the data sheet's peak is 989e12
 DIM, TOKENS, LAYERS, MICROBATCHES = 4096, 4096, 8, 8  # of a transformer's stage; TOKENS of a microbatch
 WIDTH = 8  # ranks of the tp axis, and of the dp axis
 MAX_MESSAGE_SHARE = 0.1  # of the compute's time, for a message that does not overlap with it
@@ -45,11 +45,13 @@ def main() -> None:
     """Measure this machine, print a GPU's ladder, compute the bandwidth that each axis needs, and compare placements."""
     say("Lab 17: the ladder from a core to a network\n")
     operations, memory, link = measure_this_machine()
-    say("\nA GPU by its data sheet: bandwidth one way, and the operations that the GPU could do in the time of a byte:")
+    say("\nA GPU by its data sheet: bandwidth one way, and the operations that it does in the time of a byte, at the")
+    say("400 TFLOP/s of bfloat16 that training reaches (the data sheet's peak is 989):")
     for name, bandwidth in LINK_GB_PER_SECOND.items():
         say(f"  {name:27} {bandwidth:9,g} GB/s {OPERATIONS_PER_SECOND / bandwidth / 1e9:12,.0f}")
     say("A byte must be used in about that many operations, or the GPU waits. NCCL reads the topology when a group starts, and")
-    say("lays its rings along the fastest links. `torch.distributed` calls NCCL for GPUs, and Gloo for CPUs.")
+    say("lays its rings along the fastest links; `nvidia-smi topo -m` prints it. `torch.distributed` calls NCCL for GPUs, and")
+    say("Gloo for CPUs.")
     required = required_bandwidths()
     compare_placements()
     say(
@@ -63,7 +65,7 @@ def measure_this_machine() -> tuple[float, float, float]:
     """Measure this machine. Returns operations, bytes from memory, and bytes to another process, per second."""
     a, b = torch.randn(2, 512, 512).unbind()
     operations = 2 * 512**3 / fastest_seconds(lambda: a @ b)
-    say(f"  {'this machine: products of matrices':36} {operations / 1e9:8.1f} GFLOP/s")
+    say(f"  {'this machine: products, as reached':36} {operations / 1e9:8.1f} GFLOP/s")
     for size in SIZES:
         memory = size / fastest_seconds(torch.ones(size // 4).sum)
         say(f"  {'  adding up ' + size_text(size):36} {memory / 1e9:8.1f} GB/s")

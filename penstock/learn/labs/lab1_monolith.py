@@ -54,6 +54,11 @@ def main() -> None:
         f"gradients and Adam's averages take {megabytes(states)}, not three times the weights' {megabytes(table['weights'])}",
     )
 
+    ratio = seconds["backward"] / seconds["forward"]
+    say(f"\nThe backward takes {ratio:.1f} forwards. It has two products of matrices for each of the forward's. But in layers")
+    say("as small as these, calls, ReLUs and new memory take as long as products, and a backward has hardly more of them:")
+    say("layers of 1 x 1 take 1.5 forwards. With DIM 1024 and 512 ROWS nearly all of the time is products: 2.0 forwards.")
+
     total = sum(seconds.values())
     shares = ", ".join(f"{phase} {percent(phase_seconds / total)}" for phase, phase_seconds in seconds.items())
     say(

@@ -32,13 +32,13 @@ def main() -> None:
     say(f"Lab 20: {RANKS} stages that never drain\n")
     draining, endless = draining_schedule(), endless_schedule()
     times = [schedule.simulate(table).makespan for table in (draining, endless)]
-    say(f"{BATCHES} batches of {MICROBATCHES} microbatches, drained after each: {times[0]:g} steps")
+    say(f"{BATCHES} batches of {MICROBATCHES} microbatches, drained after each: {times[0]:g} units of time (F = 1, B = 2)")
     say(f"{drawing(schedule.simulate(draining))}\n\nand never drained: {times[1]:g}\n{drawing(schedule.simulate(endless))}")
     count = BATCHES * MICROBATCHES
     check(
         times == [3 * (count + BATCHES * (RANKS - 1)), 3 * (count + RANKS - 1)],
         f"filled and drained once instead of {BATCHES} times, it saves {percent(1 - times[1] / times[0])} of the time",
-        f"they should take {3 * (count + BATCHES * (RANKS - 1))} and {3 * (count + RANKS - 1)} steps, they take {times}",
+        f"they should take {3 * (count + BATCHES * (RANKS - 1))} and {3 * (count + RANKS - 1)} units, they take {times}",
     )
     ages = [staleness(endless, stage) for stage in range(RANKS)]
     say(f"\nOptimizer steps of a stage between a microbatch's forward and its backward, stage by stage: {ages}")
@@ -51,7 +51,7 @@ def main() -> None:
     best = compare_training()
     say(ASYNCHRONOUS_CHANGES)
     say(
-        f"\nMeasured: without draining {BATCHES} batches take {times[1]:g} steps instead of {times[0]:g}; after {UPDATES} "
+        f"\nMeasured: without draining {BATCHES} batches take {times[1]:g} units instead of {times[0]:g}; after {UPDATES} "
         f"updates at the learning rate {best[0]:g} the loss is {best[2]:.2g} with stale gradients, {best[1]:.2g} without."
     )
 

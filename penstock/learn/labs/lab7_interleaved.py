@@ -12,14 +12,18 @@ may a message take?
 Try: four times the GROUPS. Does interleaving pay with slower messages when the batch is longer?
 """
 
+from functools import partial
+
 from penstock import schedule
 from penstock.learn.devices import emulated_step
+from penstock.learn.equal_stages import simulate_equal_stages
 from penstock.learn.lab_helpers import best_of, check, check_time, drawing, on_ranks, percent, ranks_here, say
-from penstock.schedule import Costs, Schedule, Timeline
+from penstock.schedule import Schedule, Timeline
 
 RANKS, GROUPS = 4, 2  # M = GROUPS x P microbatches
 FORWARD, BACKWARD = 0.012, 0.024  # seconds of one microbatch on one rank, all its stages together
 T = FORWARD + BACKWARD  # as in the formulas
+simulate_table = partial(simulate_equal_stages, forward=FORWARD, backward_input=BACKWARD / 2, backward_weight=BACKWARD / 2)
 SEND_COSTS = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)  # time of a message, in T
 TOLERANCE = 0.12  # a share of the step
 
@@ -46,7 +50,9 @@ def main() -> None:
     say("\nIf a message takes time, a microbatch waits for all of its messages one after another. The step in ms, simulated:")
     say("  message   " + "".join(f"   V = {stages_per_rank}" for stages_per_rank in tables))
     for send in SEND_COSTS:
-        times = {stages_per_rank: 1e3 * simulate_table(table, send * T).makespan for stages_per_rank, table in tables.items()}
+        times = {
+            stages_per_rank: 1e3 * simulate_table(table, send=send * T).makespan for stages_per_rank, table in tables.items()
+        }
         cells = "".join(f"{time:7.0f}{'*' if time == min(times.values()) else ' '}" for time in times.values())
         say(f"  {1e3 * send * T:4.1f} ms   {cells}")
     limits = {stages_per_rank: break_even_send_seconds(tables[1], tables[stages_per_rank]) for stages_per_rank in (2, 4)}
@@ -71,12 +77,6 @@ def build(ranks: int, stages_per_rank: int) -> Schedule:
     if stages_per_rank == 1:
         return schedule.build("1f1b", ranks=ranks, microbatches=GROUPS * ranks)
     return schedule.build("interleaved-1f1b", ranks=ranks, microbatches=GROUPS * ranks, stages_per_rank=stages_per_rank)
-
-
-def simulate_table(table: Schedule, send: float = 0.0) -> Timeline:
-    """Simulate `table`. Every stage has an equal share of its rank's work, a message takes `send` seconds."""
-    share = table.ranks / table.num_stages
-    return schedule.simulate(table, Costs(share * FORWARD, share * BACKWARD / 2, share * BACKWARD / 2, send))
 
 
 def measure(table: Schedule) -> Timeline:
@@ -132,7 +132,7 @@ def break_even_send_seconds(one_stage: Schedule, interleaved: Schedule) -> float
     low, high = 0.0, 10 * T
     for _ in range(30):
         middle = (low + high) / 2
-        pays = simulate_table(interleaved, middle).makespan < simulate_table(one_stage, middle).makespan
+        pays = simulate_table(interleaved, send=middle).makespan < simulate_table(one_stage, send=middle).makespan
         low, high = (middle, high) if pays else (low, middle)
     return low
 

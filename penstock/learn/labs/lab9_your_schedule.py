@@ -13,7 +13,7 @@ The first command explains the lab. The second judges `my_schedule.py`, and ends
 the file does not exist, it writes the schedule with the mistake. Edit the file and run the command again. The third command
 shows how to mend the mistake.
 
-Try: the target without a look at how zb-h1 reaches it. Then fewer microbatches in flight, in any number of steps.
+Try: the target without a look at how zb-h1 reaches it. Then fewer microbatches in flight, in any time.
 """
 
 import sys
@@ -27,10 +27,11 @@ from torch.nn.functional import cross_entropy
 
 import penstock as ps
 from penstock.learn.devices import emulated_step
+from penstock.learn.equal_stages import simulate_equal_stages
 from penstock.learn.lab_helpers import check, drawing, on_ranks, percent, ranks_here, say, split_deadlock, stop
 from penstock.learn.labs.lab8_zero_bubble import CLASSES, DIM, batch, gradients_of
 from penstock.learn.python_schedule import table_from_source
-from penstock.schedule import Costs, Kind, Schedule, Timeline
+from penstock.schedule import Kind, Schedule, Timeline
 
 RANKS, GROUPS = 4, 2  # M = GROUPS x P microbatches
 UNIT_SECONDS = 0.010
@@ -44,11 +45,11 @@ REFERENCE_NAMES = ("gpipe", "1f1b", "zb-h1", "zb-v")  # schedules to compare wit
 class Score:
     """A table's makespan and its most microbatches in flight on a rank, if F, I and W of a rank take 1 each."""
 
-    steps: float
+    time: float
     in_flight: float
 
     def __str__(self) -> str:
-        return f"{self.steps:g} steps, {self.in_flight:g} in flight"
+        return f"{self.time:g} units of time, {self.in_flight:g} in flight"
 
 
 class Trial(NamedTuple):
@@ -67,7 +68,7 @@ def main(path: str | None = None) -> None:
     ranks = ranks_here(RANKS)
     microbatches = GROUPS * ranks
     say(f"Lab 9: a schedule of your own for {ranks} ranks, {microbatches} microbatches; F = I = W = 1, B = I + W = 2")
-    say(f"The target: {target(ranks, microbatches)}\n")
+    say(f"The target: {target(ranks, microbatches)}; a unit is the time of an F\n")
     if path is None or path == FIX_FLAG:
         measured, shortfall = show_broken_schedule(ranks, microbatches, show_repair=path == FIX_FLAG), ""
     else:
@@ -134,7 +135,7 @@ def verify_error(table: Schedule) -> str:
 
 def judge(table: Schedule) -> tuple[str, str]:
     """Prove, draw, score and run `table`. Returns the measurements as text, and by how much it misses the target."""
-    plan = simulate_table(table)
+    plan = simulate_equal_stages(table)
     say(f"{ps.schedule.verify(table)}\n{drawing(plan)}\n")
     shortfall = compare_scores(table)
     trials = on_ranks(run_on_rank, table.ranks, table)
@@ -170,7 +171,7 @@ def compare_scores(table: Schedule) -> str:
         "the target can be reached",
         f"zb-h1 should reach the target, {target_score}; it takes {references['zb-h1']}",
     )
-    excess = {"steps": own_score.steps - target_score.steps, "in flight": own_score.in_flight - target_score.in_flight}
+    excess = {"units of time": own_score.time - target_score.time, "in flight": own_score.in_flight - target_score.in_flight}
     shortfall = " and ".join(f"{amount:g} {quantity} too many" for quantity, amount in excess.items() if amount > 1e-9)
     say(f"  {table.name}: {shortfall or 'the target is reached'}")
     return shortfall
@@ -181,15 +182,9 @@ def target(ranks: int, microbatches: int) -> Score:
     return Score(3 * microbatches + ranks - 1, ranks)
 
 
-def simulate_table(table: Schedule) -> Timeline:
-    """Simulate `table`, in units; every stage has an equal share of the work."""
-    share = table.ranks / table.num_stages
-    return ps.schedule.simulate(table, Costs(share, share, share))
-
-
 def score(table: Schedule) -> Score:
     """Return the score of `table`; one microbatch on one of V stages of a rank counts 1/V."""
-    plan = simulate_table(table)
+    plan = simulate_equal_stages(table)
     return Score(plan.makespan, max(plan.peak_in_flight) * table.ranks / table.num_stages)
 
 

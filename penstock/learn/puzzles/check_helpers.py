@@ -7,9 +7,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from penstock.errors import LostRankError, PenstockError, ScheduleError
+from penstock.learn.equal_stages import simulate_equal_stages
 from penstock.learn.python_schedule import MAX_ACTIONS, USER_CODE_ERRORS
 from penstock.learn.python_schedule import one_line_error as one_line_error_of_file
-from penstock.schedule import Costs, Schedule, Timeline, from_rows, simulate, verify
+from penstock.schedule import Schedule, Timeline, from_rows, verify
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +32,10 @@ class CheckFailed(Exception):
     def __init__(self, text: str, timeline: Timeline | None = None) -> None:
         super().__init__(text)
         self.timeline = timeline
+
+
+class WaitsForMessage(Exception):
+    """A rank waits in a call, its text, that another rank does not take part in."""
 
 
 def solution(function: F) -> F:
@@ -87,17 +92,11 @@ def build_table(
     return schedule
 
 
-def simulate_unit_costs(schedule: Schedule) -> Timeline:
-    """Simulate a table in which F, I and W of a rank each take 1 step, so that each of its V stages takes a V-th."""
-    share = schedule.ranks / schedule.num_stages
-    return simulate(schedule, Costs(share, share, share, act=share))
-
-
-def check_targets(name: str, max_steps: float, max_in_flight: float, schedule: Schedule) -> Timeline:
-    """Simulate a table. Raises CheckFailed if it exceeds `max_steps`, or `max_in_flight` microbatches on a rank."""
-    timeline = simulate_unit_costs(schedule)
+def check_targets(name: str, max_time: float, max_in_flight: float, schedule: Schedule) -> Timeline:
+    """Simulate a table with F = I = W = 1. Raises CheckFailed if its time or its microbatches in flight are more."""
+    timeline = simulate_equal_stages(schedule)
     peak = max(timeline.peak_memory)
-    misses = [f"{timeline.makespan:g} steps, the target is {max_steps:g}"] if timeline.makespan > max_steps + 1e-9 else []
+    misses = [f"{timeline.makespan:g} units of time, the target is {max_time:g}"] if timeline.makespan > max_time + 1e-9 else []
     misses += [f"{peak:g} microbatches in flight, the target is {max_in_flight:g}"] if peak > max_in_flight + 1e-9 else []
     if misses:
         sizes = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
@@ -114,11 +113,18 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, answers: Any, *args: 
 
     path = Path(answers.__file__)
     try:
-        return launch(_run_on_rank, ranks, function, path, *args)
+        results = launch(_run_on_rank, ranks, function, path, *args)
     except CheckFailed:
         raise
     except PenstockError as error:
         raise CheckFailed(str(error)) from error
+    if any(isinstance(result, WaitsForMessage) for result in results):
+        raise CheckFailed("; ".join(f"rank {rank} {_position(result)}" for rank, result in enumerate(results)))
+    return results
+
+
+def _position(result: Any) -> str:
+    return f"waits in {result}" if isinstance(result, WaitsForMessage) else "has returned"
 
 
 def _run_on_rank(function: Callable[..., Any], path: Path, *args: Any) -> Any:
@@ -128,6 +134,8 @@ def _run_on_rank(function: Callable[..., Any], path: Path, *args: Any) -> Any:
     init_distributed(backend="gloo", timeout=TIMEOUT_SECONDS)
     try:
         return function(load_file(path), *args)
+    except WaitsForMessage as error:
+        return WaitsForMessage(*error.args)
     except (CheckFailed, PenstockError):
         raise
     except Exception as error:

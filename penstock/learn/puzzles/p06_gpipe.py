@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.learn.puzzles.check_helpers import CheckPassed, solution
-from penstock.learn.puzzles.p05_naive import compare_with_one_process
+from penstock.learn.puzzles.p04_naive import compare_with_one_process
 from penstock.learn.puzzles.tools import receive, send
 
 

@@ -11,12 +11,12 @@ action of the circle waits for the next one, or stands behind the next one in it
 Target: the four actions, and a table that `verify` accepts.
 """
 
+from penstock.learn.equal_stages import simulate_equal_stages
 from penstock.learn.puzzles.check_helpers import (
     CheckFailed,
     CheckPassed,
     build_table,
     require_answer,
-    simulate_unit_costs,
     solution,
 )
 from penstock.schedule import build
@@ -50,4 +50,4 @@ def check(answers: object) -> CheckPassed:
     repaired = build_table("repaired", answers.repaired, 2, 2)  # type: ignore[attr-defined]
     if sorted(map(str, repaired.actions[0])) != sorted(map(str, build("gpipe", ranks=2, microbatches=2).actions[0])):
         raise CheckFailed("rank 0 has other actions than in the given table")
-    return CheckPassed("the circle is found, and the repaired table ends", simulate_unit_costs(repaired))
+    return CheckPassed("the circle is found, and the repaired table ends", simulate_equal_stages(repaired))

@@ -6,7 +6,7 @@ forwards as there are ranks after it, then alternates one forward and one backwa
 Write `row(rank, ranks, microbatches)`: return or yield the rank's actions, in order. "2F3" is the forward of stage 2 for
 microbatch 3, "2B3" its backward. Each rank has one stage, with the rank's number. Any number of microbatches must work.
 
-Target: 33 steps and 4 microbatches in flight at P = 4, M = 8.
+Target: 33 units of time (F = 1, B = 2) and 4 microbatches in flight at P = 4, M = 8.
 """
 
 from collections.abc import Iterator
@@ -43,4 +43,6 @@ def check(answers: object) -> CheckPassed:
             timeline = check_targets("1F1B", 3 * (microbatches + ranks - 1), min(ranks, microbatches), schedule)
             if (ranks, microbatches) == (4, 8):
                 shown_timeline = timeline
-    return CheckPassed("33 steps and 4 in flight at P = 4, M = 8, and as good for all other P and M tried", shown_timeline)
+    return CheckPassed(
+        "33 units of time and 4 in flight at P = 4, M = 8, and as good for all other P and M tried", shown_timeline
+    )

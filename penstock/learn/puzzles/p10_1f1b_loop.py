@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.learn.puzzles.check_helpers import CheckFailed, CheckPassed, run_on_ranks, solution
-from penstock.learn.puzzles.p05_naive import compare_with_one_process, model_and_batch
+from penstock.learn.puzzles.p04_naive import compare_with_one_process, model_and_batch
 from penstock.learn.puzzles.tools import receive, start_send
 
 

@@ -8,12 +8,14 @@ forward and one backward.
 
 Write `row(rank, ranks, microbatches)` for V = 2 stages on each rank. Microbatches are a multiple of the ranks.
 
-Target: 28.5 steps (1F1B takes 33) and 5.5 microbatches in flight at P = 4, M = 8.
+Target: 28.5 units of time (1F1B takes 33) and 5.5 microbatches in flight at P = 4, M = 8. F = 1 and B = 2 of a whole rank,
+so a stage takes half of that.
 """
 
 from collections.abc import Iterator
 
-from penstock.learn.puzzles.check_helpers import CheckPassed, build_table, check_targets, simulate_unit_costs, solution
+from penstock.learn.equal_stages import simulate_equal_stages
+from penstock.learn.puzzles.check_helpers import CheckPassed, build_table, check_targets, solution
 from penstock.schedule import build
 
 
@@ -43,8 +45,8 @@ def check(answers: object) -> CheckPassed:
     for ranks, microbatches in ((4, 8), (2, 2), (2, 6), (3, 9), (8, 16)):
         schedule = build_table("row", answers.row, ranks, microbatches, "loop")  # type: ignore[attr-defined]
         catalog_schedule = build("interleaved-1f1b", ranks=ranks, microbatches=microbatches, stages_per_rank=2)
-        target = simulate_unit_costs(catalog_schedule)
+        target = simulate_equal_stages(catalog_schedule)
         timeline = check_targets("interleaved", target.makespan, max(target.peak_memory), schedule)
         if (ranks, microbatches) == (4, 8):
             shown_timeline = timeline
-    return CheckPassed("28.5 steps at P = 4, M = 8", shown_timeline)
+    return CheckPassed("28.5 units of time at P = 4, M = 8", shown_timeline)

@@ -5,7 +5,8 @@ rank waits for. Defer W until the rank would be idle: "2I3" and, some time later
 
 Write `row(rank, ranks, microbatches)` for one stage on each rank.
 
-Target: 27 steps (1F1B takes 33) at P = 4, M = 8, and at most 4 microbatches in flight, counted until their W.
+Target: 27 units of time (F = I = W = 1; 1F1B takes 33) and at most 4 microbatches in flight, counted until their W, at P = 4,
+M = 8.
 """
 
 from collections.abc import Iterator
@@ -44,4 +45,4 @@ def check(answers: object) -> CheckPassed:
         timeline = check_targets("zb-h1", 3 * microbatches + ranks - 1, ranks, schedule)
         if (ranks, microbatches) == (4, 8):
             shown_timeline = timeline
-    return CheckPassed("27 steps and 4 in flight at P = 4, M = 8", shown_timeline)
+    return CheckPassed("27 units of time and 4 in flight at P = 4, M = 8", shown_timeline)

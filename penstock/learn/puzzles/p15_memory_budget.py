@@ -5,7 +5,8 @@ on rank r); each holds half a microbatch.
 
 Write `row(rank, ranks, microbatches)`: a table with two stages on each rank, in a V, with at most 2 microbatches in flight.
 
-Target: at most 2 in flight and at most 32 steps at P = 4, M = 8. (1F1B takes 33, with 4 in flight.)
+Target: at most 2 in flight and at most 32 units of time at P = 4, M = 8, if F, I and W of a stage take half a unit each. (1F1B
+takes 33, with 4 in flight.)
 """
 
 from collections.abc import Iterator
@@ -29,15 +30,15 @@ def row(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
 
 
 HINTS = (
-    "Count in half steps. Let every microbatch run the same pattern of 6 actions on each rank, 6 half steps after the "
+    "Count in half units. Let every microbatch run the same pattern of 6 actions on each rank, 6 half units after the "
     "previous microbatch.",
-    "If a microbatch is back after 12 half steps, two are under way at any time. Run the forward down and back up without a"
+    "If a microbatch is back after 12 half units, two are under way at any time. Run the forward down and back up without a"
     " pause, and the backward too.",
     "v-min's slots for P = 4: F of stage r at r, F of stage 7-r at 7-r, I of stage 7-r at 8+r, I of stage r at 15-r; each W"
     " in the next free slot.",
 )
 EXPLANATION = """This is V-Min (Qi et al. 2024): a periodic pattern in which a microbatch comes back as early as possible.
-Its memory is floor((P+4)/3) microbatches. The beginning and end can be made shorter: the catalog's v-min takes 29.5 steps,
+Its memory is floor((P+4)/3) microbatches. The beginning and end can be made shorter: the catalog's v-min takes 29.5 units,
 and no table in a V with that memory takes fewer."""
 
 

@@ -4,10 +4,10 @@ A microbatch of long sequences can pass the ranks in K slices of its tokens, one
 stage 2 for slice 1 of microbatch 3, "2B3.1" its backward. A token attends to the tokens before it. So on every rank the forward
 of a slice needs that of the previous slice, and its backward needs the backward of the next slice.
 
-Write `row(rank, ranks, microbatches, slices)` for one stage on each rank. A slice takes a K-th of its microbatch's time and
-memory.
+Write `row(rank, ranks, microbatches, slices)` for one stage on each rank. A slice takes a K-th of its microbatch's time (F = 1,
+B = 2) and memory.
 
-Target: 26.25 steps (1F1B takes 33) and 1.75 microbatches in flight (1F1B has 4) at P = 4, M = 8, K = 4.
+Target: 26.25 units of time (1F1B takes 33) and 1.75 microbatches in flight (1F1B has 4) at P = 4, M = 8, K = 4.
 """
 
 from collections.abc import Iterator
@@ -48,5 +48,5 @@ def check(answers: object) -> CheckPassed:
         if (ranks, microbatches) == (4, 8):
             shown_timeline = timeline
     return CheckPassed(
-        "26.25 steps and 1.75 in flight at P = 4, M = 8, K = 4, and as good for all others tried", shown_timeline
+        "26.25 units of time and 1.75 in flight at P = 4, M = 8, K = 4, and as good for all others tried", shown_timeline
     )

@@ -1,21 +1,36 @@
 """Messages and collectives for the learner's code on its ranks. They record their calls for the checks."""
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.learn.puzzles.check_helpers import CheckFailed
+from penstock.comms.process_groups import is_transport_error
+from penstock.learn.puzzles.check_helpers import CheckFailed, WaitsForMessage
 
 calls: list[tuple[str, int]] = []  # name, number of elements
 gathered_weights: list[Any] = []  # weak references to tensors that `gather` returned
 
 
+@contextmanager
+def waiting(call: str) -> Iterator[None]:
+    """Raise WaitsForMessage with the text of `call` if another rank does not take part in it."""
+    try:
+        yield
+    except Exception as error:
+        if is_transport_error(error):
+            raise WaitsForMessage(call) from error
+        raise
+
+
 def send(tensor: Tensor | None, to: int) -> None:
     """Send `tensor` to the rank `to`. Wait until it has been sent."""
-    dist.send(_to_send(tensor).contiguous(), to)
+    with waiting(f"send(.., to={to})"):
+        dist.send(_to_send(tensor).contiguous(), to)
 
 
 def start_send(tensor: Tensor | None, to: int) -> Any:
@@ -32,7 +47,8 @@ def _to_send(tensor: Tensor | None) -> Tensor:
 def receive(shape: Any, source: int) -> Tensor:
     """Return the next tensor that the rank `source` sends, of this shape."""
     tensor = torch.empty(tuple(shape))
-    dist.recv(tensor, source)
+    with waiting(f"receive({tuple(tensor.shape)}, source={source})"):
+        dist.recv(tensor, source)
     return tensor
 
 

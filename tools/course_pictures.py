@@ -80,7 +80,7 @@ def rows(timeline: Timeline, top: float, scale: float, show_stage: bool = False)
             x, width = LEFT + event.start * scale, (event.end - event.start) * scale
             upper = stage >= timeline.ranks  # the rank's second stage: paler
             color = KIND_COLORS[kind.name]
-            yield Box(x, y, width, ROW_HEIGHT, tint(color) if upper else color, "#ffffff")
+            yield Box(x, y, width, ROW_HEIGHT, tint(color, 0.45) if upper else color, "#ffffff")
             words = f"{stage}{kind.name}{microbatch}" if show_stage else str(microbatch)
             if width > 5.4 * len(words):
                 ink = INK_COLOR if upper else KIND_TEXT_COLORS[kind.name]

@@ -120,7 +120,7 @@ def train_whole(memory_bytes: int | None) -> list[float] | str:
     try:
         torch.manual_seed(0)
         model = ps.model.mlp(WIDE, LAYERS, CLASSES)
-        optimizer = torch.optim.Adam(model.parameters())
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
         for inputs, targets in batches():
             loss = cross_entropy(model(inputs), targets)
             loss.backward()
@@ -139,7 +139,7 @@ def train_half(memory_bytes: int) -> list[float]:
     limit_memory(memory_bytes)
     torch.manual_seed(0)
     half = ps.ShardedMLP(WIDE, LAYERS, topology.rank, topology.world_size, CLASSES)  # builds this half only
-    optimizer = torch.optim.Adam(half.parameters())
+    optimizer = torch.optim.Adam(half.parameters(), lr=1e-4)
     losses = []
     for inputs, targets in batches():
         if topology.rank == 0:

@@ -53,9 +53,9 @@ class Figure(NamedTuple):
     shapes: tuple[Shape, ...]
 
 
-def tint(color: str) -> str:
-    """Return a lighter tint of `color`."""
-    return _mix_colors(color, "#ffffff", 0.7)
+def tint(color: str, share: float = 0.7) -> str:
+    """Return a lighter tint of `color`; `share` (0 to 1) is that of white."""
+    return _mix_colors(color, "#ffffff", share)
 
 
 def hatch_lines(box: Box, spacing: float = 4.0) -> Iterator[Line]:

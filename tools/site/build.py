@@ -18,7 +18,7 @@ from pathlib import Path
 import playground
 import pyodide
 from check import problems
-from gallery import schedule_pages, timeline_picture, with_gallery
+from gallery import schedule_pages, with_gallery
 from reference import MODULES, api_pages, with_options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,6 @@ ELSEWHERE = {  # pages that stand beside docs/ in the repository
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmarks.md",
 }
-SHOWN = re.compile(r"^```sh\npenstock show ([\w-]+) --ranks (\d+) --microbatches (\d+)\n```$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
@@ -54,19 +53,6 @@ def linked(text: str, path: str, sources: set[str]) -> str:
         return f"]({link}{match[2] or ''})"
 
     return LINK.sub(there, text)
-
-
-def drawn(text: str, path: str) -> str:
-    """The page at `path`; below each `penstock show` of a schedule stands what it draws."""
-
-    def picture(match: re.Match[str]) -> str:
-        name, ranks, microbatches = match[1], int(match[2]), int(match[3])
-        file = f"timelines/{name}-{ranks}-{microbatches}.svg"
-        write(file, timeline_picture(name, ranks, microbatches))
-        said = f"{name} over {ranks} ranks with {microbatches} microbatches: a row for each rank, time runs to the right"
-        return f"{match[0]}\n\n![{said}]({os.path.relpath(file, os.path.dirname(place(path)))})"
-
-    return SHOWN.sub(picture, text)
 
 
 def with_menu(index: str) -> str:
@@ -108,7 +94,7 @@ def lay_out(has_playground: bool) -> None:
     shutil.copytree(ROOT / "docs", PAGES)
     paths = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")]
     for path in [*paths, *(path for path in ELSEWHERE if path != "README.md")]:
-        write(place(path), drawn(linked((ROOT / path).read_text(encoding="utf-8"), path, sources), path))
+        write(place(path), linked((ROOT / path).read_text(encoding="utf-8"), path, sources))
     write("index.md", linked((ROOT / "README.md").read_text(encoding="utf-8"), "README.md", sources) + _list_of_pages(sources))
     for page, text in {**schedule_pages(has_playground), **api_pages()}.items():
         write(page, text)

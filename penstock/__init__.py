@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     )
     from penstock.launcher.launch import launch
     from penstock.model import ShardedMLP
-    from penstock.partition.rows import Replicated, Rows
     from penstock.pipeline import Pipeline
-    from penstock.stage import microbatch
+    from penstock.rows import Replicated, Rows
     from penstock.stage.attention import attention
     from penstock.stage.auxiliary import auxiliary_loss
 
@@ -53,7 +52,6 @@ __all__ = [
     "checkpoint",
     "comms",
     "launch",
-    "microbatch",
     "model",
     "partition",
     "plan",
@@ -66,8 +64,8 @@ __getattr__, __dir__ = lazy_exports(
     {
         **{name: "errors" for name in __all__ if name.endswith("Error")},
         "Pipeline": "pipeline",
-        "Replicated": "partition.rows",
-        "Rows": "partition.rows",
+        "Replicated": "rows",
+        "Rows": "rows",
         "ShardedMLP": "model",
         "Topology": "comms.topology",
         "attention": "stage.attention",
@@ -78,6 +76,5 @@ __getattr__, __dir__ = lazy_exports(
     {
         **{name: name for name in ("checkpoint", "comms", "model", "partition", "plan", "schedule")},
         "cache": "engine.cache",
-        "microbatch": "stage.microbatch",
     },
 )

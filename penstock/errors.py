@@ -1,8 +1,13 @@
-"""The errors that Penstock raises, all subclasses of one; and the check for a whole number, with which many calls begin."""
+"""The errors that Penstock raises, all subclasses of one; its warnings; and the check for a whole number."""
 
+import inspect
+import warnings
 from collections.abc import Iterable
 from numbers import Integral
+from pathlib import Path
 from typing import TypeGuard
+
+_PACKAGE = str(Path(__file__).parent)
 
 
 class PenstockError(Exception):
@@ -40,3 +45,11 @@ class ResourceError(PenstockError):
 def is_whole_number(value: object, minimum: float = float("-inf")) -> TypeGuard[int]:
     """Return whether `value` is an integer, numpy's too, of `minimum` or more. True and False are not."""
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= minimum
+
+
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line that has called this package."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)

@@ -4,7 +4,7 @@ r"""Text from a model that is cut over ranks: pass after pass of forwards, each 
                          \    \       /           \    \       /
     rank 1   compare      1F0  1F1  tokens         1F0  1F1  tokens     ..
 
-Two microbatches of rows on two ranks. A pass is the forwards of an evaluation without its handshake: the options are compared
+Two microbatches of rows on two ranks. A pass is the forwards of an evaluation without its agreement: the options are compared
 once. The logits stay on the last stage's rank, which chooses a token for each row and sends it to all ranks.
 
 If every layer supports the cache (`cache.py`), the first pass brings the prompt and each further one the newest token. If not,
@@ -15,25 +15,25 @@ runs a prompt for the cache in slices: the first ones reach the last stage while
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.batch.agreement import hash48
+from penstock.batch.call import Call
+from penstock.batch.pieces import split_sizes, token_lengths
 from penstock.comms.control_group import convert_transport_errors
 from penstock.comms.transport.channels import Channels
 from penstock.engine.actions import messages_of
-from penstock.engine.batch import StepCall, split_batch
 from penstock.engine.cache import TokenCache, max_context, supports_incremental_decoding
 from penstock.engine.clock import ActionClock
-from penstock.engine.sequence import slice_lengths
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
-from penstock.guards.digest import hash48
 from penstock.mesh.fsdp import begin_step_and_prefetch
 from penstock.randomness import mix_seed
 from penstock.schedule.table import Action, Kind
-from penstock.stage.microbatch import split_sizes
 from penstock.trees import tensors
 
 
@@ -49,12 +49,12 @@ class GenerationOptions(NamedTuple):
     def validate(self) -> "GenerationOptions":
         """Return the same options with Python's integers. Raise MismatchError for a value out of range."""
         integers = dict[str, int]()
-        for name, least, optional in (("max_new_tokens", 1, False), ("top_k", 1, True), ("eos", 0, True), ("seed", 0, False)):
+        for name, minimum, optional in (("max_new_tokens", 1, False), ("top_k", 1, True), ("eos", 0, True), ("seed", 0, False)):
             value = getattr(self, name)
             if value is None and optional:
                 continue
-            if not is_whole_number(value, least):
-                allowed = f"a whole number of {least} or more{' or None' if optional else ''}"
+            if not is_whole_number(value, minimum):
+                allowed = f"a whole number of {minimum} or more{' or None' if optional else ''}"
                 raise MismatchError(f"generate() takes {allowed} as {name}, got {value!r}")
             integers[name] = int(value)
 
@@ -86,8 +86,12 @@ def generate_text(
 ) -> Tensor:
     """Return the text, prompt included: see `Pipeline.generate`."""
     channels = engine.open_channels()  # opened first: only then do the other ranks learn of a mistake made on this one
-    engine.check_model()
+    engine.parameters.check_initialised()
     options = options.validate()
+    if engine.reader.forward is not None:
+        defaults = GenerationOptions(max_new_tokens=0)
+        given = [name for name, value in options._asdict().items() if value != getattr(defaults, name)]
+        engine.reader.forward.check_options("generate()", given, 1)
     if engine.position.cp_size > 1:
         raise MismatchError("generate() does not cut tokens along cp: build a pipeline of the same weights without that axis")
     if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2 or not tokens.numel():
@@ -152,14 +156,15 @@ class TextGeneration:
 
         # 2. The forwards.
         slices = engine.schedule.slices if self._cuts_prompt and self._uses_cache and num_inputs > 1 else 1
-        call = StepCall(False, (tokens,), self._model_kwargs(num_inputs), None, 0, False, rows_dim=self.rows_dim)
-        call = call._replace(slices=slices, sequence_dim=1 - self.rows_dim)
-        batch = split_batch(call, engine.position, engine.schedule, forward_signature=engine.forward_signature)
-        self._batch = batch._replace(slice_lengths=slice_lengths(slices, num_inputs))
+        layout = engine.layout._replace(sequence_dim=1 - self.rows_dim)
+        reader = replace(engine.reader, layout=layout, token_parts=slices)
+        self._batch = reader.read(Call("generate()", False, (tokens,), self._model_kwargs(num_inputs)))
+        self._slice_lengths = token_lengths(slices, num_inputs)
         program = self.program if slices == 1 else engine.programs.select(False, len(self.sizes))
         self._new_tokens: dict[int, Tensor] = {}  # by microbatch
         channels.begin_step([("generate", self.text.shape[0], num_inputs, slices, rows) for rows in self.sizes])
-        engine.run_program(program.lines, {Kind.F: self._forward}, channels, ActionClock())
+        functions = engine.step_functions({Kind.F: self._forward}, channels)
+        engine.run_program(program.lines, functions, channels, ActionClock())
 
         # 3. The new tokens, on all ranks.
         column = self._exchange_tokens()
@@ -178,10 +183,11 @@ class TextGeneration:
     def _forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run a forward. Return a message for each receiver; none on the last stage, whose logits become tokens."""
         _, index, microbatch, slice_ = action
-        lengths = self._batch.slice_lengths
+        lengths = self._slice_lengths
+        inputs = values if index else self._batch.inputs_of(action)
         stage, position = self.engine.stages[index], self.text.shape[1] - self._num_inputs + sum(lengths[:slice_])
         with self._caches[index, microbatch].forward_at(position) if self._uses_cache else nullcontext():
-            output = stage.forward(microbatch, self._batch.forward_inputs(action, values), with_backward=False)
+            output = stage.forward(microbatch, inputs, with_backward=False)
         if index < self.engine.schedule.stages - 1:
             return messages_of(stage, output)
         if slice_ < len(lengths) - 1:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.batch.pieces import split_sizes
 from penstock.comms.topology import CPU
 from penstock.engine import cache
 from penstock.errors import MismatchError
 from penstock.randomness import mix_seed, preserve_generator_state
 from penstock.stage.attention import attention
-from penstock.stage.microbatch import split_sizes
 
 
 class _SeededBuilder:

@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from penstock import comms
+from penstock.batch.call import Call
 from penstock.comms.control_group import ControlGroup, shared_control_group
 from penstock.comms.topology import Topology
-from penstock.engine.batch import StepCall
 from penstock.engine.build import PlanLike, build_engine, materialise_stages, parse_arguments
 from penstock.engine.clock import measure_own_clock_skew
 from penstock.engine.hints import ModuleMisuseHints, add_backward_hint
 from penstock.engine.last_step import LastStep
-from penstock.engine.loss import LossChecks, Reduction
+from penstock.engine.loss import Reduction
 from penstock.engine.model_partition import OriginalModel, partition_model
 from penstock.engine.optimizers import check_elementwise_optimizer, norm_type_of_caller, optimizer_list, optimizer_of_caller
 from penstock.engine.rank_comparison import compare_ranks
@@ -31,15 +31,16 @@ from penstock.explain.explain import MeasuredTimeline
 from penstock.generate import GenerationOptions, generate_text
 from penstock.guards import outdated_weights
 from penstock.guards.attention import check_attention
-from penstock.guards.nonfinite import OnNonfinite
+from penstock.guards.nonfinite import NonFinitePolicy, OnNonfinite, check_on_nonfinite
+from penstock.guards.observers import make_observers
 from penstock.guards.reachable_objects import find_shared_objects
-from penstock.guards.shared_state import SharedStateCheck
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import mesh_position
 from penstock.mesh.sampler import GroupSampler, ReplicaSampler
 from penstock.mesh.tensor_parallel import TensorParallelPlan
 from penstock.partition.materialise import Init
 from penstock.plan.grouping import Cost, Limit
+from penstock.plan.list_order import comparable_order, microbatch_order
 from penstock.plan.microbatch_costs import MicrobatchCosts
 from penstock.randomness import preserve_generator_state
 from penstock.rebuild import Redistribution, merge_arguments
@@ -171,6 +172,7 @@ class Pipeline(ModuleMisuseHints):
         self.loss_fn, self.loss_weight, self.reduction, self.scaler = loss_fn, loss_weight, reduction, scaler
         self.sequence_dim = sequence_dim
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
+        self._microbatch_costs: MicrobatchCosts | None = None  # fitted to steps over lists, the same on every rank
 
         world = topology or comms.init_distributed()
         self._control = shared_control_group(world)
@@ -186,6 +188,7 @@ class Pipeline(ModuleMisuseHints):
             self._control.add_mesh_groups(self._number, self.position.peer_groups)
 
             # 2. Check the arguments, then partition the model as rank 0 chooses.
+            check_on_nonfinite(on_nonfinite)
             recut = redistribution.recut if redistribution else None
             config = parse_arguments(model, arguments, self.topology.world_size, recut, self.position.cp_size)
             self.schedule, self.rows_dim, self.seed = config.schedule, config.rows_dim, config.arguments.seed
@@ -217,16 +220,15 @@ class Pipeline(ModuleMisuseHints):
 
             # 5. Connect them to those of other ranks.
             self._engine = build_engine(self._control, self.position, config, partition, comparison, modules, unset_names)
-            self._engine.shared_state = SharedStateCheck(
-                shared_objects, self.position, self.schedule.placement, self._engine.stages
-            )
-            self._engine.shared_tensors = outdated_weights.record_pipeline(
+            shared_tensors = outdated_weights.record_pipeline(
                 self._number,
                 self._original.stage_tensors(modules),
                 self._original.remote_tensors(modules),
                 comparison.changed_keys,
                 self.topology.world_size,
             )
+            self._observers = make_observers(self._engine, config, partition, comparison, shared_tensors, shared_objects)
+            self._engine.observe(self._observers.all)
 
         self._arguments = arguments | {"microbatches": self.schedule.microbatches}
         self._parameters = self._engine.parameters
@@ -236,13 +238,9 @@ class Pipeline(ModuleMisuseHints):
         self.cuts = list(partition.starts)  # where each stage but the first begins; empty if the stages were given
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
 
-        self._loss_checks: LossChecks | None = None  # on one rank that has the target
-        if loss_fn is not None and self.position.stage_rank_index == 0 and self.topology.rank == self.last_rank:
-            tokens_dim = sequence_dim if self._cuts_tokens else None
-            parts = self.position.cp_size if self.position.cp_size > 1 else self.slices
-            self._loss_checks = LossChecks(
-                loss_fn, reduction, loss_weight, self.schedule.microbatches, self.rows_dim, tokens_dim, parts
-            )
+        self._run_step = self._engine.step
+        if on_nonfinite is not None and self._observers.monitor is not None:
+            self._run_step = NonFinitePolicy(self._engine, self._observers.monitor, on_nonfinite).step
 
         self._options = ["model", *arguments, *all_build_options()]  # read-only from here on
 
@@ -285,7 +283,14 @@ class Pipeline(ModuleMisuseHints):
         there is an axis dp, cp or tp. If a checkpoint in the background could not be written, its error is raised here, once,
         before the step begins: call again to run the step.
         """
-        result = self._run(True, args, kwargs, target, user_scale=scale, losses_list=losses, wants_outputs=return_outputs)
+        call = Call("step()", True, args, kwargs, target, scale=scale, losses=losses, wants_outputs=return_outputs)
+        used = {
+            "target": target is not None,
+            "scale": scale != 1,
+            "losses": losses is not None,
+            "return_outputs": return_outputs,
+        }
+        result = self._run(call._replace(options=[name for name, is_used in used.items() if is_used]))
         loss = add_backward_hint(result.loss)
         return (loss, result.joined_outputs(self.rows_dim)) if return_outputs else loss
 
@@ -297,7 +302,8 @@ class Pipeline(ModuleMisuseHints):
         losses: list[Tensor] | None = None,
         scale: float = 1.0,
         limit: Limit = None,
-    ) -> Tensor:
+        return_outputs: bool = False,
+    ) -> Any:
         """A step over microbatches of any rows and lengths, as many as there are; the next step may have others.
 
             loss = pipe.step_microbatches([inputs[:9], inputs[9:12]], [targets[:9], targets[9:12]], order="planned")
@@ -326,9 +332,17 @@ class Pipeline(ModuleMisuseHints):
         of other rows, an order that is none or differs between ranks, one that does not keep `limit`, and for more microbatches
         than a schedule that is a table has.
         """
-        options = {"order": str(order) if order is None else order, "microbatch_costs": self._engine.microbatch_costs}
-        result = self._run(True, (inputs,), {}, targets, **options, losses_list=losses, user_scale=scale, limit=limit)
-        return add_backward_hint(result.loss)
+        call = Call("step_microbatches()", True, (inputs,), {}, targets, scale=scale, losses=losses, is_list=True)
+        rule = None if order == "given" and limit is None else self._order_rule(order, limit)
+        call = call._replace(order=comparable_order(order), limit=limit, order_rule=rule, wants_outputs=return_outputs)
+        result = self._run(call)
+        loss = add_backward_hint(result.loss)
+        return (loss, list(result.outputs) or None) if return_outputs else loss
+
+    def _order_rule(self, order: object, limit: Limit) -> Any:
+        """Return what chooses the order of a list's microbatches, from what they are like."""
+        table_of, costs = self._engine.programs.table, self._microbatch_costs
+        return lambda shapes: microbatch_order(order, shapes, table_of, costs, limit)
 
     def plan_costs(self) -> MicrobatchCosts:
         """Fit what a microbatch of any size takes to the lists that ran. All ranks call it, and get the same.
@@ -345,10 +359,10 @@ class Pipeline(ModuleMisuseHints):
         with self.collective("plan_costs()") as control:
             engine, position = self._engine, self.position
             offset = measure_own_clock_skew(control, engine.clock_ids).offset
-            summary = engine.microbatch_samples.summarize(position.pipeline.rank, offset)
+            summary = self._observers.samples.summarize(position.pipeline.rank, offset)
             summaries = control.all_gather_value(summary, "to fit the costs of microbatches")
             costs = MicrobatchCosts.merge(summaries, position.pipelines[0][0], self.schedule.placement)
-            engine.microbatch_costs = costs
+            self._microbatch_costs = costs
         return costs
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
@@ -359,7 +373,8 @@ class Pipeline(ModuleMisuseHints):
         Returns the outputs of the whole batch on the last stage's rank, None on the others; with a `target`, (outputs, loss),
         the loss on every rank. Raises as `step` does.
         """
-        result = self._run(False, args, kwargs, target, wants_outputs=True)
+        options = [] if target is None else ["target"]
+        result = self._run(Call("eval()", False, args, kwargs, target, wants_outputs=True, options=options))
         outputs = result.joined_outputs(self.rows_dim)
         return outputs if target is None else (outputs, result.loss)
 
@@ -368,7 +383,7 @@ class Pipeline(ModuleMisuseHints):
 
         Returns the list of their outputs on the last stage's rank, None on the others; with `targets`, (outputs, loss).
         """
-        result = self._run(False, (inputs,), {}, targets, order="given", wants_outputs=True)
+        result = self._run(Call("eval_microbatches()", False, (inputs,), {}, targets, is_list=True, wants_outputs=True))
         outputs = list(result.outputs) or None
         return outputs if targets is None else (outputs, result.loss)
 
@@ -419,6 +434,7 @@ class Pipeline(ModuleMisuseHints):
             self.topology.context.activity.during_step(self.step_count, False),
         ):
             self._check_not_ended()
+            self._check_attributes()
             return generate_text(self._engine, tokens, kwargs, generation_options, on_token, self.rows_dim)
 
     def rebuild(
@@ -492,23 +508,18 @@ class Pipeline(ModuleMisuseHints):
         for module in self.stages.values():
             module.zero_grad(set_to_none)
 
-    def _run(self, training: bool, args: Any, kwargs: dict[str, Any], target: Any, **call_options: Any) -> StepResult:
-        """Run one training step or evaluation on all ranks, and the checks after it."""
+    def _run(self, call: Call) -> StepResult:
+        """Run one training step or evaluation on all ranks."""
+        training = call.is_training
         if training and self.report is not None and any(self.report.background_save_failed):
             self._engine.settle_background_save()
 
-        loss_settings = self.loss_fn is not None, self.reduction, self.loss_weight, self.seed, self.scaler
-        gradient_factor = self._engine.gradient_factor
-        if training:
-            call_options |= {
-                "gradient_factor": gradient_factor.measure_factor(),
-                "weights_changed": gradient_factor.weights_changed(),
-                "rowwise_check": self._loss_checks and self._loss_checks.rowwise_check,
-            }
-            if self._original.cuttable is not None:
-                call_options["training_mode"] = self._original.cuttable.model.training
-        call_options |= {"rows_dim": self.rows_dim, "sequence_dim": self.sequence_dim, "slices": self.slices}
-        call = StepCall(training, args, kwargs, target, self.step_count, *loss_settings, **call_options)
+        is_evaluated = training and self._original.cuttable is not None and not self._original.cuttable.model.training
+        call = call._replace(
+            steps_before=self.step_count,
+            scaler=self.scaler if training else None,
+            mode="evaluation mode" if is_evaluated else "training mode",
+        )
 
         # Layers with a seed of the pipeline's do not advance the user's generator.
         has_own_seed = training and self.seed is not None
@@ -522,24 +533,18 @@ class Pipeline(ModuleMisuseHints):
             random_state,
         ):
             self._check_not_ended()
-            result = self._engine.step(call)
+            result = self._run_step(call)
             self.step_count += training
 
-        if training:
-            gradient_factor.record_gradients()
-            if self._original.cuttable is not None and self.topology.world_size > 1:
-                outdated_weights.refuse_outdated_use(self._original.cuttable.model)
-        if self._loss_checks is not None:
-            self._loss_checks.check_after_step(target, call.order is not None)
         self._engine.last_result = result._replace(outputs=())  # not kept alive: they are the caller's
-        if call.losses_list is not None:
-            call.losses_list[:] = result.losses
+        if call.losses is not None:
+            call.losses[:] = result.losses
         return result
 
     @property
     def last(self) -> LastStep:
         """The last step: `report`, `metrics()`, `timeline()`, `clock_error`, and `lines()`."""
-        return LastStep(self._engine, self.collective)
+        return LastStep(self._engine, self._observers.memory, self.collective)
 
     @property
     def report(self) -> StepReport | None:
@@ -567,6 +572,11 @@ class Pipeline(ModuleMisuseHints):
                 yield self._control
         finally:
             self._call_lock.release()
+
+    def _check_attributes(self) -> None:
+        """Raise MismatchError for attributes that differ from when the model was cut."""
+        if self._original.cuttable is not None:
+            self._original.cuttable.attributes.check_unchanged_since_cut()
 
     def _check_not_ended(self) -> None:
         """Raise LostRankError once a failure has closed the process groups of this pipeline's mesh."""
@@ -720,7 +730,7 @@ class Pipeline(ModuleMisuseHints):
         """
         norms = self._exchange_gradient_norms(norm_type, max_norm)
         total = self._parameters.clip_grads(norms, max_norm, float(norm_type))
-        self._engine.gradient_factor.record_gradients()
+        self._observers.gradient_factor.record_gradients()
         return total
 
     def _exchange_gradient_norms(self, norm_type: float, max_norm: float = 0.0) -> list[Any]:

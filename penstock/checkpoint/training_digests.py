@@ -205,7 +205,7 @@ def reproducibility_conditions(pipe: Pipeline) -> dict[str, Any]:
     return {
         "dp": pipe.position.replicas,
         "cp": pipe.position.cp_size,
-        "tp": pipe.position.num_ranks_per_stage // len(pipe.position.batch_part_pipelines),
+        "tp": pipe.position.num_ranks_per_stage // len(pipe.position.batch_parts),
         "sharded": any(hasattr(parameter, "placements") for parameter in pipe.parameters()),
         "order": _gradient_sum_order(pipe),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -1,10 +1,7 @@
 """One step of one rank, from the user's call to the loss: `step.py` is the story, read it first.
 
-step               one step: split, send a header, handshake, run, average, conclude
-batch              the call, this rank's share of the batch, and the header
-handshake          what all ranks agree on before data flows
-microbatch_list    a batch that comes as a list of microbatches
-sequence           the tokens of a batch, and the part of them that one rank takes
+step               one step: cut, send a row, agree, run, average, report
+observers          what looks on at steps: the moments, and the list of an engine
 actions            what F, B, I and W do in a step; where gradients are scaled
 clock              when every action ran, on a clock that all ranks share
 activation_memory  the bytes that a microbatch keeps alive

@@ -6,97 +6,141 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.batch.agreement import Agreed
+from penstock.batch.call import Call, LocalBatch
+from penstock.batch.pieces import Layout, Piece, check_output_rows, check_output_tokens, join, scalars_to_floats
 from penstock.comms.control_group import WaitError
 from penstock.comms.process_groups import is_transport_error
-from penstock.engine.batch import LocalBatch
-from penstock.engine.handshake import HandshakeResult
 from penstock.engine.report import MicrobatchLosses
 from penstock.errors import MismatchError, PenstockError, StageError
+from penstock.mesh.context_parallel import ContextParallelAttention
+from penstock.randomness import mix_in
 from penstock.schedule.table import Action, Kind
-from penstock.stage.microbatch import check_output_rows, check_output_tokens, scalars_to_floats
+from penstock.stage.attention import attention_context
+from penstock.stage.sliced_attention import SequenceSlice
 from penstock.stage.stage import Stage
 from penstock.trees import map_tensors
 
-ActionFunctions = Mapping[Kind, Callable[[Action, Sequence[Any]], Sequence[Any]]]  # (action, received values) -> messages
+ActionFunction = Callable[..., Any]  # (action, received values) -> messages
+ActionFunctions = Mapping[Kind, ActionFunction]
 
 
 class EarlyForward(NamedTuple):
-    """A forward of the first stage that ran before the handshake."""
+    """A forward of the first stage that ran before all ranks' rows had arrived."""
 
-    number: int  # of the microbatch, or of its slice
     messages: list[Sequence[Any]]  # one entry, until it is sent
     auxiliary_losses: list[Tensor]
 
 
 class StepActions:
-    """The actions of one step on this rank's `stages`. The model's last stage is `last_stage`."""
+    """The actions of one step on this rank's `stages`. The model's last stage is `last_stage`.
+
+    `grad_scale`: of all gradients. `attention`: of ranks along cp.
+    """
 
     def __init__(
         self,
         stages: Mapping[int, Stage],
         last_stage: int,
+        layout: Layout,
+        call: Call,
         batch: LocalBatch,
-        handshake_result: HandshakeResult,
-        early_forward: EarlyForward | None,
+        grad_scale: float,
+        attention: ContextParallelAttention | None,
     ) -> None:
-        self.stages, self.last_stage, self.batch, self.handshake_result = stages, last_stage, batch, handshake_result
-        self.program, self.loss_shares = handshake_result.program, handshake_result.loss_shares
-        self.forward_only_microbatches = handshake_result.forward_only_microbatches
-        # By microbatch; if tokens are cut, by the number of a slice among those of all microbatches.
+        self.stages, self.last_stage, self.layout = stages, last_stage, layout
+        self.call, self.batch, self.grad_scale, self.attention = call, batch, grad_scale, attention
+        self.agreed: Agreed  # set by `begin`
+        # By number of the piece.
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}  # if the call wants them
-        self.auxiliary_losses: list[tuple[int, Tensor]] = []  # microbatch, loss
-
-        for stage in stages.values():
-            stage.replication.backwards_match = handshake_result.same_on_replicas
-
-        if early_forward is not None and early_forward.number // batch.num_slices in self.forward_only_microbatches:
-            stages[0].in_flight.pop(early_forward.number, None)
-        elif early_forward is not None:
-            self.auxiliary_losses += [(early_forward.number, loss) for loss in early_forward.auxiliary_losses]
+        self.auxiliary_losses: list[tuple[int, Tensor]] = []
 
     @property
     def functions(self) -> ActionFunctions:
         """The function that runs an action, by its kind."""
+        if self.attention is not None:
+            return dict.fromkeys(Kind, self._run_along_cp)
         return {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward, Kind.W: self.backward_weight}
+
+    def _run_along_cp(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
+        """Run an action of ranks that share the tokens of its microbatch."""
+        assert self.attention is not None
+        self.attention.begin_action(self.agreed.pieces[action.microbatch].lengths, self.layout.sequence_dim)
+        functions = {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward, Kind.W: self.backward_weight}
+        with attention_context(self.attention):
+            return functions[action.kind](action, values)
+
+    def early_forward(self, is_split: bool) -> ActionFunction:
+        """Return the function that runs the first forward of the first stage, with what this rank knows by itself."""
+        piece, has_backward = self.batch.first_piece(), self.call.is_training
+
+        def forward(action: Action, values: Sequence[Any]) -> Sequence[Any]:
+            return messages_of(self.stages[0], self._forward(action, 0, piece, values, has_backward, is_split))
+
+        return forward
+
+    def begin(self, agreed: Agreed, early_forward: EarlyForward | None) -> None:
+        """Take what all ranks know, and what has run before."""
+        self.agreed = agreed
+        for stage in self.stages.values():
+            stage.replication.backwards_match = agreed.same_on_replicas
+        if early_forward is not None and 0 in agreed.forward_only:
+            self.stages[0].in_flight.pop(0, None)
+        elif early_forward is not None:
+            self.auxiliary_losses += [(0, loss) for loss in early_forward.auxiliary_losses]
 
     def forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run a forward. Return a message for each receiver; none on the last stage, whose output becomes the loss."""
-        _, index, microbatch, _ = action
-        stage, batch = self.stages[index], self.batch
-        number = action.index_among_slices(batch.num_slices)
-        has_backward = batch.training and microbatch not in self.forward_only_microbatches
-        is_split = action[1:] in self.program.split_backwards
+        agreed, number = self.agreed, action.index_among_slices(self.batch.num_slices)
+        stage, piece, counts = self.stages[action.stage], agreed.pieces[number], action.microbatch not in agreed.forward_only
+        has_backward = self.call.is_training and counts
 
-        inputs, seed = batch.forward_inputs(action, values), batch.microbatch_seed(number)
-        output = stage.forward(number, inputs, seed, has_backward, is_split, batch.sequence_slice(action))
-        if stage.auxiliary_losses and (self.handshake_result.sequence_lengths or batch.slice_lengths):
+        output = self._forward(action, number, piece, values, has_backward, action[1:] in agreed.program.split_backwards)
+        if stage.auxiliary_losses and piece.lengths:
             raise MismatchError(
                 "an auxiliary loss of a part of the tokens is not one of all: use a mesh without cp and slices=1, or add it to "
                 "the loss"
             )
-        if stage.auxiliary_losses and microbatch not in self.forward_only_microbatches:
-            self.auxiliary_losses += [(microbatch, loss) for loss in stage.auxiliary_losses]
-        if index < self.last_stage:
+        if stage.auxiliary_losses and counts:
+            self.auxiliary_losses += [(number, loss) for loss in stage.auxiliary_losses]
+        if action.stage < self.last_stage:
             return messages_of(stage, output)
 
-        if batch.call.wants_outputs:
-            check_output_rows(output, self.handshake_result.microbatch_rows[microbatch], batch.call.rows_dim)
-            if batch.slice_lengths:
-                check_output_tokens(output, batch.slice_lengths[action.slice], batch.call.sequence_dim)
-            self.outputs[number] = map_tensors(Tensor.detach, output)
-
-        if batch.targets and microbatch not in self.forward_only_microbatches:
-            counts = self.loss_shares[number] > 0  # if not, other tokens of its rows do
-            self.losses[number] = stage.loss(number, output, batch.targets[number], has_backward, counts)
-            if counts and batch.call.rowwise_check is not None and microbatch == 0:  # no microbatch has more rows
-                batch.call.rowwise_check.probe(output, batch.targets[number])
+        if self.call.wants_outputs:
+            self._keep_output(number, piece, output)
+        if self.batch.targets and counts:
+            has_weight = piece.share > 0  # if not, other tokens of its rows do
+            self.losses[number] = stage.loss(number, output, self.batch.target_of(piece), has_backward, has_weight)
         return ()
+
+    def _forward(
+        self, action: Action, number: int, piece: Piece, values: Sequence[Any], has_backward: bool, is_split: bool
+    ) -> Any:
+        batch, is_sliced = self.batch, self.batch.num_slices > 1
+        inputs = values if action.stage else batch.inputs_of(action)
+        slice_ = SequenceSlice(*action[2:], piece.lengths, self.layout.sequence_dim) if is_sliced else None
+        return self.stages[action.stage].forward(number, inputs, self.seed_of(piece), has_backward, is_split, slice_)
+
+    def seed_of(self, piece: Piece) -> int | None:
+        """Return the seed of a microbatch's random numbers, by its number in the batch or list, whatever the order."""
+        if self.batch.seed is None:
+            return None
+        first = self.batch.first_microbatch
+        return mix_in(self.batch.seed, (self.agreed.first_microbatch if first is None else first) + piece.microbatch)
+
+    def _keep_output(self, number: int, piece: Piece, output: Any) -> None:
+        """Keep a piece's output, detached. Raise MismatchError if it cannot be joined with the others."""
+        if piece.rows:
+            check_output_rows(output, piece.rows, self.layout.rows_dim)
+        if self.batch.num_slices > 1:
+            check_output_tokens(output, piece.lengths[piece.slice], self.layout.sequence_dim)
+        self.outputs[number] = map_tensors(Tensor.detach, output)
 
     def backward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run a full backward, or one to the inputs only. Return the gradients for each source of the stage's inputs."""
         number = action.index_among_slices(self.batch.num_slices)
-        stage, weight = self.stages[action.stage], self.loss_shares[number] * self.batch.grad_scale
+        stage, weight = self.stages[action.stage], self.agreed.pieces[number].share * self.grad_scale
 
         if action.stage == self.last_stage:  # the only place where gradients are scaled
             seed = torch.full_like(self.losses[number], weight)
@@ -107,32 +151,42 @@ class StepActions:
         return [
             # One gradient, the common case, is sent without a list around it: see `flatten_gradients`.
             message[0] if len(message) == 1 and message[0] is not None else message
-            for message in stage.backward(number, gradients, action in self.program.last_backwards, weight)
+            for message in stage.backward(number, gradients, action in self.agreed.program.last_backwards, weight)
         ]
 
     def backward_weight(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Add the weights' gradients that the microbatch's I has left."""
         number = action.index_among_slices(self.batch.num_slices)
-        self.stages[action.stage].backward_weight(number, action in self.program.last_backwards)
+        self.stages[action.stage].backward_weight(number, action in self.agreed.program.last_backwards)
         return ()
 
-    def microbatch_losses(self) -> MicrobatchLosses:
-        """Return the losses as numbers, for the other ranks; each microbatch's own, over its slices, only if a rank wants them.
+    # -- after the last action -----------------------------------------------------------------------------------------
 
-        Microbatches of a list have the numbers that they have there.
+    def joined_outputs(self) -> list[Any]:
+        """Return the outputs of each microbatch, in the order of the user's batch or list; slices joined along the tokens."""
+        outputs, slices = [self.outputs[number] for number in self.agreed.in_given_order if self.outputs], self.batch.num_slices
+        if slices == 1:
+            return outputs
+        rows = [outputs[first : first + slices] for first in range(0, len(outputs), slices)]
+        return [join(row, self.layout.sequence_dim) for row in rows]
+
+    def microbatch_losses(self) -> MicrobatchLosses:
+        """Return the losses as numbers, for the other ranks; each microbatch's own, over its pieces, only if a rank wants them.
+
+        Microbatches have the numbers that they have in the user's batch or list.
         """
-        order = self.batch.order or range(len(self.handshake_result.microbatch_rows))
+        pieces = self.agreed.pieces
         own_losses: dict[int, float] = {}
-        if self.handshake_result.wants_losses:
+        if self.agreed.wants_losses:
             values = scalars_to_floats([*self.losses.values()])
             for number, value in zip(self.losses, values, strict=True):
-                index, term = order[number // self.batch.num_slices], value * self.handshake_result.token_shares[number]
+                index, term = pieces[number].microbatch, value * pieces[number].token_share
                 own_losses[index] = own_losses[index] + term if index in own_losses else term
 
-        auxiliary = self.auxiliary_losses if self.loss_shares else []
+        auxiliary = self.auxiliary_losses if self.agreed.has_loss else []
         values = scalars_to_floats([loss for _, loss in auxiliary])
-        rows = zip(auxiliary, values, strict=True)
-        return MicrobatchLosses(own_losses, [(order[number], value, self.loss_shares[number]) for (number, _), value in rows])
+        rows = [(pieces[number], value) for (number, _), value in zip(auxiliary, values, strict=True)]
+        return MicrobatchLosses(own_losses, [(piece.microbatch, value, piece.share) for piece, value in rows])
 
 
 def flatten_gradients(messages: Sequence[Any]) -> Sequence[Tensor | None]:

@@ -10,7 +10,7 @@ Not seen: memory that code takes without torch's operations, and what compiled c
 it is not measured; a compiled function inside a stage seems to keep nothing.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,13 +18,14 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from penstock.batch.agreement import MAX_KINDS, Agreed
+from penstock.engine.actions import ActionFunction
+from penstock.engine.observers import ObservedStep, Observer, StepFunctions
 from penstock.schedule.memory import ActivationSize
 from penstock.schedule.table import Action, Kind
 from penstock.stage.stage import Stage
 from penstock.torch_private import TorchDispatchMode, is_compiled, preload_dynamo, storage_key
 from penstock.trees import leaves
-
-ActionFunction = Callable[..., Any]  # (action, received values) -> messages
 
 
 class StorageSet:
@@ -75,18 +76,16 @@ class _OutputRecorder(TorchDispatchMode):
 
 
 class MemoryMeasurement:
-    """Measures what one microbatch keeps on each of a rank's `stages` while a training step runs.
+    """Measures what microbatches keep on each of a rank's `stages` while a training step runs, with all their `slices`.
 
-    It is the first microbatch to reach the stage that will have a backward, with all its `slices`. Recording takes time, so
-    only that one is slowed. Of a list, where each microbatch has another size, all are measured (`of_all`).
+    Recording takes time, so only the `microbatches` are slowed.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], slices: int = 1, of_all: bool = False) -> None:
+    def __init__(self, stages: Mapping[int, Stage], slices: int = 1) -> None:
         preload_dynamo()
         self._stages = {index: stage for index, stage in stages.items() if not any(map(is_compiled, stage.module.modules()))}
-        self._slices, self._of_all = slices, of_all
-        self._measured_microbatch: dict[int, int] = {}  # by stage
-        self._without_backward: frozenset[int] = frozenset()
+        self._slices = slices
+        self.microbatches: Collection[int] = (0,)
         # By stage and slice number.
         self._of_forward: dict[tuple[int, int], StorageSet] = {}  # until its backward
         self._around_input_backward: dict[tuple[int, int], tuple[StorageSet, StorageSet]] = {}  # alive before I, and after it
@@ -94,26 +93,28 @@ class MemoryMeasurement:
 
     @property
     def sizes(self) -> dict[int, ActivationSize]:
-        """The activation size of every stage, as its first measured microbatch had it."""
-        first = self._measured_microbatch
-        return {stage: size for (stage, number), size in self.sizes_by_microbatch.items() if number == first[stage]}
+        """The activation size of every stage, as the first microbatch had it."""
+        first = min(self.microbatches, default=0)
+        return {stage: size for (stage, number), size in self.sizes_by_microbatch.items() if number == first}
 
     def wrap_actions(self, functions: Mapping[Kind, ActionFunction]) -> dict[Kind, ActionFunction]:
         """Return the engine's function for each kind of action, with the measurement around it."""
         wrappers = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._backward_weight}
         return {kind: partial(wrappers[kind], function) for kind, function in functions.items()}
 
-    def skip_microbatches(self, forward_only_microbatches: frozenset[int]) -> None:
-        """Do not measure these, which have no backward. One of them may have run before the handshake."""
-        self._without_backward = forward_only_microbatches
-        for stage in [stage for stage, number in self._measured_microbatch.items() if number in forward_only_microbatches]:
-            del self._measured_microbatch[stage]
-            self._of_forward = {key: storages for key, storages in self._of_forward.items() if key[0] != stage}
+    def choose_microbatches(self, agreed: Agreed) -> None:
+        """Measure one microbatch of each size among those that have a backward. Number 0 may have run already."""
+        elements = [piece.elements for piece in agreed.pieces[:: self._slices]]
+        first_of_size = {
+            elements[number]: number for number in reversed(range(len(elements))) if number not in agreed.forward_only
+        }
+        self.microbatches = frozenset(first_of_size.values())
+        self._of_forward = {
+            key: value for key, value in self._of_forward.items() if key[1] // self._slices in self.microbatches
+        }
 
     def _forward(self, function: ActionFunction, action: Action, values: Any) -> Any:
-        if action.stage not in self._stages or action.microbatch in self._without_backward:
-            return function(action, values)
-        if self._measured_microbatch.setdefault(action.stage, action.microbatch) != action.microbatch and not self._of_all:
+        if action.stage not in self._stages or action.microbatch not in self.microbatches:
             return function(action, values)
 
         storages = self._of_forward[action.stage, action.index_among_slices(self._slices)] = StorageSet(leaves(values))
@@ -152,3 +153,39 @@ class MemoryMeasurement:
         key = stage, number // self._slices
         of_others = self.sizes_by_microbatch.get(key, ActivationSize(0, 0))
         self.sizes_by_microbatch[key] = ActivationSize(of_others.act + act, of_others.keep + keep)
+
+
+class MemoryObserver(Observer):
+    """Measures the first training step of each kind, and remembers what it has found of the last kinds."""
+
+    def __init__(self, stages: Mapping[int, Stage], slices: int) -> None:
+        self._stages, self._slices = stages, slices
+        self._sizes: dict[Any, Mapping[int, ActivationSize]] = {}  # by kind, the oldest first
+        self.measurement: MemoryMeasurement | None = None  # of the last step, if it was the first of its kind
+        self.sizes: Mapping[int, ActivationSize] = {}  # of the last step's kind: stage -> what a microbatch keeps
+
+    def start(self, step: ObservedStep) -> Sequence[float]:
+        """Begin to measure, if this rank has not seen such a step."""
+        self.measurement = MemoryMeasurement(self._stages, self._slices) if step.may_be_new else None
+        return ()
+
+    def compare(self, step: ObservedStep, rows: Any) -> None:
+        """Go on if it is the first of its kind; begin if only another rank's part is new."""
+        if not step.call.is_training or not step.agreed.is_new:
+            self.measurement = None
+            return
+        self.measurement = self.measurement or MemoryMeasurement(self._stages, self._slices)
+        self.measurement.choose_microbatches(step.agreed)
+
+    def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
+        """Measure around the actions."""
+        measurement = self.measurement
+        return functions if measurement is None else functions._replace(actions=measurement.wrap_actions(functions.actions))
+
+    def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
+        """Remember what was found."""
+        if self.measurement is not None:
+            self._sizes[step.agreed.kind] = self.measurement.sizes
+            while len(self._sizes) > MAX_KINDS:
+                del self._sizes[next(iter(self._sizes))]
+        self.sizes = self._sizes.get(step.agreed.kind, {})

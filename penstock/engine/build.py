@@ -14,20 +14,19 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock import partition, torch_private
+from penstock.batch.call import CallReader, ModelForward, first_stage_signature, kwargs_with_position_ids
+from penstock.batch.pieces import Layout, count_tokens, parse_slices
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.loss import check_reduction
 from penstock.engine.model_partition import ModelPartition, check_can_be_cut
 from penstock.engine.rank_comparison import RankComparisonResult
-from penstock.engine.sequence import first_stage_signature, kwargs_with_position_ids, parse_slices, sequence_length
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
-from penstock.guards.nonfinite import NonFiniteMonitor, check_on_nonfinite
-from penstock.guards.unregistered_uses import RemoteParameterUseCheck
 from penstock.mesh.parallelize import parallelize_stages
 from penstock.mesh.position import MeshPosition
 from penstock.partition.graph_stage import move_stage_to_device
 from penstock.partition.materialise import Init, has_meta_tensors, materialise
-from penstock.partition.rows import resolve_rows_dim
+from penstock.rows import resolve_rows_dim
 from penstock.schedule.catalog import build, did_you_mean, family_options
 from penstock.schedule.program import Program
 from penstock.schedule.proof import verify
@@ -39,7 +38,7 @@ from penstock.stage.attention import AttentionContext, AttentionWhileTracing, at
 from penstock.stage.connections import stage_connections
 from penstock.stage.rank_parameters import RankParameters
 from penstock.stage.recompute import Recompute
-from penstock.stage.replication import NoReplication, Replication
+from penstock.stage.replication import Replication
 from penstock.stage.stage import Stage
 from penstock.stage.tied_parameters import TiedParameters
 
@@ -109,7 +108,6 @@ def parse_arguments(
     check_reduction(config.loss_fn, config.reduction, config.loss_weight)
     if config.options:
         check_options(config.options, config.schedule, ["model", *arguments])
-    check_on_nonfinite(config.on_nonfinite)
     if (plan := config.plan) is not None:
         check_plan(plan, config.cuts, config.recompute, config.options)
         vars(config).update({name: getattr(plan, name) for name in PLAN_ARGUMENTS})
@@ -145,7 +143,7 @@ def _example_with_position_ids(model: nn.Module, config: Any) -> dict[str, Any]:
     """Return the example's keywords, with positions if the model takes them, as its steps will have them."""
     args = (config.example_args,) if isinstance(config.example_args, Tensor) else tuple(config.example_args or ())
     kwargs = config.example_kwargs or {}
-    length = sequence_length((args, kwargs), "the example", config.sequence_dim)
+    length = count_tokens((args, kwargs), "the example", config.sequence_dim)
     return kwargs_with_position_ids(first_stage_signature(model), args, kwargs, length)
 
 
@@ -290,7 +288,7 @@ def build_engine(
     `unset_names`: in the uncut model, of tensors that nothing has initialised.
     """
     arguments, names = config.arguments, comparison.names
-    aliases, remote_parameters = model_partition.first_name_by_alias(names), model_partition.remote_parameters(names)
+    aliases = model_partition.first_name_by_alias(names)
 
     # 1. The program. I and W right after each other are one B; skip connections add messages.
     def prove(schedule: Schedule, proved: Program | None = None) -> Program:
@@ -327,22 +325,20 @@ def build_engine(
         modules, names, aliases, model_partition.uncut_state_names, unset_names, model_partition.uncut_info
     )
 
-    # 4. Uses of what is elsewhere. A user's own DistributedDataParallel may give borrowed parameters a gradient of zeros.
-    if all(isinstance(replication, NoReplication) for replication in model_partition.replications.values()):
-        remote_parameters += tied.parameters_of_other_owners()
-    return Engine(
-        control,
+    # 4. What reads calls, and what runs them.
+    later_keywords = frozenset().union(*comparison.keywords[1:])
+    reader = CallReader(
         position,
-        RankPrograms(program, position.pipeline.rank, build_larger),
-        stages,
-        parameters,
-        tied,
-        NonFiniteMonitor(position.world.rank, stages, names) if arguments.on_nonfinite else None,
-        RemoteParameterUseCheck(position.world.rank, modules, remote_parameters),
-        config.cuttable.attributes if config.cuttable else None,
-        comparison.clock_ids,
-        arguments.on_nonfinite,
+        table,
+        Layout(config.rows_dim, arguments.sequence_dim, position.pipeline.device),
+        position.cp_size if position.cp_size > 1 else config.slices,
+        arguments.seed,
+        arguments.loss_fn is not None,
+        arguments.loss_weight,
+        ModelForward(modules[0], later_keywords) if 0 in modules else None,
     )
+    programs = RankPrograms(program, position.pipeline.rank, build_larger)
+    return Engine(control, position, programs, reader, stages, parameters, tied, arguments.reduction, comparison.clock_ids)
 
 
 def _build_stages(

@@ -75,7 +75,7 @@ Interval = tuple[float, float, float]  # start and end of an action, and when it
 class ActionClock:
     """Records the start and end of every action and the end of its sends, in seconds of this machine's monotonic clock."""
 
-    num_early = 0  # actions that ran before the handshake: the end of their sends says nothing
+    num_early = 0  # actions that ran before the rows were read: the end of their sends says nothing
 
     def __init__(self, offset: float = 0.0, previous_end: Any = None) -> None:
         self.offset = offset  # seconds, added to every time that is read

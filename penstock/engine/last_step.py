@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from penstock.comms.control_group import ControlGroup
+from penstock.engine.activation_memory import MemoryObserver
 from penstock.engine.clock import measure_own_clock_skew
 from penstock.engine.report import StepReport
 from penstock.engine.step import Engine
@@ -15,8 +16,10 @@ from penstock.timing.events import Event, MessageCost
 class LastStep:
     """Report, metrics and timeline of the engine's last step: `pipe.last`. `collective`: the pipeline's."""
 
-    def __init__(self, engine: Engine, collective: Callable[[str], AbstractContextManager[ControlGroup]]) -> None:
-        self._engine, self._collective = engine, collective
+    def __init__(
+        self, engine: Engine, memory: MemoryObserver, collective: Callable[[str], AbstractContextManager[ControlGroup]]
+    ) -> None:
+        self._engine, self._memory, self._collective = engine, memory, collective
 
     @property
     def report(self) -> StepReport | None:
@@ -64,7 +67,7 @@ class LastStep:
 
             intervals = zip(result.actions, result.clock.intervals(), strict=True)
             events = tuple(Event(position.pipeline.rank, action, *times) for action, times in intervals)
-            message = events, engine.clock_skew.error, result.activation_sizes
+            message = events, engine.clock_skew.error, self._memory.sizes
             messages = control.all_gather_value(message, "to tell their timelines")
 
         ranks = [position.pipeline.get_global_rank(rank) for rank in range(position.pipeline.world_size)]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
 
 PARAMETER_KEYS = ("params", "param_names")  # the keys of an optimizer's group that are no options
@@ -105,6 +106,23 @@ def make_scaler_flags_binary() -> None:
             optimizer.found_inf = found.clamp(max=1).reshape(())
 
     register_optimizer_step_pre_hook(make_flag)
+
+
+def read_grad_scale(scaler: torch.amp.GradScaler | None, topology: Topology) -> float:
+    """Return the scaler's scale. Raise MismatchError for a scaler that would skip steps on one rank alone."""
+    if scaler is None:
+        return 1.0
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # the import takes a second
+
+    if topology.world_size > 1 and scaler.is_enabled() and not isinstance(scaler, ShardedGradScaler):
+        raise MismatchError(
+            f"{type(scaler).__name__} would let each of {topology.world_size} ranks skip steps by itself: "
+            "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+        )
+    if topology.world_size > 1:
+        make_scaler_flags_binary()
+    scaler.scale(torch.ones((), device=topology.device))  # a scaler creates its scale at the first use
+    return scaler.get_scale()
 
 
 # -- which function iterates over the parameters --------------------------------------------------------------------------

@@ -9,17 +9,21 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from penstock.engine.actions import ActionFunctions
+from penstock.engine.observers import ObservedStep, Observer, StepFunctions
 from penstock.schedule.program import Transfer
 from penstock.schedule.table import Action, Kind
-
-Receive = Callable[[Transfer], Any]
-Send = Callable[[Transfer, Any], None]
+from penstock.torch_private import profiler_is_active
 
 
-def action_ranges(functions: ActionFunctions) -> ActionFunctions:
-    """Return the functions of a step's actions, with a range around each call."""
-    return {kind: partial(_run_in_range, function) for kind, function in functions.items()}
+class ProfilerRanges(Observer):
+    """Puts a range around each action and each message, while a profiler runs."""
+
+    def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
+        """Return the functions, with a range around each call."""
+        if not profiler_is_active():
+            return functions
+        actions = {kind: partial(_run_in_range, function) for kind, function in functions.actions.items()}
+        return StepFunctions(actions, partial(_receive_in_range, functions.receive), partial(_send_in_range, functions.send))
 
 
 def _run_in_range(function: Callable[..., Any], action: Action, values: Sequence[Any]) -> Any:
@@ -27,19 +31,14 @@ def _run_in_range(function: Callable[..., Any], action: Action, values: Sequence
         return function(action, values)
 
 
-def message_ranges(receive: Receive, send: Send) -> tuple[Receive, Send]:
-    """Return the functions that wait for a message and hand one over, with a range around each call."""
-    return partial(_receive_in_range, receive), partial(_send_in_range, send)
-
-
-def _receive_in_range(receive: Receive, transfer: Transfer) -> Any:
+def _receive_in_range(receive: Callable[[Transfer], Any], transfer: Transfer) -> Any:
     kind, stage, *_ = transfer.action
     receiver = transfer.skip_stage if transfer.skip_stage is not None else stage + 1 if kind is Kind.F else stage - 1
     with record_function(f"{receiver}RECV_{_direction(kind)}{transfer.action.microbatch_text}"):
         return receive(transfer)
 
 
-def _send_in_range(send: Send, transfer: Transfer, value: Any) -> None:
+def _send_in_range(send: Callable[[Transfer, Any], None], transfer: Transfer, value: Any) -> None:
     kind, stage, *_ = transfer.action
     with record_function(f"{stage}SEND_{_direction(kind)}{transfer.action.microbatch_text}"):
         send(transfer, value)

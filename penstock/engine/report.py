@@ -10,13 +10,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from penstock.batch.pieces import Piece, join
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.clock import ActionClock
-from penstock.guards.nonfinite import NonFiniteOrigin
 from penstock.mesh.position import MeshPosition
-from penstock.schedule.memory import ActivationSize
 from penstock.schedule.table import Action
-from penstock.stage import microbatch
 
 NO_LOSS = -1  # in place of a dtype
 LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -32,8 +30,6 @@ class StepReport(NamedTuple):
     averaging: tuple[float, ...] = ()  # seconds from the last action until gradients were the replicas' mean
     background_save_failed: tuple[float, ...] = ()  # 1 if the rank knows that a checkpoint in the background failed, else 0
     preempted: tuple[float, ...] = ()  # 1 if the rank was asked to save and leave (comms/preemption.py), else 0
-    nonfinite_found: tuple[float, ...] = ()  # 1 if the rank found a value that was not finite, 0 also if it did not look
-    shared_state_changed: tuple[float, ...] = ()  # 1 if a forward of the rank changed an object that other stages use
     skipped: bool = False  # left no trace, since a value was not finite
     nonfinite: str = ""  # what was not finite, and where, if the step was skipped or run once more
 
@@ -57,12 +53,11 @@ class StepResult(NamedTuple):
     report: StepReport
     actions: Sequence[Action]  # what this rank ran
     clock: ActionClock  # and when
-    activation_sizes: Mapping[int, ActivationSize]  # stage of this rank -> bytes that a microbatch keeps, if known
-    nonfinite_origin: NonFiniteOrigin | None = None
+    pieces: Sequence[Piece]  # by number
 
     def joined_outputs(self, rows_dim: int) -> Any:
         """Return the outputs of the whole batch, joined along its rows; None if there are none."""
-        return microbatch.join(self.outputs, rows_dim) if self.outputs else None
+        return join(self.outputs, rows_dim) if self.outputs else None
 
 
 class BackgroundSave(Protocol):
@@ -90,14 +85,10 @@ class RankSummary(NamedTuple):
     averaging: float
     background_save_failed: float
     preempted: float
-    nonfinite_found: float
-    shared_state_changed: float
 
 
-_REPORT_FIELDS = attrgetter(
-    *("busy", "memory", "between", "averaging", "background_save_failed", "preempted", "nonfinite_found"),
-    "shared_state_changed",
-)  # of a RankSummary, in the order of StepReport
+# Fields of a RankSummary, in the order of StepReport.
+_REPORT_FIELDS = attrgetter("busy", "memory", "between", "averaging", "background_save_failed", "preempted")
 
 
 class MicrobatchLosses(NamedTuple):
@@ -112,25 +103,28 @@ def gather_step_report(
     position: MeshPosition,
     last_rank: int,
     summary: RankSummary,
+    numbers: Sequence[float],
     losses: MicrobatchLosses,
     num_losses: int,
     wait_reason: str,
-) -> tuple[Tensor, list[Tensor], StepReport]:
-    """Exchange all ranks' summaries. Return the loss, the losses of the first `num_losses` microbatches, and the report.
+) -> tuple[Tensor, list[Tensor], StepReport, Sequence[Sequence[float]]]:
+    """Exchange all ranks' summaries.
 
+    Return the loss, the losses of the first `num_losses` microbatches, the report, and what each rank has given as `numbers`.
     `last_rank`: the one of each pipeline that has the last stage. All ranks call it, and get the same.
     """
-    summaries = [RankSummary(*row) for row in control.all_gather_row(summary, wait_reason)]
-    last_summaries = [summaries[ranks[last_rank]] for ranks in position.batch_part_pipelines]
+    rows = control.all_gather_row([*summary, *numbers], wait_reason)
+    summaries = [RankSummary(*row[: len(summary)]) for row in rows]
+    last_summaries = [summaries[ranks[last_rank]] for ranks in position.batch_parts]
 
     # 1. The terms of the loss. `fsum` is exact, so the result does not depend on which rank has which term.
     terms, microbatch_losses = [row.loss for row in last_summaries], list[float]()
     if num_losses or any(row.num_auxiliary_losses for row in summaries):
         rank_losses: list[MicrobatchLosses] = control.all_gather_value(losses, wait_reason)
-        counted_ranks = [rank for ranks in position.batch_part_pipelines for rank in ranks]
+        counted_ranks = [rank for ranks in position.batch_parts for rank in ranks]
         terms += [loss * share for rank in counted_ranks for _, loss, share in rank_losses[rank].auxiliary]
         first_part = position.replica * position.cp_size
-        parts = position.batch_part_pipelines[first_part : first_part + position.cp_size]
+        parts = position.batch_parts[first_part : first_part + position.cp_size]
         replica_losses = [rank_losses[rank] for ranks in parts for rank in ranks]
         microbatch_losses = [_microbatch_loss(replica_losses, number) for number in range(num_losses)]
 
@@ -143,7 +137,7 @@ def gather_step_report(
     active = [row for row in summaries if row.end]
     makespan = max(row.end for row in active) - min(row.start for row in active)
     report = StepReport._make([makespan, *zip(*map(_REPORT_FIELDS, summaries), strict=True), False, ""])
-    return loss, loss_list, report
+    return loss, loss_list, report, [row[len(summary) :] for row in rows]
 
 
 def _microbatch_loss(rank_losses: Sequence[MicrobatchLosses], number: int) -> float:
@@ -152,12 +146,9 @@ def _microbatch_loss(rank_losses: Sequence[MicrobatchLosses], number: int) -> fl
     return math.fsum([*shares, *(loss for losses in rank_losses for index, loss, _ in losses.auxiliary if index == number)])
 
 
-def local_loss_and_dtype(losses: Mapping[int, Tensor], shares: Sequence[float], order: Sequence[int]) -> tuple[float, int]:
-    """Return what this rank's microbatches add to the loss, and the index of its dtype; (0, NO_LOSS) without losses.
-
-    `order`: of a list of microbatches, whose losses are added in the order in which they were given.
-    """
-    terms = [losses[number] * shares[number] for number in sorted(losses, key=order.__getitem__ if order else None)]
+def local_loss_and_dtype(losses: Mapping[int, Tensor], pieces: Sequence[Piece], order: Sequence[int]) -> tuple[float, int]:
+    """Return what this rank's pieces add to the loss, in this `order`, and the index of its dtype; (0, NO_LOSS) without any."""
+    terms = [losses[number] * pieces[number].share for number in order if number in losses]
     if not terms:
         return 0.0, NO_LOSS
     loss = sum(terms[1:], terms[0])

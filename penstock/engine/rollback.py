@@ -10,21 +10,21 @@ from penstock.torch_private import buffer_slots
 
 
 class StepRollback:
-    """A context for one step: if it raises, gradients of `stages` are restored; with `include_state`, buffers and random
-    state too.
+    """A context for one step: if it raises, gradients of `stages` are restored; buffers and `device`'s random state too, if
+    that is given.
 
     A gradient that is None costs nothing. One that is being accumulated is copied: sums that begin anew would have other bits.
     """
 
-    def __init__(self, stages: Collection[Stage], device: torch.device, include_state: bool) -> None:
+    def __init__(self, stages: Collection[Stage], device: torch.device | None = None) -> None:
         parameters = {id(parameter): parameter for stage in stages for parameter in stage.parameters}
         gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
         self._gradients = [(parameter, grad, None if grad is None else grad.detach().clone()) for parameter, grad in gradients]
 
-        slots = [slot for stage in stages for slot in buffer_slots(stage.module)] if include_state else []
+        slots = [slot for stage in stages for slot in buffer_slots(stage.module)] if device is not None else []
         self._buffers = [(slot, slot.tensor.clone()) for slot in slots]
 
-        generators = {default_generator(device), torch.default_generator} if include_state else ()
+        generators = {default_generator(device), torch.default_generator} if device is not None else ()
         self._random_states = [(generator, generator.get_state()) for generator in generators]
 
     def __enter__(self) -> "StepRollback":

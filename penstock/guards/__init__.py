@@ -1,7 +1,9 @@
 """Checks of values, weights, parameters and attention, before, during and after a step.
 
 nonfinite          the first value that is not finite: where it is, and where it came from
-digest             digests of tensors, and the comparison of tied parameters by them
+observers          the list of them for a pipeline's engine, in their order
+digest             digests of tensors; the comparison of batches and of tied parameters by them
+loss               what steps show of a loss: a mean or a sum, microbatches that weigh alike
 gradient_factor    by what a rank has multiplied its gradients between two steps: all ranks must do it alike
 unregistered_uses  parameters that a stage uses but does not register
 reachable_objects  Python objects that several stages can reach

@@ -13,18 +13,21 @@ import ctypes
 import hashlib
 import math
 import zlib
-from collections.abc import Mapping
-from functools import cache, lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.batch.agreement import hash48
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.encoding import tensor_bytes
+from penstock.engine.observers import ObservedStep, Observer, Rows
 from penstock.errors import MismatchError
 from penstock.guards import is_power_of_two_or_zero
-from penstock.partition.rows import unwrap
+from penstock.mesh.position import MeshPosition
+from penstock.rows import unwrap
 from penstock.stage.tied_parameters import TiedParameters
 from penstock.trees import leaves
 
@@ -98,20 +101,67 @@ def _sample_bytes(tensor: Tensor) -> bytes:
     return tensor_bytes(values.contiguous())
 
 
-def hash48(data: bytes) -> int:
-    """Hash `data` to 48 bits, which a float64 holds exactly; the same in every process."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "little")
-
-
-cached_hash48 = lru_cache(256)(hash48)  # for data that repeats from step to step
-
-
 def describe_ranks_by_digest(digests: Mapping[str, str]) -> str:
     """Say which ranks have which digest, from the digest of each rank: "ranks 0/2 1b2c3d4e, rank 1 5f6a7b8c"."""
     ranks_by_digest: dict[str, list[str]] = {}
     for rank, digest in digests.items():
         ranks_by_digest.setdefault(digest, []).append(rank)
     return ", ".join(f"rank{'s' * (len(ranks) > 1)} {'/'.join(ranks)} {digest}" for digest, ranks in ranks_by_digest.items())
+
+
+class BatchComparison(Observer):
+    """Compares some values of the batches that several ranks were given: inputs must meet the target of the same rows.
+
+    `placement`: stage -> rank of a pipeline.
+    """
+
+    num_numbers = 2
+
+    def __init__(self, position: MeshPosition, placement: Sequence[int]) -> None:
+        self._position, self._first_rank = position, placement[0]
+        several = placement[0] != placement[-1] or len(position.pipelines[0]) > 1
+        self._is_compared = several and position.pipeline.rank in (placement[0], placement[-1])
+
+    def start(self, step: ObservedStep) -> Sequence[float]:
+        """Return hashes of inputs and target; 0 if they are not taken."""
+        return (hash_values(step.call.inputs), hash_values(step.call.target)) if self._is_compared else (0, 0)
+
+    def compare(self, step: ObservedStep, rows: Rows) -> None:
+        """Raise MismatchError, the same on every rank, if inputs of some rows would meet the target of others.
+
+        If every rank that reads the inputs was given their target, only targets are compared: inputs on ranks that do not read
+        them may differ, by a random crop for instance.
+        """
+        for replica, pipelines in enumerate(self._position.pipelines):
+            replica_ranks = [rank for ranks in pipelines for rank in ranks]
+            readers = [ranks[self._first_rank] for ranks in pipelines]
+            input_ranks = readers if all(rows[rank][1] for rank in readers) else replica_ranks
+            for name, index, ranks in (("target", 1, replica_ranks), ("inputs", 0, input_ranks)):
+                hashes = {rank: rows[rank][index] for rank in ranks if rows[rank][index]}
+                if len({*hashes.values()}) > 1:
+                    raise _other_batch_error(self._position.replica_prefix(replica), name, hashes)
+
+
+def _other_batch_error(prefix: str, name: str, hashes: Mapping[int, float]) -> MismatchError:
+    first_rank, expected = next(iter(hashes.items()))
+    rank = next(rank for rank, value in hashes.items() if value != expected)
+    return MismatchError(
+        f"{prefix}rank {rank}'s batch is another than rank {first_rank}'s: they were given different values as {name}. Give "
+        "both the same rows (pipe.sampler(dataset), one seed for all loaders, no batch skipped on one rank alone), or None "
+        "where they are not read"
+    )
+
+
+class TiedCopiesCheck(Observer):
+    """Compares the copies of tied parameters before training steps 0, 1, 2, 4, .., then every `MAX_STEPS_BETWEEN_CHECKS`."""
+
+    def __init__(self, control: ControlGroup, tied: TiedParameters) -> None:
+        self._control, self._tied = control, tied
+
+    def compare(self, step: ObservedStep, rows: Rows) -> None:
+        """Raise as `check_tied_copies`, if it is due."""
+        if step.call.is_training and self._tied.owners and is_tied_comparison_due(step.call.steps_before):
+            check_tied_copies(self._control, self._tied, step.call.steps_before)
 
 
 def is_tied_comparison_due(steps: int) -> bool:

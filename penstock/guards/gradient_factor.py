@@ -8,11 +8,14 @@ The first weight that has a gradient is remembered too: while it is unchanged, t
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.observers import ObservedStep, Observer, Rows
+from penstock.errors import warn_user
 from penstock.guards import is_power_of_two_or_zero
 from penstock.guards.outdated_weights import sample_bytes
 from penstock.stage.dtensor import local_shard
@@ -32,20 +35,57 @@ class TensorSnapshot(NamedTuple):
     values: Tensor
 
 
-class GradientFactorCheck:
+class GradientFactorCheck(Observer):
     """Measures by what the gradients of `parameters` were multiplied since `record_gradients`, if there are several ranks.
 
     Changed gradients are compared the 1st, 2nd, 4th, .. time only: comparing waits for a GPU.
     """
 
-    def __init__(self, parameters: RankParameters, num_ranks: int) -> None:
-        self._parameters, self._num_ranks = parameters, num_ranks
+    num_numbers = 2
+
+    def __init__(self, parameters: RankParameters, rank: int, num_ranks: int) -> None:
+        self._parameters, self._rank, self._num_ranks = parameters, rank, num_ranks
+        self._warned = set[str]()  # the warnings that have been given
         self._chosen = list[nn.Parameter]()  # whose gradients are remembered
         self._gradients: list[TensorSnapshot] = []
         self._num_changes = 0
         self._weight_versions: list[tuple[nn.Parameter, int]] = []  # of all that had a gradient, in steps 1, 2, 4, ..
         self._num_steps = 0
         self._first_weight: TensorSnapshot | None = None  # that has a gradient
+
+    def start(self, step: ObservedStep) -> Sequence[float]:
+        """Return the factor, and whether weights have changed."""
+        return (self.measure_factor(), self.weights_changed()) if step.call.is_training else (UNKNOWN, UNKNOWN)
+
+    def compare(self, step: ObservedStep, rows: Rows) -> None:
+        """Warn, once, if ranks have multiplied gradients by different numbers, or only some have changed their weights."""
+        factors = {rank: factor for rank, (factor, _) in enumerate(rows) if factor == factor}
+        if factors and max(factors.values()) > min(factors.values()) * (1 + 2 * TOLERANCE):
+            factor_list = ", ".join(f"by {factor:.3g} on rank {rank}" for rank, factor in factors.items())
+            self._warn_once(
+                "factors",
+                f"gradients were multiplied {factor_list}, as clipping by the norm of a list of parameters "
+                "does, which is one rank's: clip with pipe.clip_grad_norm_(max_norm), by the norm of the whole model",
+            )
+        changed, unchanged = (
+            "/".join(str(rank) for rank, (_, flag) in enumerate(rows) if flag == value) for value in (1.0, 0.0)
+        )
+        if changed and unchanged:
+            self._warn_once(
+                "steps",
+                f"weights have changed on rank {changed}, but none that had a gradient on rank {unchanged}: "
+                "call optimizer.step(), and all but what prints and logs, on all ranks",
+            )
+
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned and self._rank == 0:
+            warn_user(f"since the last step {text}")
+        self._warned.add(key)
+
+    def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
+        """Record the gradients of a training step."""
+        if step.call.is_training:
+            self.record_gradients()
 
     def record_gradients(self) -> None:
         """Record gradients and weights. Called when a step has ended, or the pipeline has clipped the gradients."""

@@ -21,8 +21,13 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from penstock.batch.call import Call
 from penstock.comms.control_group import ControlGroup
-from penstock.errors import MismatchError
+from penstock.engine.observers import ObservedStep, Observer, StepFunctions
+from penstock.engine.report import StepResult
+from penstock.engine.rollback import StepRollback
+from penstock.engine.step import Engine
+from penstock.errors import MismatchError, NonFiniteError, warn_user
 from penstock.schedule.table import Action, Kind
 from penstock.stage.dtensor import local_shard
 from penstock.stage.rank_parameters import RankParameters
@@ -36,8 +41,6 @@ CAUSE_TEXTS = {STATE: "and was before the step began", DATA: "which came with th
 OnNonfinite = Literal["raise", "skip", "retry"]
 LOSS = "the loss"
 SMALL_GRADIENT_ELEMENTS = 2**14  # gradients up to this size are tested after each backward, to know the microbatch
-
-ActionFunctions = Mapping[Kind, Callable[..., Any]]
 
 
 def check_on_nonfinite(on_nonfinite: OnNonfinite | None) -> None:
@@ -91,7 +94,7 @@ def nonfinite_kind_in_tree(tree: Any, may_be_mask: bool = True) -> str:
     return next(filter(None, (nonfinite_kind(tensor, may_be_mask) for tensor in tensors(tree))), "")
 
 
-class NonFiniteMonitor:
+class NonFiniteMonitor(Observer):
     """Tests what this rank's `stages` compute in a step. `names`: as in `RankParameters`.
 
     What is tested, in the order of an action:
@@ -103,9 +106,16 @@ class NonFiniteMonitor:
     Hooks exist during a step only. A compiled module is tested as a whole.
     """
 
-    def __init__(self, rank: int, stages: Mapping[int, Stage], names: Sequence[Mapping[str, str]]) -> None:
+    def __init__(
+        self,
+        control: ControlGroup,
+        stages: Mapping[int, Stage],
+        parameters: RankParameters,
+        names: Sequence[Mapping[str, str]],
+    ) -> None:
         self.first_value: NonFiniteValue | None = None
-        self._rank, self._stages, self._names = rank, stages, names
+        self._control, self._rank = control, control.topology.rank
+        self._stages, self._parameters, self._names = stages, parameters, names
         renamed = any(
             uncut != strip_compiled_prefix(stage_name) for stage_names in names for stage_name, uncut in stage_names.items()
         )
@@ -113,6 +123,7 @@ class NonFiniteMonitor:
 
         # Set for each step.
         self.is_active, self._checks_gradients, self._clock_offset = False, True, 0.0
+        self.origin: NonFiniteOrigin | None = None  # of what the last step has found, the same on every rank
 
         # Set for each action.
         self._action: Action | None = None  # that runs
@@ -126,7 +137,7 @@ class NonFiniteMonitor:
     @contextmanager
     def watch_step(self, check_gradients: bool, clock_offset: float) -> Iterator[None]:
         """Test values during a step. `clock_offset` is added to this rank's times."""
-        self.is_active, self.first_value = True, None
+        self.is_active, self.first_value, self.origin = True, None, None
         self._checks_gradients, self._clock_offset = check_gradients, clock_offset
         hooks = [hook for index, stage in self._stages.items() for hook in self._register_hooks(index, stage.module)]
         try:
@@ -136,17 +147,24 @@ class NonFiniteMonitor:
             for hook in hooks:
                 hook.remove()
 
-    def wrap_actions(self, functions: ActionFunctions) -> ActionFunctions:
-        """Return the engine's function for each kind of action, with the tests around it."""
+    def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
+        """Test around each action."""
         if not self.is_active:
             return functions
-        return {kind: partial(self._run_action, function) for kind, function in functions.items()}
+        actions = {kind: partial(self._run_action, function) for kind, function in functions.actions.items()}
+        return functions._replace(actions=actions)
 
-    def check_final_gradients(self) -> bool:
-        """Test all gradients, which are complete at the end of a step. Return whether anything was not finite."""
+    def end(self, step: ObservedStep) -> float:
+        """Test all gradients, which are complete at the end of a step. Return 1 if anything was not finite, else 0."""
         if self.is_active and self.first_value is None:
             self._check_weight_gradients(self._stages, SHARED)
-        return self.first_value is not None
+        return float(self.is_active and self.first_value is not None)
+
+    def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
+        """Look for the origin, together with all ranks, if one has found something."""
+        if any(numbers):
+            batch = {"inputs": step.batch.inputs, "target": step.batch.targets}
+            self.origin = find_origin(self._control, self, self._parameters, batch)
 
     def _register_hooks(self, index: int, module: nn.Module) -> Iterator[Any]:
         """Register a forward hook for every submodule of a stage that is not inside of a compiled one."""
@@ -303,3 +321,57 @@ def _nonfinite_inputs(batch: Mapping[str, Sequence[Any]]) -> Iterator[str]:
         for number, part in enumerate(microbatches):
             if kind := nonfinite_kind_in_tree(part):
                 yield f"the batch's {name} in microbatch {number} have {kind}"
+
+
+# -- what becomes of the step ---------------------------------------------------------------------------------------------
+
+
+class NonFinitePolicy:
+    """Runs the training steps of `engine`, and raises, skips the step, or runs it once more, as `on_nonfinite` says."""
+
+    def __init__(self, engine: Engine, monitor: NonFiniteMonitor, on_nonfinite: OnNonfinite) -> None:
+        self._engine, self._monitor, self._on_nonfinite = engine, monitor, on_nonfinite
+
+    def step(self, call: Call) -> StepResult:
+        """Run one step as `Engine.step`. Raises NonFiniteError, the same on every rank, once all have ended the step."""
+        if not call.is_training:
+            return self._engine.step(call)
+        self._engine.discard_step_state()  # reads the stages' parameters
+        with StepRollback(self._engine.stages.values(), self._engine.device) as rollback:
+            result = self._run(call)
+            origin = self._monitor.origin
+            return result if origin is None else self._handle(result, origin, call, rollback)
+
+    def _run(self, call: Call) -> StepResult:
+        """Run the step with the monitor on. A scaler expects gradients to overflow: they are not checked."""
+        check_gradients = call.scaler is None or not call.scaler.is_enabled()
+        with self._monitor.watch_step(check_gradients, self._engine.clock_skew.offset):
+            return self._engine.step(call)
+
+    def _handle(self, result: StepResult, origin: NonFiniteOrigin, call: Call, rollback: StepRollback) -> StepResult:
+        prefix = f"step {call.steps_before}: something is not finite"
+
+        # Running once more helps against neither parameters nor a batch that are not finite.
+        is_lost = origin.cause == STATE or (self._on_nonfinite == "retry" and origin.cause == DATA)
+        if self._on_nonfinite == "raise" or is_lost:
+            raise NonFiniteError(f"{prefix}, {CAUSE_TEXTS[origin.cause]}: {origin.text}")
+
+        rollback.restore()
+        if self._on_nonfinite == "skip":
+            self._warn_on_rank0(f"{prefix}, and the step is skipped: {origin.text}")
+            return result._replace(report=result.report._replace(skipped=True, nonfinite=origin.text))
+
+        result = self._run(call)
+        second_origin = self._monitor.origin
+        if second_origin is None:
+            self._warn_on_rank0(f"{prefix}, and was transient: run once more, the step is finite. {origin.text}")
+            return result._replace(report=result.report._replace(nonfinite=origin.text))
+        if second_origin.recurrence_key == origin.recurrence_key:
+            raise NonFiniteError(f"{prefix}, and persistent: it is there again when the step is run once more: {origin.text}")
+        raise NonFiniteError(
+            f"{prefix}, and again, elsewhere, when the step is run once more: {origin.text}; then {second_origin.text}"
+        )
+
+    def _warn_on_rank0(self, text: str) -> None:
+        if self._engine.position.world.rank == 0:
+            warn_user(text, RuntimeWarning)

@@ -7,7 +7,7 @@ did not run it, and where nobody has loaded it since, if it has changed where it
 
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.comms.encoding import view_as_bytes
+from penstock.engine.observers import ObservedStep, Observer
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import local_shard
 from penstock.torch_private import DisableTorchFunctionSubclass, is_persistent_buffer, tensor_slots, tensor_version
@@ -129,7 +130,7 @@ def record_pipeline(
 _pipelines: "weakref.WeakSet[TensorsSharedBetweenPipelines]" = weakref.WeakSet()
 
 
-class TensorsSharedBetweenPipelines:
+class TensorsSharedBetweenPipelines(Observer):
     """The tensors of a pipeline's model, by name, to find those that another pipeline trains on another rank.
 
     Pipelines are built in the same order on all ranks, so each rank knows which others have trained since.
@@ -144,6 +145,16 @@ class TensorsSharedBetweenPipelines:
             self._record_overlap(pipeline)
             pipeline._record_overlap(self)
         _pipelines.add(self)
+
+    def start(self, step: ObservedStep) -> Sequence[float]:
+        """Refuse a training step as `check_not_trained_apart` does."""
+        if step.call.is_training:
+            self.check_not_trained_apart()
+        return ()
+
+    def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
+        """Count training steps."""
+        self.steps += step.call.is_training
 
     def _record_overlap(self, pipeline: "TensorsSharedBetweenPipelines") -> None:
         """Record the tensors that this rank runs here and that other ranks run for `pipeline`, with its step count."""
@@ -164,6 +175,18 @@ class TensorsSharedBetweenPipelines:
 
 
 # -- the model by itself --------------------------------------------------------------------------------------------------
+
+
+class OutdatedUseRefusal(Observer):
+    """After each training step, refuses to use `model` outside of its pipeline, as `refuse_outdated_use` does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
+        """Refuse from now on."""
+        if step.call.is_training:
+            refuse_outdated_use(self._model)
 
 
 def refuse_outdated_use(model: nn.Module) -> None:

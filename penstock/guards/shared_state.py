@@ -24,7 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.batch.call import LocalBatch
 from penstock.comms.control_group import ControlGroup
+from penstock.engine.observers import ObservedStep, Observer, StepFunctions
 from penstock.errors import MismatchError
 from penstock.guards.digest import tensor_crc
 from penstock.guards.reachable_objects import (
@@ -77,22 +79,28 @@ class Finding(NamedTuple):
     text: str
 
 
-class SharedStateCheck:
+class SharedStateCheck(Observer):
     """Observes this rank's forwards, and checks that none changes an object that other stages use.
 
     It observes the first training step and the first evaluation; longer, if no two microbatches of these had one shape.
     """
 
     def __init__(
-        self, objects: Sequence[SharedObject], position: MeshPosition, placement: Sequence[int], stages: Mapping[int, Stage]
+        self,
+        control: ControlGroup,
+        objects: Sequence[SharedObject],
+        position: MeshPosition,
+        placement: Sequence[int],
+        stages: Mapping[int, Stage],
     ) -> None:
+        self._control = control
         last_stage = len(placement) - 1
         self._objects, self._position, self._placement = [*objects], position, placement
         self._local_stages, self._last_stage = set(stages), last_stage
         self._numbers: dict[int, int] = {}  # id of an object -> its number
         self._steps_observed = {True: 0, False: 0}  # of training, of evaluation
         self._training: bool | None = None  # whether the step that is observed trains
-        self._inputs: Sequence[Any] = ()  # of its microbatches, on the first stage
+        self._batch: LocalBatch | None = None  # of this step
         self._shapes: dict[tuple[bool, int], list[Any]] = defaultdict(list)  # of microbatches, by kind of step and stage
         self._changes: dict[int, dict[int, dict[str, bool]]] = {}  # number -> stage -> entry -> whether a value was replaced
         self._changing_shapes: dict[tuple[int, int], list[Any]] = defaultdict(list)  # number, stage
@@ -105,27 +113,33 @@ class SharedStateCheck:
 
     # -- while a step runs ---------------------------------------------------------------------------------------------
 
-    def start(self, training: bool, inputs: Sequence[Any]) -> None:
-        """Prepare for a step. `inputs`: of its microbatches, or of their slices, on the first stage's rank."""
+    def start(self, step: ObservedStep) -> Sequence[float]:
+        """Prepare for a step."""
+        training = step.call.is_training
         is_observed = bool(self._objects) and self._steps_observed[training] < MAX_STEPS_OBSERVED
-        self._training, self._inputs = training if is_observed else None, inputs
+        self._training, self._batch = training if is_observed else None, step.batch
         if is_observed:
             values = [(number, found.value(next(iter(found.paths)))) for number, found in enumerate(self._objects)]
             self._numbers = {id(value): number for number, value in values if value is not None}
+        return ()
 
     @property
     def is_observing(self) -> bool:
         """Whether the step that runs is observed."""
         return self._training is not None
 
-    def wrap_actions(self, functions: Mapping[Kind, ActionFunction]) -> dict[Kind, ActionFunction]:
-        """Return the engine's function for each kind of action, with the comparison around a forward."""
-        return {kind: partial(self._forward, run) if kind is Kind.F else run for kind, run in functions.items()}
+    def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
+        """Compare around each forward."""
+        if not self.is_observing:
+            return functions
+        forward = partial(self._forward, functions.actions[Kind.F])
+        return functions._replace(actions={**functions.actions, Kind.F: forward})
 
     def _forward(self, run: ActionFunction, action: Action, values: Sequence[Any]) -> Any:
         numbers = [number for number, found in enumerate(self._objects) if action.stage in found.paths]
         entries_before = [self._entries(number, action.stage) for number in numbers]
-        shape = _shapes(values or self._inputs[action.microbatch : action.microbatch + 1])
+        assert self._batch is not None
+        shape = _shapes(values if action.stage else [self._batch.inputs_of(action)])
         with self._record_loss_call(action.stage):
             messages = run(action, values)
 
@@ -156,22 +170,22 @@ class SharedStateCheck:
         finally:
             loss_stage.loss_fn = loss_fn
 
-    def end(self) -> float:
+    def end(self, step: ObservedStep) -> float:
         """Return 1 if a forward of this rank has changed an object that another stage uses, else 0."""
         return float(self.is_observing and bool(self._changes))
 
-    def after(self, control: ControlGroup, numbers: Sequence[float]) -> None:
+    def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
         """Raise MismatchError, the same on every rank, if a stage uses what another one's forward changes.
 
         `numbers`: what `end` has returned on every rank. No further step is observed once each stage has run one shape twice.
         """
         if any(numbers):
-            self._compare_ranks(control)
+            self._compare_ranks(self._control)
         if self._training is None:
             return
         has_repeated = all(_repeats(shapes) for (training, _), shapes in self._shapes.items() if training == self._training)
         self._steps_observed[self._training] += MAX_STEPS_OBSERVED if has_repeated else 1
-        self._training, self._inputs, self._numbers, self._loss_call = None, (), {}, None
+        self._training, self._batch, self._numbers, self._loss_call = None, None, {}, None
         if all(steps >= MAX_STEPS_OBSERVED for steps in self._steps_observed.values()):
             self._objects = []  # no longer kept alive
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.engine.actions import ActionFunctions
-from penstock.engine.batch import LocalBatch
+from penstock.batch.pieces import Layout
+from penstock.engine.observers import ObservedStep, Observer, StepFunctions
 from penstock.errors import MismatchError
 from penstock.randomness import GeneratorAccess, default_generator, list_generators, use_generator_states
 from penstock.schedule.table import Action, Kind
@@ -42,45 +42,42 @@ ATTENTION = "ps.attention"
 TIME = 2  # the dimension of queries, keys and values that has the tokens
 
 
-class TokenMixingCheck:
-    """Checks each of a rank's `stages` once, after its forward of one piece.
+class TokenMixingCheck(Observer):
+    """Checks each of a rank's `stages` in the first step of a kind, after its forward of one piece.
 
-    `lengths`: the tokens of each slice, or of each rank along cp. `cp_index`: this rank's part of the latter; None for slices.
+    `cp_index`: this rank's part of the tokens, if ranks along cp share them; None for slices.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        device: torch.device,
-        batch: LocalBatch,
-        lengths: Sequence[int],
-        cp_index: int | None,
-    ) -> None:
-        self._stages, self._device, self._batch = stages, device, batch
-        self._slice = max(range(1, len(lengths)), key=lengths.__getitem__) if cp_index is None else 0
-        part = self._slice if cp_index is None else cp_index
-        self._num_tokens, self._first_position = lengths[part], sum(lengths[:part])
-        self._unchecked = set(stages) if self._num_tokens > 1 else set()
+    def __init__(self, stages: Mapping[int, Stage], device: torch.device, layout: Layout, cp_index: int | None) -> None:
+        self._stages, self._device, self._layout, self._cp_index = stages, device, layout, cp_index
+        self._unchecked = set[int]()  # stages, in this step
 
-    def wrap_actions(self, functions: ActionFunctions) -> ActionFunctions:
-        """Return the engine's function for each kind of action, with the check after the forwards."""
-        return {**functions, Kind.F: partial(self._forward, functions[Kind.F])}
+    def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
+        """Check after the forwards."""
+        if not step.has_agreed or not step.agreed.is_new:
+            return functions
+        self._unchecked = set(self._stages)
+        forward = partial(self._forward, step, functions.actions[Kind.F])
+        return functions._replace(actions={**functions.actions, Kind.F: forward})
 
-    def _forward(self, function: Callable[..., Any], action: Action, values: Sequence[Any]) -> Any:
-        if action.stage not in self._unchecked or action.slice != self._slice:
+    def _forward(self, step: ObservedStep, function: Callable[..., Any], action: Action, values: Sequence[Any]) -> Any:
+        piece = step.agreed.pieces[action.index_among_slices(step.batch.num_slices)]
+        lengths = piece.lengths
+        longest = max(range(1, len(lengths)), key=lengths.__getitem__)
+        part = longest if self._cp_index is None else self._cp_index
+        is_chosen = self._cp_index is not None or action.slice == longest
+        if action.stage not in self._unchecked or not is_chosen or lengths[part] < 2:
             return function(action, values)
         self._unchecked.remove(action.stage)
 
-        number = action.index_among_slices(self._batch.num_slices)
-        inputs = self._batch.forward_inputs(action, values)
         stage_check = _StageCheck(
             self._stages[action.stage],
             self._device,
-            inputs,
-            self._batch.microbatch_seed(number),
-            self._num_tokens,
-            self._first_position,
-            self._batch.call.sequence_dim,
+            values if action.stage else step.batch.inputs_of(action),
+            step.actions.seed_of(piece),
+            lengths[part],
+            sum(lengths[:part]),
+            self._layout.sequence_dim,
         )
         messages = function(action, values)  # it may change its inputs, of which the check has copies
         stage_check.run()

@@ -9,14 +9,15 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor, nn
 
+from penstock.engine.observers import ObservedStep, Observer, Rows
 from penstock.errors import MismatchError
 from penstock.torch_private import tensor_version
 
 GradientRecord = tuple[str, nn.Parameter, Tensor | None, int]  # a parameter, its gradient at an earlier time and its version
 
 
-class RemoteParameterUseCheck:
-    """Checks that no step of `rank`, which runs `stages`, adds to the gradient of a remote parameter, by name.
+class RemoteParameterUseCheck(Observer):
+    """Checks, in the first training step of each kind, that `rank` with its `stages` adds to no remote parameter's gradient.
 
     These are the parameters of other ranks' stages, and this rank's that get their gradients there (`stage/connections.py`).
     They are not kept alive.
@@ -25,6 +26,16 @@ class RemoteParameterUseCheck:
     def __init__(self, rank: int, stages: Collection[int], remote_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self._location = f"rank {rank}: stage {' or '.join(map(str, sorted(stages)))}"
         self._remote = [(name, weakref.ref(parameter)) for name, parameter in remote_parameters]
+        self._records: Sequence[GradientRecord] = ()
+
+    def compare(self, step: ObservedStep, rows: Rows) -> None:
+        """Record gradients in the first step of a kind."""
+        self._records = self.record_gradients() if step.call.is_training and step.agreed.is_new else ()
+
+    def end(self, step: ObservedStep) -> float:
+        """Raise as `check_gradients_unchanged`."""
+        self.check_gradients_unchanged(self._records)
+        return 0.0
 
     def record_gradients(self) -> list[GradientRecord]:
         """Return the gradients of the remote parameters that still exist. Called before a step's first backward."""

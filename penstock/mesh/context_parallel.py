@@ -26,8 +26,8 @@ class ContextParallelAttention(AttentionContext):
     def __init__(self, group: dist.ProcessGroup, index: int) -> None:
         self._group, self.part = group, index
 
-    def begin_step(self, lengths: Sequence[int], dim: int) -> None:
-        """Set the number of tokens of each rank (`lengths`), and the dimension of the stage's tensors that has the tokens."""
+    def begin_action(self, lengths: Sequence[int], dim: int) -> None:
+        """Set each rank's tokens of a microbatch (`lengths`), and the dimension of the stage's tensors that has the tokens."""
         self.lengths, self.sequence_dim = lengths, dim
 
     def attend(

@@ -71,7 +71,7 @@ class MeshPosition:
         return self.replica * self.cp_size + self.cp_index
 
     @cached_property
-    def batch_part_pipelines(self) -> list[tuple[int, ...]]:
+    def batch_parts(self) -> list[tuple[int, ...]]:
         """The ranks of one pipeline for each part of the batch. The part's other pipelines, along `tp`, have equal results."""
         return [pipeline for shards in self.pipelines for pipeline in shards[:: self._tp_size]]
 
@@ -92,7 +92,7 @@ class MeshPosition:
     @cached_property
     def dp_cp_mesh(self) -> DeviceMesh | None:
         """The axes `dp` and `cp` as one axis, along which gradients are averaged; None if it has one rank."""
-        if self.mesh is None or len(self.batch_part_pipelines) == 1:
+        if self.mesh is None or len(self.batch_parts) == 1:
             return None
         return flatten_mesh(self.mesh["dp", "cp"]) if self.cp_size > 1 else self.mesh["dp"]
 

@@ -3,7 +3,6 @@
 `cutting`       `split` and `run`: the units a model can be cut between, and the stages it is cut into
 `balance`       the cut whose most expensive stage is the cheapest
 `unit_times`    the seconds of each unit's forward and backward, measured
-`rows`          which dimension of a tensor has its rows
 `model_graph`   what a model does, as two graphs of its units: of training and of evaluation
 `trace`         graphs traced by torch.fx, without data
 `export`        graphs exported by torch.export, on an example

@@ -17,8 +17,8 @@ from penstock.partition.attributes import AttributeSnapshot, hidden_attribute, r
 from penstock.partition.balance import PARAMETERS, Balance
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph, first_line
-from penstock.partition.rows import unwrap_tree
 from penstock.partition.unit_times import measure_unit_seconds, record_unit_inputs
+from penstock.rows import unwrap_tree
 from penstock.torch_private import children_by_name, has_hooks, strip_compiled_prefix
 
 _SHARED_ATTRIBUTE = "_penstock_shared"  # of a stage

@@ -32,8 +32,8 @@ from penstock.partition.graph_inputs import (
 from penstock.partition.materialise import META
 from penstock.partition.model_graph import DEVICE_ATTRIBUTE, NO_GRAD, ModelGraph, first_line, train_then_eval
 from penstock.partition.opaque_units import UNIT_OPERATION, RecordedUnitCall, units_as_custom_ops
-from penstock.partition.rows import rows_dim_of, unwrap_tree
 from penstock.partition.unit_times import replace_tensors_temporarily
+from penstock.rows import rows_dim_of, unwrap_tree
 from penstock.torch_private import (
     export_guards,
     is_wrap_with_set_grad_enabled,

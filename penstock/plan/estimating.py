@@ -18,10 +18,10 @@ from penstock.partition import CuttableModel
 from penstock.partition.attributes import restore_attributes_afterwards
 from penstock.partition.balance import Balance
 from penstock.partition.model_graph import first_line
-from penstock.partition.rows import unwrap_tree
 from penstock.partition.unit_times import RecordedUnit, replace_tensors_temporarily
 from penstock.plan.measuring import UnitWithTensorArguments, costs_in_layer_order, record_layer_inputs
 from penstock.plan.model_profile import LayerCost, ModelProfile
+from penstock.rows import unwrap_tree
 from penstock.schedule.table import Kind
 from penstock.timing.measurement import Measurement
 from penstock.torch_private import storage_key

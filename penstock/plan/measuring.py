@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import trees
+from penstock.batch import pieces
 from penstock.comms.topology import CPU
 from penstock.engine.activation_memory import MemoryMeasurement, StorageSet
 from penstock.errors import MismatchError, PenstockError
@@ -31,7 +32,6 @@ from penstock.plan.model_profile import LayerCost, ModelProfile, ProfileSample
 from penstock.randomness import preserve_generator_state
 from penstock.schedule.memory import ActivationSize
 from penstock.schedule.table import Action, Kind
-from penstock.stage import microbatch
 from penstock.stage.attention import AttentionContext, attention_context
 from penstock.stage.connections import StageConnections
 from penstock.stage.stage import Stage
@@ -74,12 +74,12 @@ def measure(
     """
     cuttable = CuttableModel(model, None, example_args, example_kwargs)
     example = *cuttable.example, target
-    [rows] = microbatch.nonempty_split_sizes(example, "the example", 1)
+    [rows] = pieces.nonempty_split_sizes(example, "the example", 1)
     samples = []
     with restore_attributes_afterwards(model):
         for count in sorted({max(1, rows // SMALL_SAMPLE_DIVISOR), rows}):
             sizes = [count, rows - count] if count < rows else [rows]
-            part = microbatch.split(example, sizes)[0]
+            part = pieces.split(example, sizes)[0]
             units = record_layer_inputs(cuttable, part, loss_fn, count)
             layers = costs_in_layer_order(cuttable, units, _measure_units(units, device, rounds, seconds), part)
             samples.append(ProfileSample(count, tuple(layers)))

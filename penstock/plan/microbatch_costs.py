@@ -17,9 +17,10 @@ from itertools import combinations
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from penstock.engine.activation_memory import MemoryObserver
 from penstock.engine.clock import ActionClock
+from penstock.engine.observers import ObservedStep, Observer
 from penstock.errors import PenstockError
-from penstock.schedule.memory import ActivationSize
 from penstock.schedule.table import Action, Kind
 from penstock.timing.events import Event
 from penstock.timing.measurement import engine_and_message_seconds
@@ -30,7 +31,6 @@ if TYPE_CHECKING:  # a pipeline that fits no costs, and its checkpoints, need no
     import numpy as np
 
 MAX_SAMPLES = 1024  # of one kind of action on one stage, the newest
-MicrobatchShape = tuple[int, int]  # rows, elements
 Sample = tuple[int, int, float]  # rows, elements, and seconds or bytes
 REWEIGHTINGS = 4
 FEATURE_SETS = [list(features) for size in (1, 2, 3) for features in combinations(range(3), size)]
@@ -58,25 +58,29 @@ class MicrobatchFit(NamedTuple):
         )
 
 
-class MicrobatchSamples:
-    """Sizes and costs of this rank's microbatches in its last steps over lists."""
+class MicrobatchSamples(Observer):
+    """Sizes and costs of this rank's microbatches in its last steps over lists. `memory`: measures the first list of a kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: MemoryObserver) -> None:
+        self._memory = memory
         self._seconds: dict[tuple[Kind, int], deque[Sample]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))
         self._bytes: dict[int, deque[Sample]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))  # by stage
         self._last_actions: Sequence[Action] = ()
         self._last_clock: ActionClock | None = None
 
-    def add_seconds(self, actions: Sequence[Action], clock: ActionClock, shapes: Sequence[MicrobatchShape]) -> None:
-        """Add the seconds of each action of a step. `shapes`: of its microbatches, in the order in which they ran."""
-        self._last_actions, self._last_clock = actions, clock
-        for (kind, stage, number, _), (start, end, _) in zip(actions, clock.intervals(), strict=True):
+    def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
+        """Add the seconds of each action of a list's step; of one that was measured, the bytes of activations."""
+        agreed = step.agreed
+        if not step.call.is_list or not agreed.has_backward or len(agreed.pieces) != agreed.num_microbatches:
+            return
+        shapes = [(piece.rows or 1, piece.elements) for piece in agreed.pieces]
+        if self._memory.measurement is not None:
+            for (stage, number), size in self._memory.measurement.sizes_by_microbatch.items():
+                self._bytes[stage].append((*shapes[number], size.act))
+            return
+        self._last_actions, self._last_clock = [line.action for line in agreed.program.lines], step.clock
+        for (kind, stage, number, _), (start, end, _) in zip(self._last_actions, step.clock.intervals(), strict=True):
             self._seconds[kind, stage].append((*shapes[number], end - start))
-
-    def add_bytes(self, sizes: Mapping[tuple[int, int], ActivationSize], shapes: Sequence[MicrobatchShape]) -> None:
-        """Add the bytes of activations in a measured step. `sizes`: by stage and microbatch."""
-        for (stage, number), size in sizes.items():
-            self._bytes[stage].append((*shapes[number], size.act))
 
     def summarize(self, rank: int, clock_offset: float) -> "SampleSummary":
         """Return the fits of this rank's stages, and the events of its last step. `clock_offset`: from here to rank 0."""

@@ -15,5 +15,4 @@
 `tied_parameters`  parameters that several stages share, found and kept equal
 `rank_parameters`  a rank's parameters by their names in the uncut model: state, norms, clipping
 `dtensor`          parameters of which a rank has a shard
-`microbatch`       a batch split into microbatches, their losses weighted, their outputs joined
 """

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import penstock as ps
-from penstock.engine.loss import UnequalWeightsCheck
+from penstock.guards.loss import UnequalWeightsCheck
 
 F = nn.functional
 M = 3

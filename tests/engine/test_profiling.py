@@ -15,15 +15,15 @@ SCHEDULE, RANKS, MICROBATCHES = "zb-h1", 2, 3
 
 
 def rank_profiled(folder: Path) -> None:
-    import penstock.engine.step as engine
+    from penstock.engine import profiling
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     pipe = ps.Pipeline(model, nn.functional.mse_loss, SCHEDULE, MICROBATCHES)
-    batch, ranges = torch.randn(6, 4), engine.action_ranges
-    engine.action_ranges = None  # it would fail if it was called without a profiler
+    batch, ranges = torch.randn(6, 4), profiling.partial
+    profiling.partial = None  # it would fail if it was called without a profiler
     pipe.step(batch, target=batch)
-    engine.action_ranges = ranges
+    profiling.partial = ranges
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         pipe.step(batch, target=batch)
     names = [event.name for event in sorted(profiler.events(), key=lambda event: event.time_range.start)]

@@ -36,7 +36,7 @@ def test_a_step_waits_for_its_losses_at_its_end_and_nowhere_else(device, schedul
             pipe.step(tokens[:, :-1], target=tokens[:, 1:], losses=[])
         print(schedule, *places, sep="\n  ")
         assert [place.partition(":")[0] for place in places] == [
-            "stage/microbatch.py scalars_to_floats",
+            "batch/pieces.py scalars_to_floats",
             "engine/report.py local_loss_and_dtype",
         ]
 
@@ -75,5 +75,5 @@ def test_without_nccl_a_rank_waits_for_its_messages_and_at_the_end_of_its_step(s
         assert set(lines.values()) == {"memory that both processes see"}
         assert functions[len(messages) :] in (
             [],
-            ["stage/microbatch.py scalars_to_floats", "engine/report.py local_loss_and_dtype"],
+            ["batch/pieces.py scalars_to_floats", "engine/report.py local_loss_and_dtype"],
         )

@@ -17,6 +17,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.guards.reachable_objects import find_shared_objects
+from penstock.guards.shared_state import SharedStateCheck
 
 mse = nn.functional.mse_loss
 X, Y = torch.randn(2, 8, 4, generator=torch.manual_seed(1))
@@ -492,7 +493,7 @@ def rank_comparisons():
     counted = []
     shared = types.SimpleNamespace(width=4)
     pipe = ps.Pipeline(nn.Sequential(*[Layer(shared=shared) for _ in range(4)]), mse, "1f1b", 4)
-    check = pipe._engine.shared_state
+    check = next(observer for observer in pipe._observers.all if isinstance(observer, SharedStateCheck))
     entries = check._entries
     check._entries = lambda *args: counted.append(args) or entries(*args)
     for act in (lambda: pipe.step(X, target=Y), lambda: pipe.eval(X, target=Y)) * 2:

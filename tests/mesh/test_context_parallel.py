@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.engine.loss import LossChecks
-from penstock.engine.sequence import check_arguments_can_be_cut, first_stage_signature, sequence_length, take_tokens
+from penstock.batch.call import check_arguments_can_be_cut, first_stage_signature
+from penstock.batch.pieces import count_tokens, take_tokens
+from penstock.guards.loss import LossChecks
 from penstock.mesh.context_parallel import ContextParallelAttention
 
 HERE = Path(__file__).parent
@@ -170,15 +171,15 @@ def test_parts_of_the_tokens_that_count_unequally_are_a_warning() -> None:
 
 def test_what_cannot_be_cut_is_one_sentence() -> None:
     tokens = torch.zeros(2, 6, dtype=torch.int64)
-    assert sequence_length((tokens, {"embeddings": torch.zeros(2, 6, 8), "scale": 1.0}), "the batch", 1) == 6
+    assert count_tokens((tokens, {"embeddings": torch.zeros(2, 6, 8), "scale": 1.0}), "the batch", 1) == 6
     for other in (torch.zeros(2, 1, 6, 6), torch.zeros(2, 5)):
         with pytest.raises(ps.MismatchError, match="a mask over queries and keys cannot be cut"):
-            sequence_length((tokens, other), "the batch", 1)
+            count_tokens((tokens, other), "the batch", 1)
     with pytest.raises(ps.MismatchError, match=r"the target is cut along dimension 1 .* it has \(2,\)"):
-        sequence_length(torch.zeros(2), "the target", 1)
+        count_tokens(torch.zeros(2), "the target", 1)
 
     context = ContextParallelAttention(dist.group.WORLD, 1)
-    context.begin_step([4, 3], 1)
+    context.begin_action([4, 3], 1)
     assert context.first_position == 4
     heads = torch.zeros(2, 4, 3, 8)
     with pytest.raises(ps.MismatchError, match=r"of shape \(2, 1, 3, 3\), cannot be cut along cp"):

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock import MismatchError
+from penstock.batch.pieces import split_sizes
 from penstock.model import GPT, GPTConfig
 from penstock.partition import balance, unit_times
 from penstock.partition.balance import PARAMETERS, Balance, balanced_starts
 from penstock.partition.materialise import has_meta_tensors
 from penstock.partition.unit_times import RecordedUnit, measure_unit_seconds, record_unit_inputs
-from penstock.stage.microbatch import split_sizes
 
 # ---- the cut
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.engine.microbatch_list import MicrobatchSummary, microbatch_order
+from penstock.batch.pieces import Shape
+from penstock.plan.list_order import microbatch_order
 from penstock.plan.microbatch_costs import MicrobatchCosts, MicrobatchFit, fit_microbatches
 from penstock.schedule.table import Kind
 
@@ -56,7 +57,7 @@ def test_the_cost_is_that_of_the_rank_that_takes_longest_and_a_step_is_predicted
 def test_a_planned_order_follows_the_costs() -> None:
     """Of as many elements, long rows cost more: they go into the middle. Without costs the given order is as good."""
     schedule = ps.schedule.build("1f1b", ranks=4, microbatches=8)
-    inputs = [MicrobatchSummary(rows, 64, "") for rows in (1, 2, 4, 8, 16, 32, 64, 16)]
+    inputs = [Shape(rows, 64, "") for rows in (1, 2, 4, 8, 16, 32, 64, 16)]
     costs = MicrobatchCosts(
         {(kind, stage): MicrobatchFit(0, 1, 0, 0, 9) for kind in (Kind.F, Kind.B) for stage in range(4)}, (0, 1, 2, 3)
     )
@@ -84,7 +85,7 @@ def test_a_limit_may_be_in_bytes() -> None:
         MicrobatchCosts(seconds, (0, 1, 0)).bytes(4, 10)
 
     schedule = ps.schedule.build("gpipe", ranks=2, microbatches=2)
-    inputs = [MicrobatchSummary(4, 40, ""), MicrobatchSummary(2, 20, "")]
+    inputs = [Shape(4, 40, ""), Shape(2, 20, "")]
     assert microbatch_order("given", inputs, lambda _: schedule, costs, "8kB") == [0, 1]
     with pytest.raises(
         ps.MismatchError, match=r"order='given' has up to 8 kB in flight on rank 0, more than the limit of 7 kB"
@@ -94,7 +95,7 @@ def test_a_limit_may_be_in_bytes() -> None:
 
 @pytest.mark.parametrize("order", ["None", "sorted", [0.0, 1.0], [0, 2], [0], ["0", "1"]])
 def test_an_order_that_is_none_is_refused(order: Any) -> None:
-    schedule, inputs = ps.schedule.build("1f1b", ranks=2, microbatches=2), [MicrobatchSummary(1, 9, "")] * 2
+    schedule, inputs = ps.schedule.build("1f1b", ranks=2, microbatches=2), [Shape(1, 9, "")] * 2
     with pytest.raises(ps.MismatchError, match="is no order of 2 microbatches: give 'given', 'planned', or each index"):
         microbatch_order(order, inputs, lambda _: schedule)
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
 
 from penstock import MismatchError
-from penstock.partition.rows import Replicated, Rows
-from penstock.stage.microbatch import (
+from penstock.batch.pieces import (
     batch_signature,
     check_output_rows,
     count_rows,
@@ -22,6 +21,7 @@ from penstock.stage.microbatch import (
     split,
     split_sizes,
 )
+from penstock.rows import Replicated, Rows
 
 Pair = namedtuple("Pair", ["left", "right"])
 

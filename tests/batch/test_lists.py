@@ -319,3 +319,51 @@ def test_each_microbatch_is_evaluated_as_it_is() -> None:
     mean = sum(_loss(*pair) * n for pair, n in zip(zip(expected, targets, strict=True), tokens, strict=True)) / sum(tokens)
     assert loss == same_loss
     assert torch.allclose(loss, mean, rtol=0, atol=1e-14)
+
+
+def _cut_along_tokens(**options: Any) -> Any:
+    """A list of sequences of other lengths, with tokens cut into slices or over ranks, dropout, attention and positions."""
+    torch.manual_seed(3)
+    model = ps.model.GPT(ps.model.GPTConfig(WORDS, 16, width=16, layers=2, heads=4, dropout=0.2)).double()
+    pipe = ps.Pipeline(model, _loss, "1f1b", 2, loss_weight=ps.tokens(), seed=7, **options)
+    generator = torch.Generator().manual_seed(5)
+    entries = [torch.randint(WORDS, shape, generator=generator) for shape in ((2, 7), (1, 12), (3, 4))]
+    losses: list[Tensor] = []
+    loss, outputs = pipe.step_microbatches(entries, entries, order=[2, 0, 1], losses=losses, return_outputs=True)
+    numbers = [loss.item(), *(value.item() for value in losses)]
+    return numbers, {name: parameter.grad for name, parameter in pipe.named_parameters()}, outputs
+
+
+def _cut_over_cp() -> Any:
+    return _cut_along_tokens(mesh=ps.comms.init_mesh(pp=1, cp=2))[:2]
+
+
+def _assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected)
+
+
+@pytest.mark.ranks
+def test_lists_are_cut_into_slices_with_the_bits_of_one_process_that_slices_alike() -> None:
+    whole_numbers, whole, outputs = _cut_along_tokens(topology=ps.Topology())
+    numbers, expected, _ = _cut_along_tokens(topology=ps.Topology(), slices=3)
+    assert numbers == pytest.approx(whole_numbers, abs=1e-12)
+    _assert_near(expected, whole)
+
+    results = ps.launch(_slice_lists, 2)
+    assert all(found == numbers for found, *_ in results)
+    _assert_same([result[:2] for result in results], expected)
+    assert results[0][2] is None
+    assert all(torch.allclose(*pair, rtol=0, atol=1e-12) for pair in zip(results[1][2], outputs, strict=True))
+
+
+def _slice_lists() -> Any:
+    return _cut_along_tokens(slices=3)
+
+
+@pytest.mark.ranks
+def test_ranks_along_cp_share_the_tokens_of_each_entry() -> None:
+    whole_numbers, whole, _ = _cut_along_tokens(topology=ps.Topology())
+    for numbers, gradients in ps.launch(_cut_over_cp, 2):
+        assert numbers == pytest.approx(whole_numbers, abs=1e-12)
+        _assert_near(gradients, whole)

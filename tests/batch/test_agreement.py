@@ -11,21 +11,20 @@ from reference import accumulate, assert_same, gradients
 from torch import nn
 
 import penstock as ps
+from penstock.batch.agreement import MAX_KINDS, hash_values_of
+from penstock.batch.pieces import batch_signature
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.transport import message_spec
 from penstock.comms.transport.channels import SendChannel
 from penstock.engine import activation_memory
-from penstock.engine.handshake import MAX_LEARNED_KINDS
-from penstock.guards.digest import cached_hash48
-from penstock.stage.microbatch import batch_signature
 
 BATCHES = """
 import torch
-from penstock.guards.digest import cached_hash48
-from penstock.stage.microbatch import batch_signature
+from penstock.batch.agreement import hash_values_of
+from penstock.batch.pieces import batch_signature
 keywords = {"mask": torch.ones(4, dtype=torch.bool), "n": 3, "name": "x", "none": None, "list": [torch.ones(1)]}
 batch = ((torch.zeros(2, 3), torch.zeros(1)), keywords)
-print(cached_hash48(batch_signature(batch).encode()))
+print(hash_values_of(batch_signature(batch)))
 """
 
 
@@ -50,7 +49,7 @@ def test_a_batch_has_the_same_fingerprint_in_every_interpreter():
 def test_a_signature_tells_structures_shapes_and_dtypes_apart_but_not_values():
     x = torch.zeros(2, 3)
     batches = [x, x[:1], x.double(), (x,), [x], {"a": x}, {"b": x}, (x, 1), (x, None), (x, "1"), ()]
-    assert len({cached_hash48(batch_signature(batch).encode()) for batch in batches}) == len(batches)
+    assert len({hash_values_of(batch_signature(batch)) for batch in batches}) == len(batches)
     assert batch_signature({"a": x, "n": 1}) == batch_signature({"a": x + 1, "n": 2})
 
 
@@ -63,13 +62,13 @@ def rank_kinds():
     pipe = ps.Pipeline(model(), nn.functional.mse_loss, "1f1b", 2)
     known, specs = [], 0
     for length in [
-        *range(1, MAX_LEARNED_KINDS + 20),
+        *range(1, MAX_KINDS + 20),
         1,
-        MAX_LEARNED_KINDS + 19,
+        MAX_KINDS + 19,
     ]:  # the first is forgotten by then, the last is not
         inputs = torch.ones(2, length, 8)
         pipe.step(inputs, target=inputs)
-        known.append(len(pipe._engine.handshake._learned))
+        known.append(len(pipe._engine.agreement._kinds))
         specs = max(specs, pipe._engine.programs._cached_program.cache_info().currsize)
     return known, specs, gradients(pipe.named_parameters())
 
@@ -78,13 +77,13 @@ def rank_kinds():
 def test_the_last_kinds_of_batch_are_remembered_and_no_more():
     everyone = ps.launch(rank_kinds, 2)
     whole = model()
-    for length in [*range(1, MAX_LEARNED_KINDS + 20), 1, MAX_LEARNED_KINDS + 19]:
+    for length in [*range(1, MAX_KINDS + 20), 1, MAX_KINDS + 19]:
         inputs = torch.ones(2, length, 8)
         accumulate(whole, nn.functional.mse_loss, (inputs, inputs), 2)
     expected = gradients(whole.named_parameters())
     for known, programs, mine in everyone:
-        assert max(known) == MAX_LEARNED_KINDS == known[-1]
-        assert programs <= MAX_LEARNED_KINDS
+        assert max(known) == MAX_KINDS == known[-1]
+        assert programs <= MAX_KINDS
         assert_same(mine, {name: expected[name] for name in mine})
 
 
@@ -141,5 +140,6 @@ def rank_counts():
 @pytest.mark.ranks
 def test_a_step_of_a_new_kind_describes_each_message_and_measures_one_microbatch_and_does_nothing_else_more():
     known = {"finish_all_gather_row": 2, "send": 4}
-    new = {**known, "pack_spec": 4, "__enter__": 1}
+    described = {"finish_all_gather_row": 3, "all_gather_value": 1}  # what the ranks are about to run
+    new = {**known, **described, "pack_spec": 4, "__enter__": 1}
     assert ps.launch(rank_counts, 2) == [[new, known, new, known]] * 2

@@ -1,0 +1,6 @@
+"""A call of the user's: the pieces that are run, and what all ranks know of them before data flows.
+
+`call`       what the user gave, and this rank's share of it
+`pieces`     a batch or a list, cut by rows and by tokens; outputs joined
+`agreement`  what all ranks know of a step: a row of numbers each time, a description in the first step of a kind
+"""

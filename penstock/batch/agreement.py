@@ -1,0 +1,417 @@
+"""What all ranks know of a step before data flows: in every step a row of numbers, in the first of its kind a description.
+
+    every step         kind, list, step, scale, and what observers tell      one latency, sent before the first forward
+    first of its kind  modes, autocast, frozen parameters, microbatches      on all ranks or none: they read the same rows
+
+`kind` is a hash of all that memory and attention depend on, `list` of what differs from list to list: shapes and order. From
+the descriptions each rank draws the same conclusions, and keeps them by the hashes of all ranks. Sentences about what differs
+are made from the descriptions' values.
+"""
+
+import hashlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+from penstock.batch.pieces import Piece, Shape, loss_shares, rows_dim_hint, token_lengths
+from penstock.comms.control_group import ControlGroup
+from penstock.errors import MismatchError
+from penstock.mesh.position import MeshPosition
+from penstock.schedule.rank_program import RankProgram, RankPrograms
+
+MAX_KINDS = 64  # of steps, whose descriptions and memory are remembered
+NUMBERS = 4  # of a row, before those of observers
+SAME_BATCH = "Give all of them the same (pipe.sampler(dataset), one seed for all loaders), or None where they are not read"
+
+
+class Description(NamedTuple):
+    """What one rank is about to run. What a rank does not read is None, or empty."""
+
+    call: str  # `step()`
+    is_training: bool
+    is_list: bool
+    mode: str  # of the model: `training mode`
+    autocast: str  # `none`
+    frozen: str  # a hash of which of its parameters are trained
+    wants_losses: bool  # the loss of each microbatch
+    has_loss_weights: bool
+    num_seeds: int  # how many numbers for random numbers its replica's microbatches take
+    order: object  # of a list, as it was given; and the limit
+    limit: object
+    inputs: Sequence[Shape] | None
+    run_order: Sequence[int]  # position in the step -> index in the list; empty: as given
+    target_rows: Sequence[int | None] | None
+    num_tokens: Sequence[int]  # of each microbatch's rows, if tokens are cut
+
+
+class GivenBatch(NamedTuple):
+    """What a rank was given, read or not: for the error that inputs and target do not fit."""
+
+    input_rows: Sequence[int]
+    target_rows: Sequence[int]
+    input_shapes: Sequence[str]  # in words, of what it reads
+    target_shapes: Sequence[str]
+
+
+class LocalDescription(NamedTuple):
+    """This rank's part in an agreement; `describe` and `describe_given` are called when they are needed."""
+
+    kind: float
+    list_hash: float
+    describe: Callable[[], Description]
+    describe_given: Callable[[], GivenBatch]
+    loss_weights: Sequence[float]  # of each piece, on the rank that reads the target
+
+
+class Agreed(NamedTuple):
+    """The settings of one step, the same on every rank but for what is of this rank or its replica."""
+
+    program: RankProgram
+    pieces: Sequence[Piece]  # by number: microbatches in the order that runs, of each its slices
+    in_given_order: Sequence[int]  # the numbers of the pieces, in the order of the user's batch or list
+    signatures: Sequence[str]  # of each microbatch: all that its messages depend on
+    has_loss: bool
+    wants_losses: bool  # whether a rank wants the loss of each microbatch
+    forward_only: frozenset[int]  # microbatches of share 0
+    has_backward: bool  # whether any microbatch of any replica has another share
+    same_on_replicas: bool  # whether all replicas have as many microbatches, and the same ones of share 0
+    first_microbatch: int  # of this replica, among those of all: for random numbers
+    num_microbatches: int
+    kind: tuple[Sequence[float], frozenset[int]]  # of all ranks
+    is_new: bool  # the first step of its kind: memory is measured, attention is checked
+
+
+class Agreement:
+    """The agreement of all ranks of the job. `token_parts`: K slices, their lengths, or the number of ranks along cp."""
+
+    def __init__(
+        self,
+        control: ControlGroup,
+        position: MeshPosition,
+        programs: RankPrograms,
+        reduction: str,
+        token_parts: int | Sequence[int],
+        rows_dim: int,
+    ) -> None:
+        self.control, self.position, self.programs = control, position, programs
+        self.reduction, self.token_parts, self.rows_dim = reduction, token_parts, rows_dim
+        self._conclusions: dict[Hashable, tuple[Sequence[Description], Agreed]] = {}  # the oldest first, as in the next
+        self._kinds: dict[Hashable, float] = {}  # of steps that have ended -> this rank's number of it
+
+    def begin(self, local: LocalDescription, step: int, scale: float, numbers: Sequence[float], purpose: str) -> None:
+        """Send this rank's numbers to all others, without waiting."""
+        self.control.begin_all_gather_row([local.kind, local.list_hash, step, scale, *numbers], purpose)
+
+    def may_be_new(self, kind: float) -> bool:
+        """Whether a step of this rank's `kind` may be the first of its kind: all it can know before the others' rows."""
+        return kind not in self._kinds.values()
+
+    def finish(self, local: LocalDescription, purpose: str) -> tuple[Agreed, Sequence[Sequence[float]]]:
+        """Read all ranks' rows. Return what follows, and what each rank's observers tell.
+
+        Raises MismatchError, the same on every rank, if the ranks are not about to run the same step.
+        """
+        rows = self.control.finish_all_gather_row(purpose)
+        check_equal([f"is at step {row[2]:.0f}" for row in rows], "are at different steps")
+        check_equal([f"has scale={row[3]:.6g}" for row in rows], "do not scale their gradients alike")
+        hashes = tuple([(row[0], row[1]) for row in rows])
+
+        if hashes in self._conclusions:
+            descriptions, agreed = self._conclusions[hashes] = self._conclusions.pop(hashes)
+            if any(description.has_loss_weights for description in descriptions):
+                agreed = self._conclude(descriptions, hashes, self.control.all_gather_value(local.loss_weights, purpose))
+        else:
+            messages = self.control.all_gather_value((local.describe(), local.loss_weights), purpose)
+            descriptions, loss_weights = map(list, zip(*messages, strict=True))
+            self._check(descriptions, local.describe_given, purpose)
+            agreed = self._conclude(descriptions, hashes, loss_weights)
+            _add_newest(self._conclusions, hashes, (descriptions, agreed))
+
+        if agreed.kind not in self._kinds:
+            agreed = agreed._replace(is_new=True)
+        return agreed, [row[NUMBERS:] for row in rows]
+
+    def remember(self, agreed: Agreed) -> None:
+        """Remember the kind of a step that has ended. All ranks forget the same kinds, the oldest first."""
+        _add_newest(self._kinds, agreed.kind, agreed.kind[0][self.position.world.rank])
+
+    def forget(self) -> None:
+        """Forget all: after a failed step some ranks may know what others do not."""
+        self._conclusions.clear()
+        self._kinds.clear()
+
+    # -- what follows from all descriptions ----------------------------------------------------------------------------
+
+    def _conclude(
+        self,
+        descriptions: Sequence[Description],
+        hashes: Sequence[tuple[float, float]],
+        loss_weights: Sequence[Sequence[float]],
+    ) -> Agreed:
+        position, slices = self.position, self.programs.program.schedule.slices
+        replicas = [_Replica.merge([descriptions[rank] for rank in ranks]) for ranks in position.replica_pipelines]
+        lengths = [replica.token_lengths(self.token_parts) for replica in replicas]
+        has_loss = any(description.target_rows is not None for description in descriptions)
+
+        # 1. The share of each piece in the loss, for every part of the batch.
+        shares = self._loss_shares(replicas, lengths, loss_weights) if has_loss else [[] for _ in position.batch_parts]
+
+        # 2. All pieces of a microbatch have a backward, or none: ranks along cp wait for each other, and an earlier slice gets
+        #    gradients from later ones.
+        by_replica = [
+            _shares_by_microbatch(shares[first : first + position.cp_size], slices)
+            for first in range(0, len(shares), position.cp_size)
+        ]
+        skipped = [frozenset(number for number, parts in enumerate(rows) if not any(parts)) for rows in by_replica]
+        shapes = {(len(replica.order), numbers) for replica, numbers in zip(replicas, skipped, strict=True)}
+
+        # 3. This rank's.
+        index, own_shares = position.replica, shares[position.batch_part_index]
+        own, own_lengths = replicas[index], lengths[index]
+        pieces = [
+            Piece(microbatch, slice_, own_lengths[microbatch], own.rows[microbatch], own.inputs[microbatch].elements)
+            for microbatch in own.order
+            for slice_ in range(slices)
+        ]
+        if has_loss:
+            sums = [sum(parts) if self.reduction == "mean" else 0.0 for parts in by_replica[index]]
+            token_shares = [share / (sums[number // slices] or share or 1.0) for number, share in enumerate(own_shares)]
+            rated = zip(pieces, own_shares, token_shares, strict=True)
+            pieces = [piece._replace(share=share, token_share=token_share) for piece, share, token_share in rated]
+        settings = [(row.call, row.mode, row.autocast, row.frozen) for row in descriptions]
+        return Agreed(
+            program=self.programs.select(descriptions[0].is_training, len(own.order), skipped[index]),
+            pieces=pieces,
+            in_given_order=sorted(range(len(pieces)), key=lambda number: pieces[number][:2]),
+            signatures=[
+                f"{settings} {own.inputs[microbatch].signature} {own_lengths[microbatch]} {number in skipped[index]}"
+                for number, microbatch in enumerate(own.order)
+            ],
+            has_loss=has_loss,
+            wants_losses=any(row.wants_losses for row in descriptions),
+            forward_only=skipped[index],
+            has_backward=any(map(any, shares)),
+            same_on_replicas=len(shapes) == 1,
+            first_microbatch=sum(replica.num_seeds for replica in replicas[:index]),
+            num_microbatches=len(own.order),
+            kind=(tuple([kind for kind, _ in hashes]), skipped[index]),
+            is_new=False,
+        )
+
+    def _loss_shares(
+        self,
+        replicas: "Sequence[_Replica]",
+        lengths: Sequence[Sequence[Sequence[int]]],
+        loss_weights: Sequence[Sequence[float]],
+    ) -> list[Sequence[float]]:
+        """Return, for every part of the batch, each piece's share: by `loss_weight`, else by rows and tokens. 1 for a sum."""
+        weights = []
+        for part, ranks in enumerate(self.position.batch_parts):
+            replica, cp_index = divmod(part, self.position.cp_size)
+            own = [_own_lengths(tokens, self.position.cp_size, cp_index) for tokens in lengths[replica]]
+            given = next((loss_weights[rank] for rank in ranks if loss_weights[rank]), None)
+            by_size = [[rows * length for length in own[index]] for index, rows in enumerate(replicas[replica].rows)]
+            by_microbatch = by_size if given is None else _in_groups(given, len(own[0]))
+            weights.append(list(chain.from_iterable(by_microbatch[index] for index in replicas[replica].order)))
+
+        if self.reduction == "sum":
+            return [[1.0] * len(row) for row in weights]
+        total = sum(map(sum, weights))
+        return [loss_shares(row, total) for row in weights]
+
+    # -- what must be equal --------------------------------------------------------------------------------------------
+
+    def _check(self, descriptions: Sequence[Description], describe_given: Callable[[], GivenBatch], purpose: str) -> None:
+        """Raise MismatchError if the ranks are not about to run the same step, or were given batches that do not fit."""
+        modes = "have models in different modes (call model.train() or model.eval() on all ranks)"
+        check_equal([f"is in {rank.mode}" for rank in descriptions], modes)
+        check_equal([f"is in {rank.autocast}" for rank in descriptions], "are not all in the same torch.autocast")
+
+        for replica, pipelines in enumerate(self.position.pipelines):
+            prefix, ranks = self.position.replica_prefix(replica), list(chain.from_iterable(pipelines))
+            _check_arguments({rank: descriptions[rank] for rank in ranks}, prefix)
+            first = _Replica.merge([descriptions[rank] for rank in pipelines[0]])
+            if not first.target_fits():
+                given: list[GivenBatch] = self.control.all_gather_value(describe_given(), purpose)
+                is_list = descriptions[0].is_list
+                _check_same_rows({rank: given[rank] for rank in ranks}, prefix, is_list)
+                raise self._target_error(first, [given[rank] for rank in pipelines[0]], prefix, descriptions[0])
+            for index, pipeline in enumerate(pipelines[1:], 1):
+                _check_same_batch(first, _Replica.merge([descriptions[rank] for rank in pipeline]), prefix, index)
+
+        for peers in self.position.stage_ranks:
+            if len({descriptions[rank].frozen for rank in peers}) > 1:
+                names = ", ".join(map(str, peers))
+                raise MismatchError(
+                    f"ranks {names} have the same stages, but not the same parameters frozen: they must be alike"
+                )
+        by_replica = [[descriptions[rank] for rank in ranks] for ranks in self.position.replica_pipelines]
+        if len({any(rank.has_loss_weights for rank in ranks) for ranks in by_replica}) > 1:
+            raise MismatchError("some replicas have a loss_weight= and others have none: give all of them the same")
+        if len({any(rank.target_rows is not None for rank in ranks) for ranks in by_replica}) > 1:
+            raise MismatchError("some replicas have a target and others have none: give each of them one, or none of them")
+
+    def _target_error(
+        self, replica: "_Replica", given: Sequence[GivenBatch], prefix: str, description: Description
+    ) -> MismatchError:
+        """Return the error, with all shapes, for inputs and a target that differ in microbatches, rows or tokens."""
+        target_rows = replica.target_rows or ()
+        if len(replica.token_counts) > 1:
+            counts = next(pair for pair in zip(*replica.token_counts, strict=False) if len({*pair}) > 1)
+            numbers = " and ".join(map(str, sorted(counts)))
+            return MismatchError(f"{prefix}inputs and target have {numbers} tokens a row: give as many")
+        if not description.is_list:
+            num_rows, num_target_rows = (sum(filter(None, counts)) for counts in (replica.input_rows, target_rows))
+            return MismatchError(
+                f"{prefix}the batch has {num_rows} rows but the target has {num_target_rows} ({_shapes_text(given)}); "
+                f"{rows_dim_hint(self.rows_dim)}"
+            )
+        if len(target_rows) != len(replica.inputs):
+            return MismatchError(
+                f"{prefix}{description.call} was given {len(replica.inputs)} inputs but {len(target_rows)} targets: give one "
+                "target for each"
+            )
+        index = next(i for i, pair in enumerate(zip(replica.input_rows, target_rows, strict=True)) if not _rows_fit(*pair))
+        rows, other_rows = replica.input_rows[index], target_rows[index]
+        if rows is None and other_rows is None:
+            hint = rows_dim_hint(self.rows_dim)
+            return MismatchError(f"{prefix}microbatch {index} has tensors that differ in rows, and so has its target: {hint}")
+        shapes = next((rank.target_shapes[index] for rank in given if rank.target_shapes), "")
+        return MismatchError(f"{prefix}microbatch {index} has {rows} rows but its target has {other_rows} ({shapes})")
+
+
+class _Replica(NamedTuple):
+    """What the ranks of one pipeline say together: the first stage's rank has the inputs, the last stage's the target."""
+
+    inputs: Sequence[Shape]
+    input_rows: Sequence[int | None]
+    order: Sequence[int]
+    target_rows: Sequence[int | None] | None
+    token_counts: Sequence[Sequence[int]]  # the tokens of each microbatch; several if inputs and target differ
+    num_seeds: int
+
+    @classmethod
+    def merge(cls, ranks: Sequence[Description]) -> "_Replica":
+        """Return what is said by `ranks`."""
+        inputs: Sequence[Shape] = next((rank.inputs for rank in ranks if rank.inputs is not None), ())
+        target_rows = next((rank.target_rows for rank in ranks if rank.target_rows is not None), None)
+        order = next((rank.run_order for rank in ranks if rank.run_order), range(len(inputs)))
+        tokens = [*dict.fromkeys(tuple(rank.num_tokens) for rank in ranks if rank.num_tokens)]
+        input_rows = [shape.rows for shape in inputs]
+        return cls(inputs, input_rows, order, target_rows, tokens, max(rank.num_seeds for rank in ranks))
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The rows of each microbatch: its inputs', or its target's where those have none. 0 if there is no target either."""
+        target_rows = self.target_rows if self.target_rows is not None else [None] * len(self.inputs)
+        return [rows or other or 0 for rows, other in zip(self.input_rows, target_rows, strict=True)]
+
+    def target_fits(self) -> bool:
+        """Whether the target has the microbatches, rows and tokens of the inputs."""
+        if self.target_rows is None:
+            return True
+        if len(self.target_rows) != len(self.inputs) or len(self.token_counts) > 1:
+            return False
+        return all(map(_rows_fit, self.input_rows, self.target_rows))
+
+    def token_lengths(self, token_parts: int | Sequence[int]) -> list[Sequence[int]]:
+        """Return the tokens of each part of each microbatch; nothing unless they are cut."""
+        if not self.token_counts:
+            return [()] * len(self.inputs)
+        return [token_lengths(token_parts, count) for count in self.token_counts[0]]
+
+
+def _rows_fit(rows: int | None, target_rows: int | None) -> bool:
+    return (rows or target_rows) == (target_rows or rows) is not None
+
+
+def _own_lengths(lengths: Sequence[int], cp_size: int, cp_index: int) -> Sequence[int]:
+    """Return the tokens of the pieces that one rank has of a microbatch; 1 if tokens are not cut."""
+    return lengths[cp_index : cp_index + 1] if cp_size > 1 else lengths or (1,)
+
+
+def _in_groups(values: Sequence[float], size: int) -> list[Sequence[float]]:
+    return [values[first : first + size] for first in range(0, len(values), size)]
+
+
+def _shares_by_microbatch(parts: Sequence[Sequence[float]], slices: int) -> list[list[float]]:
+    """Return the shares of each microbatch's pieces: its slices, on all ranks along cp."""
+    return [list(chain.from_iterable(groups)) for groups in zip(*[_in_groups(row, slices) for row in parts], strict=True)]
+
+
+def check_equal(texts: Sequence[str], problem: str) -> None:
+    """Raise MismatchError, as "the ranks `problem`: rank 0 .., rank 2 ..", unless all texts are equal."""
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise MismatchError(f"the ranks {problem}: rank 0 {texts[0]}, rank {rank} {text}")
+
+
+def _check_arguments(descriptions: Mapping[int, Description], prefix: str) -> None:
+    """Raise MismatchError unless all ranks of a replica were given the same order and limit."""
+    first_rank, expected = next(iter(descriptions.items()))
+    for rank, description in descriptions.items():
+        for name in ("order", "limit"):
+            values = getattr(description, name), getattr(expected, name)
+            value, first_value = (list(item) if isinstance(item, tuple) else item for item in values)
+            if value != first_value:
+                raise MismatchError(
+                    f"{prefix}the ranks were given different {name}s: {name}={first_value!r} on rank {first_rank}, "
+                    f"{name}={value!r} on rank {rank}. Give all of them the same"
+                )
+
+
+def _check_same_rows(given: Mapping[int, GivenBatch], prefix: str, is_list: bool) -> None:
+    """Raise MismatchError, with who has what, if ranks of a replica were given batches of other rows."""
+    for name, field in (("input", "input_rows"), ("target", "target_rows")):
+        by_rank = {rank: getattr(batch, field) for rank, batch in given.items() if getattr(batch, field)}
+        for rank, rows in by_rank.items():
+            first_rank, expected = next(iter(by_rank.items()))
+            if rows == expected:
+                continue
+            if len(rows) != len(expected):
+                difference = f"{len(expected)} {name}s on rank {first_rank}, {len(rows)} on rank {rank}"
+            else:
+                entry = next(number for number, pair in enumerate(zip(rows, expected, strict=True)) if pair[0] != pair[1])
+                what = f"{name} {entry} has" if is_list else "inputs have" if name == "input" else "the target has"
+                difference = f"{what} {expected[entry]} rows on rank {first_rank}, {rows[entry]} on rank {rank}"
+            batches = "lists" if is_list else "batches"
+            raise MismatchError(f"{prefix}the ranks were given different {batches}: {difference}. {SAME_BATCH}")
+
+
+def _check_same_batch(first: _Replica, other: _Replica, prefix: str, index: int) -> None:
+    """Raise MismatchError if two pipelines of one replica, which lie along tp and cp, have different batches."""
+    rows, other_rows = sum(first.rows), sum(other.rows)
+    if (rows, len(first.inputs)) != (other_rows, len(other.inputs)):
+        raise MismatchError(
+            f"{prefix}the ranks along tp work on one batch, but it has {rows} rows at tp 0, {other_rows} at tp {index}"
+        )
+    if first != other:
+        raise MismatchError(f"{prefix}the ranks along tp work on one batch, but its tensors differ in shape or dtype")
+
+
+def _shapes_text(given: Sequence[GivenBatch]) -> str:
+    return ", ".join(text for rank in given for text in (*rank.input_shapes, *rank.target_shapes))
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def _add_newest(cache: dict[Key, Value], key: Key, value: Value) -> None:
+    """Add an entry to a cache of MAX_KINDS as its newest; forget the oldest."""
+    cache.pop(key, None)
+    cache[key] = value
+    if len(cache) > MAX_KINDS:
+        del cache[next(iter(cache))]
+
+
+@lru_cache(256)  # data that repeats from step to step
+def hash_values_of(key: Hashable) -> int:
+    """Hash values of plain types, by their text."""
+    return hash48(repr(key).encode())
+
+
+def hash48(data: bytes) -> int:
+    """Hash `data` to 48 bits, which a float64 holds exactly; the same in every process."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "little")

@@ -1,0 +1,119 @@
+"""What looks on at steps: measurements and guards, which a step does not name.
+
+    start     before the step         numbers for the row that all ranks exchange; may refuse the step
+    compare   all rows have arrived   these numbers of every rank
+    wrap      before the actions      the functions that run an action, receive and send
+    end       after the actions       a number for the last row; may raise
+    after     the step has ended      that number of every rank; may raise if it does so on all ranks
+
+The pipeline gives its engine a list of observers. A class that does not define a moment costs nothing there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.batch.agreement import Agreed
+from penstock.batch.call import Call, LocalBatch
+from penstock.comms.control_group import MAX_ROW_NUMBERS
+from penstock.engine.actions import ActionFunctions, StepActions
+from penstock.engine.clock import ActionClock
+from penstock.schedule.program import Transfer
+
+if TYPE_CHECKING:
+    from penstock.engine.report import StepReport
+
+Rows = Sequence[Sequence[float]]  # numbers of every rank
+
+
+class StepFunctions(NamedTuple):
+    """What a rank's program calls, each of which an observer may wrap."""
+
+    actions: ActionFunctions
+    receive: Callable[[Transfer], Any]  # waits for a message
+    send: Callable[[Transfer, Any], None]
+
+
+@dataclass
+class ObservedStep:
+    """One step of one rank, as far as it has come."""
+
+    call: Call
+    batch: LocalBatch
+    may_be_new: bool  # whether it may be the first of its kind, before `agreed` says so
+    clock: ActionClock
+    actions: StepActions
+    agreed: Agreed = field(init=False)  # from `compare` on
+    report: "StepReport" = field(init=False)  # from `after` on
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether all ranks' rows have arrived."""
+        return "agreed" in vars(self)
+
+
+class Observer:
+    """Looks on at the steps of one rank. All ranks have the same observers, in the same order."""
+
+    num_numbers = 0  # that `start` returns
+
+    def start(self, step: ObservedStep) -> Sequence[float]:
+        """Return this rank's numbers for the first row."""
+        return ()
+
+    def compare(self, step: ObservedStep, rows: Rows) -> None:
+        """Look at what `start` has returned on every rank."""
+
+    def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
+        """Return `functions` with what is to be done around them. Also called for an early forward alone."""
+        return functions
+
+    def end(self, step: ObservedStep) -> float:
+        """Return this rank's number for the last row."""
+        return 0.0
+
+    def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
+        """Look at what `end` has returned on every rank (0 if it is not defined)."""
+
+
+class Observers:
+    """The observers of one engine."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        def defining(moment: str) -> list[Any]:
+            return [observer for observer in observers if getattr(type(observer), moment) is not getattr(Observer, moment)]
+
+        self._start, self._wrap, self._end = defining("start"), defining("wrap"), defining("end")
+        self._compare, first = list[tuple[Any, slice]](), 0
+        for observer in observers:
+            numbers = slice(first, first + observer.num_numbers)
+            first = numbers.stop
+            self._compare += [(observer, numbers)] if observer in defining("compare") else []
+        self._after = [
+            (observer, self._end.index(observer) if observer in self._end else None) for observer in defining("after")
+        ]
+        assert max(first, len(self._end)) <= MAX_ROW_NUMBERS
+
+    def start(self, step: ObservedStep) -> list[float]:
+        """Return all numbers for the first row."""
+        return [number for observer in self._start for number in observer.start(step)]
+
+    def compare(self, step: ObservedStep, rows: Rows) -> None:
+        """Give each observer its numbers of every rank."""
+        for observer, numbers in self._compare:
+            observer.compare(step, [row[numbers] for row in rows])
+
+    def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
+        """Return `functions`, wrapped by all."""
+        for observer in self._wrap:
+            functions = observer.wrap(step, functions)
+        return functions
+
+    def end(self, step: ObservedStep) -> list[float]:
+        """Return all numbers for the last row."""
+        return [observer.end(step) for observer in self._end]
+
+    def after(self, step: ObservedStep, rows: Rows) -> None:
+        """Give each observer its number of every rank."""
+        for observer, index in self._after:
+            observer.after(step, [0.0 if index is None else row[index] for row in rows])

@@ -1,0 +1,103 @@
+"""The observers of a pipeline, in the order in which they look on."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.engine.activation_memory import MemoryObserver
+from penstock.engine.build import PipelineConfig
+from penstock.engine.model_partition import ModelPartition
+from penstock.engine.observers import ObservedStep, Observer
+from penstock.engine.profiling import ProfilerRanges
+from penstock.engine.rank_comparison import RankComparisonResult
+from penstock.engine.step import Engine
+from penstock.guards.digest import BatchComparison, TiedCopiesCheck
+from penstock.guards.gradient_factor import GradientFactorCheck
+from penstock.guards.loss import LossChecks
+from penstock.guards.nonfinite import NonFiniteMonitor
+from penstock.guards.outdated_weights import OutdatedUseRefusal, TensorsSharedBetweenPipelines
+from penstock.guards.reachable_objects import SharedObject
+from penstock.guards.shared_state import SharedStateCheck
+from penstock.guards.token_mixing import TokenMixingCheck
+from penstock.guards.unregistered_uses import RemoteParameterUseCheck
+from penstock.partition.attributes import AttributeSnapshot
+from penstock.plan.microbatch_costs import MicrobatchSamples
+from penstock.stage.replication import NoReplication
+
+
+class PipelineObservers(NamedTuple):
+    """All observers of a pipeline, and those that it asks itself."""
+
+    all: Sequence[Observer]
+    gradient_factor: GradientFactorCheck
+    memory: MemoryObserver
+    samples: MicrobatchSamples
+    monitor: NonFiniteMonitor | None
+
+
+def make_observers(
+    engine: Engine,
+    config: PipelineConfig,
+    partition: ModelPartition,
+    comparison: RankComparisonResult,
+    shared_tensors: TensorsSharedBetweenPipelines,
+    shared_objects: Sequence[SharedObject],
+) -> PipelineObservers:
+    """Return the observers of a pipeline that was built. Those with numbers are the same on all ranks."""
+    control, position, table, arguments = engine.control, engine.position, engine.schedule, config.arguments
+    rank, num_ranks, modules = position.world.rank, position.world.world_size, partition.modules
+
+    # Uses of what is elsewhere. A user's own DistributedDataParallel may give borrowed parameters a gradient of zeros.
+    remote_parameters = partition.remote_parameters(comparison.names)
+    if all(isinstance(replication, NoReplication) for replication in partition.replications.values()):
+        remote_parameters += engine.tied.parameters_of_other_owners()
+
+    gradient_factor = GradientFactorCheck(engine.parameters, rank, num_ranks)
+    memory = MemoryObserver(engine.stages, table.slices)
+    samples = MicrobatchSamples(memory)
+    cp_index = position.cp_index if position.cp_size > 1 else None
+    names = comparison.names
+    monitor = NonFiniteMonitor(control, engine.stages, engine.parameters, names) if arguments.on_nonfinite else None
+
+    observers: list[Observer | None] = [
+        AttributeCheck(config.cuttable.attributes) if config.cuttable else None,
+        shared_tensors,
+        BatchComparison(position, table.placement),
+        gradient_factor,
+        TiedCopiesCheck(control, engine.tied) if engine.tied.owners else None,
+        RemoteParameterUseCheck(rank, modules, remote_parameters),
+        monitor,
+        memory,
+        SharedStateCheck(control, shared_objects, position, table.placement, engine.stages),
+        TokenMixingCheck(engine.stages, engine.device, engine.layout, cp_index) if config.cut_context is not None else None,
+        samples,
+        _make_loss_checks(engine, config),
+        ProfilerRanges(),
+        OutdatedUseRefusal(config.cuttable.model) if config.cuttable and num_ranks > 1 else None,
+    ]
+    return PipelineObservers(
+        [observer for observer in observers if observer is not None], gradient_factor, memory, samples, monitor
+    )
+
+
+def _make_loss_checks(engine: Engine, config: PipelineConfig) -> LossChecks | None:
+    """Return the checks of loss and target, on one rank that has them."""
+    arguments, position, last_stage = config.arguments, engine.position, engine.schedule.num_stages - 1
+    if arguments.loss_fn is None or position.stage_rank_index or last_stage not in engine.stages:
+        return None
+    tokens_dim = arguments.sequence_dim if config.cut_context is not None else None
+    loss = arguments.loss_fn, arguments.reduction, arguments.loss_weight
+    checks = LossChecks(*loss, engine.schedule.microbatches, config.rows_dim, tokens_dim, engine.reader.token_parts)
+    checks.stage = engine.stages[last_stage]
+    return checks
+
+
+class AttributeCheck(Observer):
+    """Refuses a step whose model has other attributes than when it was cut."""
+
+    def __init__(self, attributes: AttributeSnapshot) -> None:
+        self._attributes = attributes
+
+    def start(self, step: ObservedStep) -> Sequence[float]:
+        """Raise as `AttributeSnapshot.check_unchanged_since_cut`."""
+        self._attributes.check_unchanged_since_cut()
+        return ()

@@ -1,0 +1,67 @@
+"""The order in which the microbatches of a list run: as given, planned, or a user's own; and whether it keeps a limit."""
+
+from collections.abc import Callable, Sequence
+
+from penstock.batch.pieces import Shape
+from penstock.errors import MismatchError, is_whole_number
+from penstock.plan.grouping import Limit, SizeLimit
+from penstock.plan.microbatch_costs import MicrobatchCosts
+from penstock.schedule.table import Table
+from penstock.timing.simulate import Costs
+
+
+def comparable_order(order: object) -> str | tuple[int, ...]:
+    """Return an order as ranks compare it: indices as ints, anything else as text."""
+    if isinstance(order, Sequence) and not isinstance(order, str) and all(map(is_whole_number, order)):
+        return tuple(map(int, order))
+    return order if isinstance(order, str) else repr(order)
+
+
+def microbatch_order(
+    order: object,
+    inputs: Sequence[Shape],
+    table_of: Callable[[int], Table],
+    costs: MicrobatchCosts | None = None,
+    limit: Limit = None,
+) -> list[int]:
+    """Return the order to run in: position in the step -> index in the list.
+
+    `table_of(microbatches)`: the table that will run. Without `costs`, the elements of a microbatch stand for its cost. Raises
+    MismatchError for an invalid order, and for one that has more than `limit` in flight on a rank.
+    """
+    size_limit = SizeLimit(limit, costs and costs.bytes)
+    shapes = [(entry.rows or 1, entry.elements / (entry.rows or 1)) for entry in inputs]
+    sizes = [size_limit.size(*shape) for shape in shapes]
+    indices: Sequence[int] | str = comparable_order(order)
+    if order == "given":
+        indices = range(len(inputs))
+    elif order == "planned":
+        from penstock.plan.microbatch_order import plan_order  # imports numpy, which no other step needs
+
+        factors = [costs(*shape) if costs else float(entry.elements) for shape, entry in zip(shapes, inputs, strict=True)]
+        stage_costs = costs.step_costs(shapes) if costs else Costs()
+        max_size = None if limit is None else size_limit.most
+        indices = plan_order(factors, table_of(len(inputs)), stage_costs, sizes, max_size, in_seconds=costs is not None)
+    if isinstance(indices, str) or sorted(indices) != list(range(len(inputs))):
+        shown = list(order) if isinstance(order, tuple) else order
+        raise MismatchError(
+            f"order={shown!r} is no order of {len(inputs)} microbatches: give 'given', 'planned', or each index from 0 to "
+            f"{len(inputs) - 1} once"
+        )
+    if limit is not None:
+        _check_limit([sizes[index] for index in indices], table_of(len(inputs)), order, size_limit)
+    return list(indices)
+
+
+def _check_limit(sizes: Sequence[float], table: Table, order: object, limit: SizeLimit) -> None:
+    """Raise MismatchError where microbatches of these `sizes`, in the order they run, have more than `limit` in flight."""
+    from penstock.plan.microbatch_order import peak_in_flight  # imports numpy, which no other step needs
+
+    peaks = peak_in_flight(sizes, table)
+    if max(peaks) > limit.most:
+        hint = "no order was found that has less" if order == "planned" else "order='planned' looks for one that has less"
+        raise MismatchError(
+            f"order={order!r} has up to {limit.format(max(peaks))} in flight on rank {peaks.index(max(peaks))}, more than the "
+            f"limit of {limit.format(limit.most)}: {hint}. Make smaller microbatches, take a schedule with fewer in flight, "
+            "or give a higher limit"
+        )

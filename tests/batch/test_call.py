@@ -1,0 +1,191 @@
+"""A call's arguments: keywords of the model's that are also the pipeline's, inputs with a graph, entries of lists."""
+
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from error_text import error_text
+from reference import gradients
+from torch import Tensor, nn
+
+import penstock as ps
+
+WIDTH, ROWS, M = 4, 8, 4
+mse = nn.functional.mse_loss
+
+
+class Scaled(nn.Module):
+    """Has a parameter for each name that `step` takes for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: float = 1.0, target: Any = None, *, losses: float = 1.0) -> Tensor:
+        return torch.tanh(self.linear(x)) * scale * losses
+
+
+class Several(nn.Module):
+    """Images and offsets of other rows than the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor, images: Tensor | None = None) -> Tensor:
+        hidden = self.linear(tokens)
+        return hidden if images is None else hidden + images.mean(0)
+
+
+class Batch(NamedTuple):
+    tokens: Tensor
+    images: Tensor
+
+
+def stages(first: type[nn.Module]) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [first(), nn.Linear(WIDTH, WIDTH)]
+
+
+def made(first: type[nn.Module]) -> ps.Pipeline:
+    return ps.Pipeline(stages(first), mse, "1f1b", M)
+
+
+def uncut(first: type[nn.Module]) -> tuple[Any, nn.ModuleList]:
+    """The same in one process: its forward, and its modules."""
+    modules = stages(first)
+    return (lambda *args, **kwargs: modules[1](modules[0](*args, **kwargs))), nn.ModuleList(modules)
+
+
+def data(*shape: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(*shape), torch.randn(*shape)
+
+
+def rank_names() -> dict[str, Any]:
+    x, y = data(ROWS, WIDTH)
+    results: dict[str, Any] = {}
+    for name, call in {
+        "scale": lambda pipe: pipe.step(x, target=y, scale=2.0),
+        "losses": lambda pipe: pipe.step(x, 1.0, target=y, losses=[]),
+        "next": lambda pipe: pipe.step(x, 2.0, target=y).item(),
+    }.items():
+        pipe = made(Scaled)
+        results[name] = call(pipe) if name == "next" else error_text(lambda: call(pipe), ps.MismatchError)  # noqa: B023
+    pipe = made(Scaled)
+    results["both"] = pipe.step(x, 2.0, target=y, scale=0.5).item(), gradients(pipe.named_parameters())
+    pipe = made(Scaled)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        pipe.step(x, target=y), pipe.step(x, target=y), pipe.eval(x, target=y)
+    results["warned"] = [str(warning.message) for warning in given if "for itself" in str(warning.message)]
+    results["entry"] = made(Scaled).step_microbatches([{"x": x, "losses": 2.0}], [y]).item()
+    return results
+
+
+@pytest.mark.ranks
+def test_a_keyword_that_is_the_models_and_the_pipelines_is_refused_with_the_way_to_give_it() -> None:
+    first, last = ps.launch(rank_names, 2)
+    (x, y), (model, modules) = data(ROWS, WIDTH), uncut(Scaled)
+    for result in (first, last):
+        assert "step() takes scale= for itself, and the model's forward has a parameter scale too" in result["scale"]
+        assert "give the model's by position, step(x, scale, ..)" in result["scale"]
+        assert "give the model's in an entry of step_microbatches([{.., 'losses': value}], ..)" in result["losses"]
+        assert result["next"] == result["both"][0] == pytest.approx(mse(model(x, 2.0), y).item(), abs=1e-6)
+        assert result["entry"] == pytest.approx(mse(model(x, losses=2.0), y).item(), abs=1e-6)
+    assert len(first["warned"]) == 1
+    assert "step() takes target= for itself" in first["warned"][0]
+    for part, target in zip(x.split(2), y.split(2), strict=True):
+        loss = mse(model(part, 2.0), target)
+        loss.backward(torch.full_like(loss, 0.25 * 0.5))
+    grads = [*first["both"][1].values(), *last["both"][1].values()]
+    assert all(torch.equal(grad, p.grad) for grad, p in zip(grads, modules.parameters(), strict=True))
+
+
+def rank_graph() -> dict[str, Any]:
+    x, y = data(ROWS, WIDTH)
+    torch.manual_seed(5)
+    outer = nn.Linear(WIDTH, WIDTH)
+    inputs = torch.tanh(outer(x))
+    pipe = made(Several)
+    wrong = {
+        "step": lambda: pipe.step(inputs, target=y),
+        "tree": lambda: pipe.step(x, images=ps.Replicated(inputs), target=y),
+        "list": lambda: pipe.step_microbatches([inputs], [y]),
+        "target": lambda: pipe.step(x, target=inputs),
+    }
+    results: dict[str, Any] = {name: error_text(call, ps.MismatchError) for name, call in wrong.items()}
+    results["untouched"] = outer.weight.grad is None and all(p.grad is None for p in pipe.parameters())
+    results["eval"] = pipe.eval(inputs, target=y)[1].item()
+
+    leaf = inputs.detach().requires_grad_()
+    pipe.step(leaf, target=y)
+    if pipe.topology.rank == pipe.first_rank:
+        inputs.backward(leaf.grad)
+        results["outer"] = outer.weight.grad
+    return results
+
+
+@pytest.mark.ranks
+def test_inputs_with_a_graph_are_refused_before_anything_runs_and_go_on_by_hand() -> None:
+    first, last = ps.launch(rank_graph, 2)
+    for result in (first, last):
+        for name, what in (("step", "inputs"), ("tree", "inputs"), ("list", "inputs"), ("target", "target")):
+            assert f"was given {what} with a graph (TanhBackward0)" in result[name]
+            assert "leaf = x.detach().requires_grad_(); pipe.step" in result[name]
+            assert "x.backward(leaf.grad)" in result[name]
+        assert result["untouched"]
+
+    (x, y), (model, _) = data(ROWS, WIDTH), uncut(Several)
+    torch.manual_seed(5)
+    outer = nn.Linear(WIDTH, WIDTH)
+    inputs = torch.tanh(outer(x))
+    leaf = inputs.detach().requires_grad_()
+    for part, target in zip(leaf.split(2), y.split(2), strict=True):
+        loss = mse(model(part), target)
+        loss.backward(torch.full_like(loss, 0.25))
+    inputs.backward(leaf.grad)
+    assert torch.equal(first["outer"], outer.weight.grad)
+    assert first["eval"] == last["eval"]
+
+
+def rank_lists() -> dict[str, Any]:
+    x, y = data(ROWS, WIDTH)
+    images = torch.ones(3, WIDTH)
+    entries = [{"tokens": x[:3], "images": images}, Batch(x[3:], images[:2]), (x[:2], images)]
+    targets = [y[:3], y[3:], y[:2]]
+    pipe = made(Several)
+    losses: list[Tensor] = []
+    loss, outputs = pipe.step_microbatches(entries, targets, order=[2, 0, 1], losses=losses, return_outputs=True)
+    results: dict[str, Any] = {"loss": loss, "losses": losses, "outputs": outputs, "grads": gradients(pipe.named_parameters())}
+    results["evaluated"] = pipe.eval_microbatches(entries)
+    for name, wrong in {
+        "unknown": [entries[0], {"tokens": x[3:], "image": images}],
+        "missing": [entries[0], {"images": images}],
+    }.items():
+        results[name] = error_text(lambda: pipe.step_microbatches(wrong, targets[:2]), ps.MismatchError)  # noqa: B023
+    results["rows"] = error_text(lambda: pipe.step_microbatches([(x[:2], images)], [(y, y[:3])]), ps.MismatchError)
+    return results
+
+
+@pytest.mark.ranks
+def test_entries_of_a_list_may_be_named_tuples_and_have_tensors_of_other_rows_and_outputs_are_returned() -> None:
+    first, last = ps.launch(rank_lists, 2)
+    (x, y), (model, modules) = data(ROWS, WIDTH), uncut(Several)
+    images = torch.ones(3, WIDTH)
+    calls, targets = [(x[:3], images), (x[3:], images[:2]), (x[:2], images)], [y[:3], y[3:], y[:2]]
+    expected = [model(*call) for call in calls]
+    losses = [mse(output, target) for output, target in zip(expected, targets, strict=True)]
+    for index in (2, 0, 1):
+        losses[index].backward(torch.full_like(losses[index], len(targets[index]) / 10))
+    grads = [*first["grads"].values(), *last["grads"].values()]
+    assert all(torch.equal(grad, p.grad) for grad, p in zip(grads, modules.parameters(), strict=True))
+    assert first["outputs"] is first["evaluated"] is None
+    assert all(map(torch.equal, last["outputs"], [output.detach() for output in expected]))
+    assert all(map(torch.equal, last["evaluated"], [output.detach() for output in expected]))
+    for result in (first, last):
+        assert all(map(torch.equal, result["losses"], [loss.detach() for loss in losses]))
+        assert "input 1 has image, which the model's forward does not take: it takes tokens, images" in result["unknown"]
+        assert "input 1 lacks tokens, which the model's forward needs: it takes tokens, images" in result["missing"]
+        assert "microbatch 0 has tensors that differ in rows, and so has its target" in result["rows"]

@@ -35,7 +35,7 @@ _WITH_OPTIONS = re.compile(r"(?P<source>.+?):(?P<options>[a-z][\w-]*=[^,:]*(?:,[
     **dict.fromkeys(COSTS, "TIME[,TIME..]"),
 )
 class CompareCommand:
-    """Compare schedules, plans and runs: draw two, or write a table of any number.
+    """Draw two schedules or runs, or tabulate any number.
 
     Two are drawn at one scale, one above the other, with their differences. Of more, or at several --ranks, --microbatches or
     costs, a table is printed. Costs are those of a rank, for any number of stages on it. Next to a run or traces, a schedule

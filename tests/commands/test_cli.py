@@ -110,7 +110,7 @@ def test_a_wrong_option_fails_before_torch_is_imported_with_the_nearest_that_wor
         ("train --seed -1", "--seed -1 is no seed: use 0 or more"),
         ("train --learning-rate nan", "--learning-rate nan is no rate: use a number like 1e-3"),
         ("show damaged.csv", "damaged.csv is damaged, or no CSV table: 'utf-8' codec can't decode byte 0xff"),
-        ("show words.csv", "words.csv: cannot read 'hello' as an action"),
+        ("show words.csv", "words.csv, row 1 (rank 0), cell 1: cannot read 'hello' as an action"),
         ("show 1f1b --csv nowhere/table.csv", "nowhere/table.csv cannot be written: No such file or directory"),
         ("show run/run.json", "run/run.json is not a timeline that Penstock wrote: Expecting property name"),
         ("show list.json", "list.json is not a timeline that Penstock wrote: it is no JSON object"),

@@ -19,6 +19,7 @@ import penstock as ps
 from penstock.commands import cli, trained_model
 from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.setup import gpt, token_loss
+from penstock.launcher.launch import launch
 from penstock.model import GPT
 
 pytestmark = pytest.mark.ranks
@@ -72,10 +73,10 @@ def test_generate_prints_the_prompt_and_what_the_uncut_model_makes_of_it(run, mo
     results: list[str] = []
 
     def rank_texts(work: Any, ranks: int, *args: Any) -> list[None]:
-        results.extend(ps.launch(printed, ranks, work, *args))
+        results.extend(launch(printed, ranks, work, *args))
         return [None] * ranks
 
-    monkeypatch.setattr(trained_model, "launch", rank_texts)
+    monkeypatch.setattr("penstock.launcher.launch.launch", rank_texts)
     penstock(monkeypatch, "generate", next(run.glob("step-*")), "--prompt", "def f", "--max-new-tokens", 20, "--seed", 1)
     assert results == [
         "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text) + "\n",

@@ -5,7 +5,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Optional  # not `| None`, for which tyro imports typeguard: a third of the time of `penstock show`
+from typing import Literal, Optional  # not `| None`, for which tyro imports typeguard: a third of the time of `penstock show`
 
 import tyro
 
@@ -30,6 +30,7 @@ from penstock.schedule import (
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.table import pause_garbage_collection
 from penstock.view.citation import bibtex
+from penstock.view.figure.shapes import FigureStyle
 from penstock.view.files import report_write_errors, write
 from penstock.view.reading import load
 from penstock.view.record import Record
@@ -160,6 +161,9 @@ class SimulationOptions:
     perfetto="FILE",
     svg="FILE",
     png="FILE",
+    pdf="FILE",
+    figure_width="PIXELS",
+    font_size="PIXELS",
     **METAVARS,
 )
 class ShowCommand(SimulationOptions):
@@ -184,10 +188,22 @@ class ShowCommand(SimulationOptions):
     """Write a trace that ui.perfetto.dev opens."""
     svg: Optional[Path] = None
     """Write a figure for a paper."""
+    pdf: Optional[Path] = None
+    """Write the same figure as a page of PDF, for LaTeX."""
     png: Optional[Path] = None
     """Write the same figure as an image; needs Pillow: pip install 'penstock-pipeline[png]'."""
+    figure_width: float = 720.0
+    """Width of the figures of --svg, --pdf and --png in pixels, 96 an inch: 312 fills a column of 3.25 inches."""
+    font_size: float = 10.0
+    """Size of their texts in pixels; rows grow with it."""
+    labels: Literal["auto", "action", "microbatch", "none"] = "auto"
+    """Texts on their actions: 2F3, or 3, or none; auto takes the longest that fits."""
+    title: bool = False
+    """Write the name above them."""
+    legend: bool = True
+    """Explain their colours below them."""
     memory: bool = False
-    """Show memory in the figures of --svg and --png, even if it is not known in bytes."""
+    """Show memory in those figures, even if it is not known in bytes."""
     path: bool = False
     """Show the critical path in those figures."""
     arrows: bool = False
@@ -210,8 +226,12 @@ class ShowCommand(SimulationOptions):
                 with report_write_errors(self.json):
                     record.save(self.json)
                 lines.append(f"wrote {self.json}")
-            files = write([record], self.html, self.perfetto, self.svg, self.png, self.embed, self._figure_extras())
+            pictures = self.html, self.perfetto, self.svg, self.png, self.embed, self._figure_extras(), self.pdf
+            files = write([record], *pictures, self._figure_style())
             print("\n".join([*lines, *(f"wrote {path}" for path in files)]))
+
+    def _figure_style(self) -> FigureStyle:
+        return FigureStyle(self.figure_width, self.font_size, self.labels, self.title, self.legend)
 
     def _figure_extras(self) -> list[str]:
         return [name for name in ("memory", "path", "arrows") if getattr(self, name)]

@@ -3,7 +3,7 @@
 import math
 import re
 from importlib.resources import files
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -58,10 +58,36 @@ def test_kinds_and_causes_are_told_apart_by_every_eye(vision, theme):
         assert apart >= 12, (one, other, apart)
 
 
-def second(kind, theme):
-    """The shade of a rank's second stage, as chart/colors.js mixes it."""
+def mixed(kind, theme, chunk):
+    """The shade of a rank's stage, as chart/colors.js mixes it."""
     parts = ([int(color(name, theme)[at : at + 2], 16) for at in (1, 3, 5)] for name in (kind, "letter"))
-    return "#" + "".join(f"{round(0.9 * a + 0.1 * b):02x}" for a, b in zip(*parts, strict=True))
+    return "#" + "".join(f"{round((1 - 0.1 * chunk) * a + 0.1 * chunk * b):02x}" for a, b in zip(*parts, strict=True))
+
+
+def second(kind, theme):
+    return mixed(kind, theme, 1)
+
+
+@pytest.mark.parametrize("vision", VISIONS)
+def test_eight_shades_of_a_kind_are_told_apart_and_darken_in_grey_too(vision):
+    for kind in "FBIW":
+        shades = [seen(figure.shade(kind, chunk), vision) for chunk in range(8)]
+        assert [lightness for lightness, *_ in shades] == sorted((lightness for lightness, *_ in shades), reverse=True)
+        assert min(math.dist(one, other) for one, other in pairwise(shades)) >= 3
+
+
+def test_a_figure_and_a_page_have_the_same_shades_with_legible_texts():
+    script = (files("penstock.view") / "page" / "chart" / "colors.js").read_text()
+    darks = dict(re.findall(r"(\w): (\d)", re.search(r"FIRST_DARK_SHADES = {(.+?)}", script)[1]))
+    assert {kind: int(number) for kind, number in darks.items()} == figure.FIRST_DARK_SHADES
+    assert f"NUM_SHADES = {figure.NUM_SHADES};" in script
+    assert "var(--letter) ${10 * shade}%" in script
+    for kind in "FBIW":
+        for chunk in range(8):
+            assert figure.shade(kind, chunk) == mixed(kind, 0, chunk)
+            letter = color("letter-B" if chunk >= figure.FIRST_DARK_SHADES[kind] else f"letter-{kind}", 0)
+            assert contrast(letter, mixed(kind, 0, chunk)) >= 4.5
+            assert contrast(figure._text_color(kind, chunk), mixed(kind, 0, chunk)) >= 4.5
 
 
 @pytest.mark.parametrize("vision", VISIONS)

@@ -1,7 +1,9 @@
 """The figure for a paper: SVG and PNG."""
 
+import re
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -11,8 +13,9 @@ from timelines import COSTS, measured, two_ranks
 
 from penstock.errors import PenstockError
 from penstock.schedule import ActivationSize, Costs, Timeline, build, simulate
+from penstock.view.figure.pdf import pdf, save_pdf, text_width
 from penstock.view.figure.png import save_png
-from penstock.view.figure.shapes import Box, Line, Text, hatch_lines
+from penstock.view.figure.shapes import Box, FigureStyle, Line, Text, hatch_lines
 from penstock.view.figure.svg import svg
 from penstock.view.figure.timeline import (
     CAUSE_COLORS,
@@ -22,7 +25,9 @@ from penstock.view.figure.timeline import (
     MEMORY_COLOR,
     MEMORY_HEIGHT,
     ROW_HEIGHT,
+    SLICE_COLOR,
     figure,
+    shade,
 )
 from penstock.view.record import Record
 
@@ -143,6 +148,79 @@ def test_without_pillow_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(PenstockError, match=r"pip install 'penstock-pipeline\[png\]'"):
         save_png(figure(Record((two_ranks(),))), tmp_path / "a.png")
+
+
+def test_each_stage_of_a_rank_has_its_shade_and_the_legend_shows_them():
+    drawn = figure(Record((simulate(build("interleaved-1f1b", 2, 2, stages_per_rank=8)),)))
+    colors = [shape.color for shape in drawn.shapes if isinstance(shape, Box)]
+    assert {shade(kind, chunk) for kind in "FB" for chunk in range(8)} <= {*colors}
+    swatches = [shape for shape in drawn.shapes if isinstance(shape, Box) and shape.y > drawn.height - 25]
+    assert [shape.color for shape in swatches][2:10] == [shade("F", chunk) for chunk in range(8)]
+    assert "stages of a rank, first to last" in [shape.text for shape in drawn.shapes if isinstance(shape, Text)]
+
+
+def test_the_mark_of_a_slice_stands_at_its_place_among_those_of_a_microbatch():
+    timeline = simulate(build("gpipe", 1, 1, slices=4))
+    drawn = figure(Record((timeline,)), width=LABEL_WIDTH + 8 + 120)  # a step of 3 units, 40 pixels each
+    marks = [shape for shape in drawn.shapes if isinstance(shape, Box) and shape.color == SLICE_COLOR][:8]
+    places = [round(shape.x - LABEL_WIDTH, 6) for shape in marks]
+    assert places == [0, 10 + 2.5, 20 + 5, 30 + 7.5, 40 + 15, 60 + 10, 80 + 5, 100]
+    texts = [shape.text for shape in drawn.shapes if isinstance(shape, Text)]
+    assert "mark below an action: which of 4 slices, the first on the left" in texts
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"), [("auto", {"0", "1", "B0", "B1"}), ("action", {"0B0", "0B1", "1B0", "1B1"}), ("none", set())]
+)
+def test_labels_are_as_long_as_asked_where_they_fit(labels, expected):
+    drawn = figure(Record((two_ranks(),)), width=LABEL_WIDTH + 8 + 110, style=FigureStyle(labels=labels, legend=False))
+    texts = {shape.text for shape in drawn.shapes if isinstance(shape, Text)}
+    assert texts - {"rank 0", "rank 1", "0", "10", "time"} == expected - {"0"}
+
+
+def test_width_font_title_and_legend_are_as_asked():
+    plain, styled = (
+        figure(Record((two_ranks(),)), style=style)
+        for style in (FigureStyle(), FigureStyle(width=360, font_size=7, title=True, legend=False))
+    )
+    assert (plain.width, styled.width) == (720, 360)
+    assert styled.height < plain.height
+    texts = [shape for shape in styled.shapes if isinstance(shape, Text)]
+    assert texts[0].text == two_ranks().name
+    assert {shape.text: shape.size for shape in texts}["rank 0"] == pytest.approx(7)
+    assert "forward" not in [shape.text for shape in texts]
+    assert all(shape.x + shape.width <= 360 for shape in styled.shapes if isinstance(shape, Box))
+    with pytest.raises(PenstockError, match="a figure 100 pixels wide has no room at font size 10: use 120 or more"):
+        figure(Record((two_ranks(),)), style=FigureStyle(width=100))
+
+
+def test_a_pdf_has_the_boxes_and_texts_of_the_figure(tmp_path):
+    named = Timeline("a (1) \\ µ ∑", two_ranks().rows, two_ranks().message_costs)
+    drawn = figure(Record((named,)), style=FigureStyle(title=True))
+    save_pdf(drawn, tmp_path / "a.pdf")
+    data = (tmp_path / "a.pdf").read_bytes()
+    assert data == pdf(drawn)
+    assert data.startswith(b"%PDF-1.4\n")
+    assert data.endswith(b"%%EOF\n")
+    assert b"/MediaBox[0 0 540.00 " in data
+
+    start = int(re.search(rb"startxref\n(\d+)", data)[1])
+    assert data[start:].startswith(b"xref\n0 7\n")
+    offsets = [int(line.split()[0]) for line in data[start:].splitlines()[3:9]]
+    assert [data[offset:].partition(b" ")[0] for offset in offsets] == [b"1", b"2", b"3", b"4", b"5", b"6"]
+
+    length, rest = re.search(rb"/Length (\d+)/Filter/FlateDecode>>stream\n(.*)", data, re.DOTALL).groups()
+    content = zlib.decompress(rest[: int(length)]).decode("cp1252")
+    boxes = [shape for shape in drawn.shapes if isinstance(shape, Box)]
+    assert content.count(" re ") == len(boxes)
+    assert f"{boxes[3].x:.2f} {boxes[3].y:.2f} {boxes[3].width:.2f} {boxes[3].height:.2f} re B" in content
+    assert r"(a \(1\) \\ µ ?) Tj" in content
+    assert content.count("BT ") == sum(isinstance(shape, Text) for shape in drawn.shapes)
+
+
+def test_texts_of_a_pdf_are_as_wide_as_helvetica_s():
+    assert text_width("rank 0", 1000) == 333 + 556 + 556 + 500 + 278 + 556
+    assert text_width("", 10) == 0
 
 
 @pytest.mark.ranks

@@ -5,4 +5,5 @@
 `curves`     draws curves on logarithmic axes as a figure
 `svg`        writes a figure as SVG
 `png`        writes a figure as PNG, with Pillow
+`pdf`        writes a figure as PDF
 """

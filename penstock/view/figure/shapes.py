@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 INK_COLOR, MUTED_COLOR, LINE_COLOR = "#1c2330", "#5b6472", "#c9ccd2"
 TEXT_SIZE, PADDING = 10.0, 8.0  # of a usual text; around a figure
@@ -53,14 +54,50 @@ class Figure(NamedTuple):
     shapes: tuple[Shape, ...]
 
 
+Labels = Literal["auto", "action", "microbatch", "none"]
+
+
+@dataclass(frozen=True)
+class FigureStyle:
+    """The size of a figure, and what it says.
+
+    `width`, `font_size`: in CSS pixels, 96 an inch; rows grow with the font. `labels`: on each action where there is room:
+    "action" (`2F3`), "microbatch" (`3`), "none", or "auto" (the longest that fits of `2F3`, `F3` and `3`).
+    """
+
+    width: float = 720.0
+    font_size: float = TEXT_SIZE
+    labels: Labels = "auto"
+    title: bool = False
+    legend: bool = True
+
+
+USUAL_STYLE = FigureStyle()
+
+
 def tint(color: str, share: float = 0.7) -> str:
     """Return a lighter tint of `color`; `share` (0 to 1) is that of white."""
-    return _mix_colors(color, "#ffffff", share)
+    return mix_colors(color, "#ffffff", share)
+
+
+def scale_figure(figure: Figure, factor: float) -> Figure:
+    """Return `figure` with its boxes, texts and positions `factor` times as large."""
+
+    def scale_shape(shape: Shape) -> Shape:
+        if isinstance(shape, Box):
+            sizes = {name: getattr(shape, name) * factor for name in ("x", "y", "width", "height")}
+        elif isinstance(shape, Text):
+            sizes = {name: getattr(shape, name) * factor for name in ("x", "y", "size")}
+        else:
+            sizes = {name: getattr(shape, name) * factor for name in ("x", "y", "to_x", "to_y")}
+        return shape._replace(**sizes)
+
+    return Figure(figure.title, figure.width * factor, figure.height * factor, tuple(map(scale_shape, figure.shapes)))
 
 
 def hatch_lines(box: Box, spacing: float = 4.0) -> Iterator[Line]:
     """Yield the lines of the hatch of `box`, inside it."""
-    color, (left, top, width, height) = _mix_colors(box.color, INK_COLOR, 0.35), box[:4]
+    color, (left, top, width, height) = mix_colors(box.color, INK_COLOR, 0.35), box[:4]
     right, bottom = left + width, top + height
     if box.hatch == "-":
         yield from (Line(left, y, right, y, color) for y in _multiples(top, bottom, spacing))
@@ -82,7 +119,7 @@ def _multiples(low: float, high: float, spacing: float) -> Iterator[float]:
     return (count * spacing for count in range(math.floor(low / spacing) + 1, math.ceil(high / spacing)))
 
 
-def _mix_colors(color: str, other_color: str, share: float) -> str:
+def mix_colors(color: str, other_color: str, share: float) -> str:
     """Mix two colours, `#rrggbb`; `share` (0 to 1) is that of `other_color`."""
     parts = ((int(color[at : at + 2], 16), int(other_color[at : at + 2], 16)) for at in (1, 3, 5))
     return "#" + "".join(f"{round((1 - share) * a + share * b):02x}" for a, b in parts)

@@ -1,8 +1,9 @@
 """Draw a timeline as a figure for a paper.
 
 It has a row for each rank, the planned row below it if there is a plan, memory if it is known in bytes, an axis and a legend.
-Colours also differ in lightness, and causes of idle time in their hatch, so that they differ in print. If actions are denser
-than pixels, each time bin shows the shares of its kinds and causes, stacked.
+Colours also differ in lightness, and causes of idle time in their hatch, so that they differ in print. Each stage of a rank has
+its own shade of a kind's colour, the same as on a page. If actions are denser than pixels, each time bin shows the shares of
+its kinds and causes, stacked.
 """
 
 import math
@@ -13,7 +14,21 @@ from penstock.errors import PenstockError
 from penstock.schedule import Timeline
 from penstock.view.data.sums import NUM_BINS, sums_data
 from penstock.view.data.timeline import Data, timeline_data
-from penstock.view.figure.shapes import INK_COLOR, MUTED_COLOR, PADDING, TEXT_SIZE, Box, Figure, Line, Shape, Text
+from penstock.view.figure.shapes import (
+    INK_COLOR,
+    MUTED_COLOR,
+    PADDING,
+    TEXT_SIZE,
+    USUAL_STYLE,
+    Box,
+    Figure,
+    FigureStyle,
+    Line,
+    Shape,
+    Text,
+    mix_colors,
+    scale_figure,
+)
 from penstock.view.record import Record
 from penstock.view.terminal import format_memory
 
@@ -23,17 +38,37 @@ CAUSE_COLORS = {"fill": "#fbfcfe", "imbalance": "#6c2507", "drain": "#dcd6f0", "
 CAUSE_HATCHES = {"fill": ".", "imbalance": "/", "drain": "-", "communication": "\\", "sending": "|"}
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward (input)", "W": "backward (weights)"}
 LABEL_WIDTH, ROW_HEIGHT, PLANNED_HEIGHT, ROW_GAP = 58.0, 20.0, 12.0, 7.0
+TITLE_HEIGHT, MIN_WIDTH = 20.0, 120.0  # of the whole figure, at the usual size of texts
+SLICE_HEIGHT, SLICE_COLOR = 3.0, "#f2a7c3"  # of the mark of an action's slice
 MEMORY_HEIGHT, MEMORY_COLOR = 14.0, "#b3bac4"  # of the curve of a rank's activation memory
 MAX_RANKS = 128
+FIRST_DARK_SHADES = {"F": 3, "B": 0, "I": 0, "W": 4}  # on which a text is white
+NUM_SHADES, DARK_COLOR, LIGHT_COLOR = 8, "#0b0f16", "#ffffff"  # of a rank's stages, which repeat after the eighth
 
 
-def figure(record: Record, extras: Collection[str] = (), width: float = 720.0) -> Figure:
-    """Draw the usual step of `record`, `width` pixels wide and as high as it needs.
+def figure(
+    record: Record, extras: Collection[str] = (), width: float | None = None, style: FigureStyle = USUAL_STYLE
+) -> Figure:
+    """Draw the usual step of `record`, as high as it needs. `width`: in place of that of `style`.
 
     `extras`: "memory" (also if it is not known in bytes), "path" (the critical path), "arrows" (messages between ranks).
 
-    Raises PenstockError for more than 128 ranks, and for `extras` if there are more actions than pixels.
+    Raises PenstockError for more than 128 ranks, for `extras` if there are more actions than pixels, and for a style without
+    room for the ranks' names.
     """
+    width = style.width if width is None else width
+    if not style.font_size > 0 or width * TEXT_SIZE / style.font_size < MIN_WIDTH:
+        needed = math.ceil(MIN_WIDTH * max(style.font_size, 1) / TEXT_SIZE)
+        raise PenstockError(
+            f"a figure {width:g} pixels wide has no room at font size {style.font_size:g}: use {needed} or more"
+        )
+    factor = style.font_size / TEXT_SIZE
+    drawn = _figure(record, extras, width / factor, style)
+    return drawn if factor == 1 else scale_figure(drawn, factor)
+
+
+def _figure(record: Record, extras: Collection[str], width: float, style: FigureStyle) -> Figure:
+    """Draw the figure at the usual size of texts."""
     dense = len(record.usual.events) > width * record.usual.ranks
     if record.usual.ranks > MAX_RANKS:
         raise PenstockError(
@@ -50,17 +85,23 @@ def figure(record: Record, extras: Collection[str] = (), width: float = 720.0) -
     scale = (width - LABEL_WIDTH - PADDING) / duration
     shapes: list[Shape] = []
     y = PADDING
+    if style.title:
+        shapes.append(Text(LABEL_WIDTH, y + TEXT_SIZE / 2, record.name, TEXT_SIZE + 1))
+        y += TITLE_HEIGHT
     memory = (bool(timeline["memory_unit"]) or "memory" in extras) and not dense
     tops: list[float] = []
-    show_stage = any(len({_stage(event) for event in row["events"]}) > 1 for row in timeline["ranks"])
+    num_slices = 1 + max((_slice(event) for row in timeline["ranks"] for event in row["events"]), default=0)
+    num_stages = max(len({_stage(event) for event in row["events"]}) for row in timeline["ranks"]) if timeline["ranks"] else 0
+    labels = style.labels if style.labels != "auto" or num_stages > 1 else "kind"
     for rank, row in enumerate(timeline["ranks"]):
         shapes.append(Text(LABEL_WIDTH - 8, y + ROW_HEIGHT / 2, f"rank {rank}", anchor="end"))
-        shapes += _row(row, timeline, scale, y, ROW_HEIGHT, show_stage)
+        shapes += _row(row, timeline, scale, y, ROW_HEIGHT, labels)
+        shapes += _slice_marks(row, scale, y + ROW_HEIGHT, num_slices) if num_slices > 1 else ()
         tops.append(y)
         y += ROW_HEIGHT
         if planned and rank < len(planned["ranks"]):
             shapes.append(Text(LABEL_WIDTH - 8, y + 2 + PLANNED_HEIGHT / 2, "planned", TEXT_SIZE - 2.5, "end", MUTED_COLOR))
-            shapes += _row(planned["ranks"][rank], planned, scale, y + 2, PLANNED_HEIGHT, show_stage, with_names=False)
+            shapes += _row(planned["ranks"][rank], planned, scale, y + 2, PLANNED_HEIGHT, "none")
             y += 2 + PLANNED_HEIGHT
         if memory:
             peak = format_memory(timeline["peak_memory"][rank], timeline["memory_unit"])
@@ -71,8 +112,8 @@ def figure(record: Record, extras: Collection[str] = (), width: float = 720.0) -
     if "path" in extras or "arrows" in extras:
         shapes += _marks(timeline, scale, tops, extras)
     shapes += _axis(duration, scale, y, record.unit)
-    legend = list(_legend(timeline, planned, width, y + 34, memory))
-    height = max((shape.y for shape in legend), default=y + 34) + 14
+    legend = list(_legend(timeline, planned, width, y + 34, memory, num_stages, num_slices)) if style.legend else []
+    height = max((shape.y for shape in legend), default=y + 14) + 14
     return Figure(record.name, width, height, (*shapes, *legend))
 
 
@@ -109,9 +150,23 @@ def _kind(event: Data) -> str:
     return next(kind for kind in KIND_COLORS if kind in event["action"])
 
 
-def _row(
-    row: Data, timeline: Data, scale: float, y: float, height: float, show_stage: bool, with_names: bool = True
-) -> Iterator[Shape]:
+def shade(kind: str, chunk: int) -> str:
+    """Return the colour of a kind of action on a rank's stage, the one of index `chunk`: darker from first to eighth."""
+    return mix_colors(KIND_COLORS[kind], DARK_COLOR, 0.1 * (chunk % NUM_SHADES))
+
+
+def _text_color(kind: str, chunk: int) -> str:
+    """Return the colour of a text on that shade: the usual one of the kind, or white on shades too dark for it."""
+    number = chunk % NUM_SHADES
+    return LIGHT_COLOR if number >= FIRST_DARK_SHADES[kind] else DARK_COLOR if number else KIND_TEXT_COLORS[kind]
+
+
+def _slice(event: Data) -> int:
+    return int(event["action"].partition(".")[2] or 0)
+
+
+def _row(row: Data, timeline: Data, scale: float, y: float, height: float, labels: str) -> Iterator[Shape]:
+    """Draw a row of a rank. `labels`: as in `FigureStyle`, or "kind", as "auto" without stages."""
     if "sums" in row:
         yield from _proportions(row["sums"], scale, y, height)
     halves = {action: half for pair in timeline["overlaps"] for half, action in enumerate(pair)}
@@ -119,15 +174,25 @@ def _row(
         yield Box(
             LABEL_WIDTH + start * scale, y, (end - start) * scale, height, CAUSE_COLORS[cause], hatch=CAUSE_HATCHES[cause]
         )
+    stages = sorted({int(_stage(event)) for event in row["events"]})
     for event in row["events"]:
+        kind, chunk = _kind(event), stages.index(int(_stage(event)))
         x, bar_width = LABEL_WIDTH + event["start"] * scale, (event["end"] - event["start"]) * scale
         half = halves.get(event["action"])
         top, bar_height = (y, height) if half is None else (y + half * height / 2, height / 2)
-        yield Box(x, top, bar_width, bar_height, KIND_COLORS[_kind(event)], "#ffffff" if bar_width > 3 else "")
+        yield Box(x, top, bar_width, bar_height, shade(kind, chunk), "#ffffff" if bar_width > 3 else "")
         size = min(TEXT_SIZE - 1.5, bar_height - 1)
-        text = next((text for text in _texts(event["action"], show_stage) if len(text) * size * 0.6 + 2 < bar_width), None)
-        if with_names and text is not None:
-            yield Text(x + bar_width / 2, top + bar_height / 2, text, size, "middle", KIND_TEXT_COLORS[_kind(event)])
+        text = next((text for text in _texts(event["action"], labels) if len(text) * size * 0.6 + 2 < bar_width), None)
+        if text is not None:
+            yield Text(x + bar_width / 2, top + bar_height / 2, text, size, "middle", _text_color(kind, chunk))
+
+
+def _slice_marks(row: Data, scale: float, y: float, num_slices: int) -> Iterator[Box]:
+    """Draw a mark below each action, above `y`: it stands at the place of the action's slice among those of a microbatch."""
+    for event in row["events"]:
+        width = (event["end"] - event["start"]) * scale / num_slices
+        x = LABEL_WIDTH + event["start"] * scale + _slice(event) * width
+        yield Box(x, y - SLICE_HEIGHT, width, SLICE_HEIGHT, SLICE_COLOR)
 
 
 def _proportions(sums: Data, scale: float, y: float, height: float) -> Iterator[Box]:
@@ -150,11 +215,12 @@ def _memory(curve: list[list[float]], timeline: Data, scale: float, y: float) ->
             )
 
 
-def _texts(action: str, show_stage: bool) -> list[str]:
+def _texts(action: str, labels: str) -> list[str]:
     """Return the texts for an action, from the longest to the shortest."""
     kind = _kind({"action": action})
     microbatch = action.partition(kind)[2]
-    return [action] * show_stage + [kind + microbatch, microbatch]
+    texts = {"action": [action], "kind": [kind + microbatch, microbatch], "microbatch": [microbatch], "none": []}
+    return texts.get(labels, [action, kind + microbatch, microbatch])
 
 
 def _axis(duration: float, scale: float, y: float, unit: str) -> Iterator[Shape]:
@@ -176,8 +242,10 @@ def _unit(seconds: float) -> tuple[float, str]:
     return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
 
 
-def _legend(timeline: Data, planned: Data | None, width: float, y: float, memory: bool) -> Iterator[Box | Text]:
-    """Draw the legend of the kinds and causes that occur, over several lines if needed."""
+def _legend(
+    timeline: Data, planned: Data | None, width: float, y: float, memory: bool, num_stages: int, num_slices: int
+) -> Iterator[Box | Text]:
+    """Draw the legend of the kinds and causes that occur, of stages' shades and slices' marks, over several lines if needed."""
     timelines = [timeline, *([planned] if planned else [])]
     rows = [row for value in timelines for row in value["ranks"]]
     kinds, causes = {_kind(event) for row in rows for event in row["events"]}, {idle[2] for row in rows for idle in row["idle"]}
@@ -187,11 +255,19 @@ def _legend(timeline: Data, planned: Data | None, width: float, y: float, memory
     items += [(color, "", f"idle: {cause}") for cause, color in CAUSE_COLORS.items() if cause in parts]
     if memory:
         items.append((MEMORY_COLOR, "", "memory of activations, and its peak"))
+    swatches = [([color], hatch, text) for color, hatch, text in items]
+    if num_stages > 1 and (shown_kind := next((kind for kind in KIND_COLORS if kind in kinds), None)):
+        shades = [shade(shown_kind, chunk) for chunk in range(min(num_stages, NUM_SHADES))]
+        swatches.insert(len(kinds), (shades, "", "stages of a rank, first to last"))
+    if num_slices > 1:
+        text = f"mark below an action: which of {num_slices} slices, the first on the left"
+        swatches.insert(len(kinds) + (num_stages > 1), ([SLICE_COLOR], "", text))
     x = LABEL_WIDTH
-    for color, hatch, text in items:
-        bar_width = 16 + 5.4 * len(text) + 14
+    for colors, hatch, text in swatches:
+        bar_width = 6 + 10 * len(colors) + 5.4 * len(text) + 14
         if x + bar_width > width and x > LABEL_WIDTH:
             x, y = LABEL_WIDTH, y + 16
-        yield Box(x, y - 5, 10, 10, color, hatch=hatch)
-        yield Text(x + 15, y, text, TEXT_SIZE - 0.5)
+        for number, color in enumerate(colors):
+            yield Box(x + 10 * number, y - 5, 10, 10, color, hatch=hatch)
+        yield Text(x + 5 + 10 * len(colors), y, text, TEXT_SIZE - 0.5)
         x += bar_width

@@ -2,17 +2,22 @@
 
 const THEME_COLORS = ["ground", "panel", "ink", "muted", "line", "grid", "accent", "shade", ...Object.keys(KIND_NAMES).map((kind) => `letter-${kind}`)];
 const PAINTS = [...Object.keys(KIND_NAMES), ...Object.keys(CAUSE_TEXTS)];
-const SECOND_SHADES = Object.fromEntries(Object.keys(KIND_NAMES).map((kind) => [kind, `${kind} second`]));
+const NUM_SHADES = 8; // of a kind, for the stages of a rank; they repeat after the eighth
+const SHADES = Object.fromEntries(Object.keys(KIND_NAMES).map((kind) => [kind, Array.from({length: NUM_SHADES}, (_, shade) => (shade ? `${kind} shade ${shade}` : kind))]));
+const FIRST_DARK_SHADES = {F: 3, B: 0, I: 0, W: 4}; // on which names are white
 const NUM_HUES = 12; // of microbatches
 const HUE_PAINTS = Object.fromEntries(Object.keys(KIND_NAMES).map((kind) => [kind, Array.from({length: NUM_HUES}, (_, hue) => `${kind} ${hue}`)]));
 
-/** Return the name of a block's colour: of its kind, in a second shade on every second stage of a rank; or the hue of its microbatch. */
+/** Return the name of a block's colour: of its kind, in a shade for each stage of a rank; or the hue of its microbatch. */
 function paintOf({kind, microbatch, chunk}, hues) {
   if (hues) return HUE_PAINTS[kind][microbatch % NUM_HUES];
-  return chunk % 2 ? SECOND_SHADES[kind] : kind;
+  return SHADES[kind][chunk % NUM_SHADES];
 }
 
-/** Return name -> `rgb(1, 2, 3)`. `F second` is the shade for a rank's second stage, `fill ink` the colour of a cause's hatch. */
+/** Return the name of the colour of a block's text. */
+function letterOf({kind, chunk}, hues) { return !hues && chunk % NUM_SHADES >= FIRST_DARK_SHADES[kind] ? "letter-B" : `letter-${kind}`; }
+
+/** Return name -> `rgb(1, 2, 3)`. `F shade 1` is for a rank's second stage, `F 3 second` for that in a hue, `fill ink` for a cause's hatch. */
 function themeColors(hues) {
   const probe = document.body.appendChild(element("i")), context = element("canvas", {width: 1, height: 1}).getContext("2d", {willReadFrequently: true}), colors = {};
   const add = (name, color) => {
@@ -21,14 +26,14 @@ function themeColors(hues) {
     context.fillRect(0, 0, 1, 1);
     colors[name] = `rgb(${context.getImageData(0, 0, 1, 1).data.slice(0, 3).join(", ")})`;
   };
-  const addKind = (name, color) => {
-    add(name, color);
-    add(`${name} second`, `color-mix(in srgb, ${color}, var(--letter) 10%)`);
-  };
   for (const name of THEME_COLORS) add(name, `var(--${name})`);
   for (const kind of Object.keys(KIND_NAMES)) {
-    addKind(kind, `var(--${kind})`);
-    if (hues) HUE_PAINTS[kind].forEach((name, hue) => addKind(name, `oklch(from var(--${kind}) calc(l - 0.03) 0.11 ${(360 / NUM_HUES) * hue})`));
+    SHADES[kind].forEach((name, shade) => add(name, `color-mix(in srgb, var(--${kind}), var(--letter) ${10 * shade}%)`));
+    if (hues) HUE_PAINTS[kind].forEach((name, number) => {
+      const hue = `oklch(from var(--${kind}) calc(l - 0.03) 0.11 ${(360 / NUM_HUES) * number})`;
+      add(name, hue);
+      add(`${name} second`, `color-mix(in srgb, ${hue}, var(--letter) 10%)`);
+    });
   }
   for (const cause of Object.keys(CAUSE_TEXTS)) {
     add(cause, `var(--${cause})`);

@@ -76,7 +76,7 @@ function paintNarrow(denseLanes, {half}, paint, left, width, blockAlpha) {
 }
 
 /** Draw the longest name that fits. Both actions of a pair have names of the same form. */
-function drawName(chart, block, showStage, left, width, middle, partner, color = chart.page.colors[`letter-${block.kind}`]) {
+function drawName(chart, block, showStage, left, width, middle, partner, color = chart.page.colors[letterOf(block, chart.page.options.hues)]) {
   const names = ({text, kind, part}) => [...(showStage ? [text] : []), kind + part, ...(partner ? [] : [part])];
   const partnerTexts = partner ? names(partner) : [];
   const text = names(block).find((name, form) => 6.4 * Math.max(name.length, (partnerTexts[form] || "").length) + 5 < width);

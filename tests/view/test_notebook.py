@@ -84,7 +84,7 @@ def test_a_table_that_deadlocks_is_drawn_until_where_each_rank_stops_with_the_ci
 def test_a_table_that_cannot_be_timed_is_shown_with_its_error_alone():
     page = replace(TABLE, placement=(0, 1, 2, 0))._repr_html_()
     assert "<svg" not in page
-    assert "stage 3 lives on rank 0" in page
+    assert "a stage is on one rank: stage 3 is on rank 0, and rank 3 has 3F0" in page
 
 
 def test_a_name_cannot_write_into_the_notebook():

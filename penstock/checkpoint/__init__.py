@@ -11,8 +11,9 @@ thread can write one while the next steps run.
     restore           `resume` and `exists`
     saving            `save`
     folder_lock       a lock on a folder, so that one process writes to it
-    importing         `import_weights`: from one safetensors file, or several and their index
-    weights           `export`, `export_checkpoint`: the weights alone, as one file or as a folder for `from_pretrained`
+    importing         `import_weights`: from safetensors files, or from a folder of torch.distributed.checkpoint
+    dcp               weights and optimizers by torch.distributed.checkpoint's names
+    weights           `export`, `export_checkpoint`: one file, a folder for `from_pretrained`, or one for torch
 """
 
 from penstock.checkpoint.collective import SaveHandle

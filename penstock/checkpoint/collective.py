@@ -3,9 +3,10 @@
 import itertools
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -152,19 +153,18 @@ def copy_into_model(pipe: Pipeline, named_values: Iterable[tuple[str, Any]]) -> 
 
 
 @contextmanager
-def temporary_shards(
+def temporary_files(
     control: ControlGroup,
     folder: Path,
-    tensors: Mapping[str, Tensor],
+    write: Callable[[], T],
+    file_names: Callable[[T], Iterable[str]],
     rank_info: Any,
-    max_shard_size: float,
-    with_checksums: bool = False,
-) -> Iterator[list[tuple[dict[str, Any], Any]]]:
-    """Have every rank write its `tensors` into `folder`; delete the folder when the block ends.
+) -> Iterator[list[tuple[T, Any]]]:
+    """Have every rank `write` into `folder`; delete the folder when the block ends.
 
-    `max_shard_size`: bytes of one file, if no single tensor is larger.
+    `file_names`: of the files that a rank has written, from what `write` returns.
 
-    Yields a pair for each rank: the entries of its files, as `tensor_files.write_shards` returns them, and its `rank_info`.
+    Yields a pair for each rank: what `write` returned there, and its `rank_info`.
     """
     is_first_rank = control.topology.rank == 0
     try:
@@ -173,17 +173,35 @@ def temporary_shards(
             folder.mkdir(parents=True)
         control.all_gather_row((), f"to begin {folder}")
 
-        entries = tensor_files.write_shards(folder, control.topology.rank, tensors, max_shard_size, with_checksums)
-        shards_of_ranks = control.all_gather_value((entries, rank_info), f"to write {folder}")
+        written = write()
+        everyone = control.all_gather_value((written, rank_info, [*file_names(written)]), f"to write {folder}")
 
-        for rank, (names, _) in enumerate(shards_of_ranks):
+        for rank, (_, _, names) in enumerate(everyone):
             if is_first_rank and (invisible := [folder / name for name in names if not (folder / name).exists()]):
                 advice = "save where all ranks do" + "; memory is its machine's alone" * is_in_memory(folder)
                 raise PenstockError(f"rank {rank} wrote {invisible[0]}, but rank 0 does not see it: {advice}")
-        yield shards_of_ranks
+        yield [(written, rank_info) for written, rank_info, _ in everyone]
     finally:
         if is_first_rank:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def temporary_shards(
+    control: ControlGroup,
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    rank_info: Any,
+    max_shard_size: float,
+    with_checksums: bool = False,
+) -> AbstractContextManager[list[tuple[dict[str, Any], Any]]]:
+    """Have every rank write its `tensors` into safetensors files in `folder`; delete the folder when the block ends.
+
+    `max_shard_size`: bytes of one file, if no single tensor is larger.
+
+    Yields a pair for each rank: the entries of its files, as `tensor_files.write_shards` returns them, and its `rank_info`.
+    """
+    write = partial(tensor_files.write_shards, folder, control.topology.rank, tensors, max_shard_size, with_checksums)
+    return temporary_files(control, folder, write, list, rank_info)
 
 
 def open_newest_complete_checkpoint(control: ControlGroup, *folders: Path) -> tuple[Path, dict[str, Any], TensorFiles]:

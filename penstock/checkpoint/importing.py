@@ -1,4 +1,4 @@
-"""Import weights from safetensors files: every rank reads only those of its stages, straight into its parameters."""
+"""Import weights from safetensors files or torch's: every rank reads only those of its stages, straight into its parameters."""
 
 import json
 import warnings
@@ -19,10 +19,16 @@ from penstock.checkpoint.collective import (
     same_error_on_all_ranks,
     with_tied_names,
 )
+from penstock.checkpoint.dcp import DcpOptimizers, DcpWeights
+from penstock.checkpoint.files.dcp_files import METADATA_FILE, DcpFiles
 from penstock.checkpoint.files.disk import DamagedFileError, errors_as_damaged, open_regular_file
 from penstock.checkpoint.files.manifest import MAX_MANIFEST_BYTES
 from penstock.checkpoint.files.tensor_files import TensorFiles
+from penstock.checkpoint.restore import check_same_counts, roll_back_on_failure
+from penstock.checkpoint.training_state import check_optimizers_match, restore_optimizer
+from penstock.comms.control_group import ControlGroup
 from penstock.engine.model_partition import UncutModelClassAndConfig
+from penstock.engine.optimizers import optimizer_list
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 from penstock.stage.rank_parameters import MISSING, UNEXPECTED, WRONG_SHAPE, describe_mismatches
@@ -42,37 +48,81 @@ class TensorRecipe(NamedTuple):
         return self.convert([load(stored_name) for stored_name in self.stored_names])
 
 
-def import_weights(pipe: Pipeline, path: str | Path, strict: bool = True, rename: Callable[[str], str] | None = None) -> None:
-    """Load the uncut model's weights from safetensors files. Every rank reads only the tensors of its stages.
+def import_weights(
+    pipe: Pipeline,
+    path: str | Path,
+    optimizer: Any = None,
+    strict: bool = True,
+    rename: Callable[[str], str] | None = None,
+) -> None:
+    """Load the uncut model's weights from safetensors files, or from a folder of torch.distributed.checkpoint.
 
-    All ranks call it. Tensors are copied straight into the parameters, one at a time, so no rank needs memory for a second copy
-    of its stages. A tied parameter may be in the files under any one of its names. Weights that transformers stores in another
-    form than in memory (a mixture's experts), or with or without the base model's prefix, are converted as `from_pretrained`
-    does.
+    All ranks call it. Each reads only the tensors of its stages; nothing is unpickled. They are copied straight into the
+    parameters, one at a time, so no rank needs memory for a second copy of its stages. A tied parameter may be in the files
+    under any one of its names. Weights that transformers stores in another form than in memory (a mixture's experts), or with
+    or without the base model's prefix, are converted as `from_pretrained` does.
 
     `pipe`: its model gets the weights, converted to the model's dtypes.
-    `path`: a safetensors file, a `model.safetensors.index.json`, or a folder with either, as `save_pretrained` writes it.
+    `path`: a safetensors file, a `model.safetensors.index.json`, or a folder with either, as `save_pretrained` writes it. Or a
+        folder with torch's `.metadata`, written on any ranks; what comes before the weights' names (`model.`) is left out.
+    `optimizer`: of this rank's `pipe.parameters()`, or a list; gets state and options from a folder with torch's `.metadata`.
     `strict`: False keeps the values of missing parameters and ignores unexpected names, with a warning that lists both.
     `rename`: returns the name in this model for a name in the files.
 
     Raises MismatchError, on every rank and before anything is loaded, if a file cannot be read, if names are missing or
-    unexpected, or if shapes differ. It lists all these names.
+    unexpected, if shapes differ (it lists all these names), or if the folder has no state for the optimizer. Step count,
+    schedulers and random states are not among what is loaded.
 
         checkpoint.import_weights(pipe, "Llama-3.2-1B")  # a folder with model.safetensors
     """
     control = control_group_for_call(pipe, "checkpoint.import_weights()")
     with same_error_on_all_ranks(control, f"import {path}"):
-        file_of_tensor = _files_by_tensor_name(Path(path))
-        recipes = _tensor_recipes(pipe, _stored_names_by_model_name(file_of_tensor, rename))
+        optimizers = optimizer_list(optimizer, "import_weights()", pipe.topology.world_size)
+        check_same_counts(control, optimizers, (), "import")
+        dcp_folder = _dcp_files(Path(path), bool(optimizers))
+        weights = None if dcp_folder is None else DcpWeights(dcp_folder, pipe._engine.parameters.order)
+        file_of_tensor = {} if weights else _files_by_tensor_name(Path(path))
+
+        recipes = _tensor_recipes(pipe, _stored_names_by_model_name(weights.shapes if weights else file_of_tensor, rename))
         local_names = [name for name in pipe.state_dict(strict=False) if name in recipes]
         stored_names = [stored_name for name in local_names for stored_name in recipes[name].stored_names]
-        files = _open_tensor_files(file_of_tensor, stored_names)
+        files: Any = weights or _open_tensor_files(file_of_tensor, stored_names)
         on_meta = lambda stored_name: torch.empty(files.shapes[stored_name], device="meta")  # noqa: E731
         shapes = {name: recipes[name].build(on_meta).shape for name in local_names}
         _check_mismatches(
             gather_state_mismatches(control, pipe, dict.fromkeys(recipes) | shapes), path, strict, control.topology.rank == 0
         )
+        if weights is not None:
+            weights.verify(stored_names)
+        if dcp_folder is not None and optimizers:
+            _import_optimizers(control, pipe, dcp_folder, optimizers)
+        control.all_gather_row((), f"to check {path}")  # nothing of it is loaded before all ranks can
         copy_into_model(pipe, ((name, recipes[name].build(files.mapped_tensor)) for name in local_names))
+
+
+def _dcp_files(path: Path, with_optimizer: bool) -> DcpFiles | None:
+    """Return the content of torch's folder at `path`; None for safetensors. Raises MismatchError for those `with_optimizer`."""
+    has_safetensors = any((path / name).exists() for name in (WEIGHTS_FILE, WEIGHTS_INDEX_FILE))
+    if (path / METADATA_FILE).exists() and (with_optimizer or not has_safetensors):
+        return DcpFiles(path)
+    if with_optimizer:
+        raise MismatchError(
+            f"{path} has no optimizer: give a folder of torch.distributed.checkpoint, or resume from a checkpoint of Penstock"
+        )
+    return None
+
+
+def _import_optimizers(control: ControlGroup, pipe: Pipeline, files: DcpFiles, optimizers: Sequence[Any]) -> None:
+    """Load state and options of all optimizers, or of none."""
+    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    stored = DcpOptimizers(files, set(pipe._engine.parameters.order))
+    saved = stored.saved_optimizers(control, optimizers, names)
+    check_optimizers_match(optimizers, saved, names)
+    stored.verify(names.values())
+    with roll_back_on_failure(files.folder, pipe, optimizers, ()):
+        for optimizer, saved_optimizer in zip(optimizers, saved, strict=True):
+            restore_optimizer(optimizer, saved_optimizer, names, stored)
+        control.all_gather_row((), f"to check {files.folder}")
 
 
 def _stored_names_by_model_name(stored_names: Iterable[str], rename: Callable[[str], str] | None) -> dict[str, str]:
@@ -93,7 +143,8 @@ def _files_by_tensor_name(path: Path) -> dict[str, Path]:
         inside = [path / name for name in (WEIGHTS_FILE, WEIGHTS_INDEX_FILE) if (path / name).exists()]
         if not inside:
             raise MismatchError(
-                f"{path} has neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE} in it: give a folder of save_pretrained or export"
+                f"{path} has neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE} nor {METADATA_FILE} in it: give a folder of "
+                "save_pretrained, export or torch.distributed.checkpoint"
             )
         path = inside[0]
     if path.suffix != ".json":

@@ -64,7 +64,7 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
     with same_error_on_all_ranks(control, f"resume from {', '.join(map(str, folders))}"):
         optimizers = optimizer_list(optimizer, "resume()", pipe.topology.world_size)
         schedulers = scheduler_list(scheduler, "resume()")
-        _check_same_counts(control, optimizers, schedulers)
+        check_same_counts(control, optimizers, schedulers, "resume")
         checkpoint, content, files = open_newest_complete_checkpoint(control, *folders)
         stored_name_of = _stored_names(content, files, pipe._engine.parameters.aliases)
         mismatches = gather_state_mismatches(
@@ -81,7 +81,7 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
             check_optimizers_match(optimizers, content["optimizers"], names)
         scheduler_states = unpack_scheduler_states(schedulers, content["schedulers"], files)
         scaler_state = unpack_scaler_state(content.get("scaler"), files, pipe.scaler, checkpoint)
-        with _roll_back_on_failure(checkpoint, pipe, optimizers, schedulers):
+        with roll_back_on_failure(checkpoint, pipe, optimizers, schedulers):
             copy_into_model(pipe, ((name, value) for name, value in state.items() if not isinstance(value, Tensor)))
             for item, saved in zip(optimizers, content["optimizers"][: len(optimizers)], strict=True):
                 restore_optimizer(item, saved, names, files)
@@ -117,14 +117,14 @@ def _paths_of_folders(folder: Folder | Sequence[Folder]) -> list[Path]:
     return folders
 
 
-def _check_same_counts(control: ControlGroup, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
-    """Raise MismatchError unless all ranks give as many optimizers and schedulers."""
+def check_same_counts(control: ControlGroup, optimizers: Sequence[Any], schedulers: Sequence[Any], action: str) -> None:
+    """Raise MismatchError unless all ranks give as many optimizers and schedulers to what they do together, `action`."""
     rows = control.all_gather_row([len(optimizers), len(schedulers)], "to compare optimizers and schedulers")
     for rank, row in enumerate(rows):
         for name, count, expected in zip(("optimizers", "schedulers"), row, rows[0], strict=True):
             if count != expected:
                 numbers = f"rank 0 gives {int(expected)} {name}, rank {rank} {int(count)}"
-                raise MismatchError(f"the ranks do not resume alike: {numbers}; give all of them as many, in the same order")
+                raise MismatchError(f"the ranks do not {action} alike: {numbers}; give all of them as many, in the same order")
 
 
 def _stored_names(content: Mapping[str, Any], files: TensorFiles, aliases: Mapping[str, str]) -> dict[str, str]:
@@ -157,7 +157,7 @@ def _type_name(value: Any) -> str:
 
 
 @contextmanager
-def _roll_back_on_failure(
+def roll_back_on_failure(
     checkpoint: Path, pipe: Pipeline, optimizers: Sequence[Any], schedulers: Sequence[Any]
 ) -> Iterator[None]:
     """Restore the previous state of the optimizers, the schedulers and the model's non-tensors if the block raises.

@@ -6,10 +6,11 @@ import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from penstock.checkpoint import dcp
 from penstock.checkpoint.collective import (
     MODEL_PREFIX,
     control_group_for_call,
@@ -22,18 +23,27 @@ from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.disk import fsync
 from penstock.checkpoint.files.tensor_files import TensorFiles, write_safetensors
 from penstock.checkpoint.importing import WEIGHTS_FILE, WEIGHTS_INDEX_FILE
+from penstock.checkpoint.restore import check_same_counts
 from penstock.checkpoint.training_digests import check_replicas_equal
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.topology import Topology
+from penstock.engine.optimizers import optimizer_list
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 from penstock.schedule.memory import parse_bytes
 
+Format = Literal["safetensors", "dcp"]
 _WEIGHTS_FILE_PATTERN = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # files of a folder of weights
 
 
-def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") -> None:
-    """Write the whole model's weights and buffers to one safetensors file, or to a folder that `from_pretrained` loads.
+def export(
+    pipe: Pipeline,
+    path: str | Path,
+    optimizer: Any = None,
+    format: Format = "safetensors",
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write the whole model's weights and buffers: to a safetensors file, to a folder for `from_pretrained`, or for torch.
 
     All ranks call it. Each writes its part into a temporary folder beside `path`, which all ranks must see, so no rank needs
     memory for more than its part. Rank 0 joins the parts and renames them to `path` at the end.
@@ -43,10 +53,13 @@ def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") 
         names. Any other path is a folder with `model.safetensors`, or with several files and `model.safetensors.index.json`.
         There a tied parameter has its first name, and a model of transformers has its `config.json`. Other files in the folder
         stay.
-    `max_shard_size`: the most bytes of a file in the folder, as a number or as `"5GB"`; a single tensor may be larger.
+    `optimizer`: with `format="dcp"`, one or a list whose state and options are written too.
+    `format`: "dcp" writes a folder that `torch.distributed.checkpoint.load` reads, with flat names: a weight's in the uncut
+        model, `state.<name>.exp_avg`, `param_groups.<name>.lr`.
+    `max_shard_size`: the most bytes of a safetensors file in a folder, as a number or as `"5GB"`; one tensor may be larger.
 
-    Raises, on every rank: PenstockError if a rank cannot write; MismatchError for ranks that differ in a bit of a parameter or
-    buffer that all of them have.
+    Raises, on every rank: PenstockError if a rank cannot write; MismatchError for ranks that differ in a bit of a parameter,
+    buffer or optimizer state that all of them have, or in the number of their optimizers.
 
         checkpoint.export(pipe, "model.safetensors")
         model.load_state_dict(safetensors.torch.load_file("model.safetensors"))  # elsewhere, without ranks
@@ -55,7 +68,14 @@ def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") 
     """
     path, control = Path(path), control_group_for_call(pipe, "checkpoint.export()")
     with same_error_on_all_ranks(control, f"export to {path}"):
-        check_replicas_equal(control, pipe)
+        optimizers = optimizer_list(optimizer, "export()", pipe.topology.world_size)
+        if format not in get_args(Format) or (optimizers and format != "dcp") or (format == "dcp" and path.is_file()):
+            raise MismatchError(_format_problem(path, format))
+        check_same_counts(control, optimizers, (), "export")
+        check_replicas_equal(control, pipe, optimizers)
+        if format == "dcp":
+            dcp.write_folder(control, path, pipe, optimizers)
+            return
         _write_weights(
             control,
             path,
@@ -64,6 +84,15 @@ def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") 
             transformers_configs(pipe),
             max_shard_size,
         )
+
+
+def _format_problem(path: Path, format: str) -> str:
+    """Return why this path, format and optimizer cannot be."""
+    if format not in get_args(Format):
+        return f"format={format!r} is no format: use {' or '.join(map(repr, get_args(Format)))}"
+    if format == "dcp":
+        return f"{path} is a file, and torch.distributed.checkpoint has folders: give another path"
+    return "files of safetensors hold no optimizer: give format='dcp', or save a checkpoint"
 
 
 def export_checkpoint(folder: str | Path, path: str | Path, max_shard_size: int | str = "5GB") -> Path:

@@ -38,7 +38,7 @@ def rank_imports(folder, unfit):
     errors = []
     for strict in (True, False):
         with pytest.raises(ps.MismatchError) as caught:
-            checkpoint.import_weights(pipe, unfit, strict)
+            checkpoint.import_weights(pipe, unfit, strict=strict)
         errors.append(str(caught.value))
     assert holds(pipe, 3)
     return opened, errors
@@ -123,7 +123,7 @@ def test_a_file_that_is_damaged_or_none_is_refused_in_a_sentence(tmp_path, conte
         ({"weight_map": {"0.weight": "gone.safetensors"}}, "gone.safetensors cannot be read: No such file"),
         ({}, "is no index of safetensors files, or is damaged"),
         ([], "is no index of safetensors files, or is damaged"),
-        (None, "has neither model.safetensors nor model.safetensors.index.json in it"),
+        (None, "has neither model.safetensors nor model.safetensors.index.json nor .metadata in it"),
     ],
 )
 def test_an_index_that_is_not_to_be_trusted_is_refused_in_a_sentence(tmp_path, index, message):
@@ -142,7 +142,7 @@ def test_a_folder_is_exported_over_what_was_there_and_leaves_other_files_alone(t
     assert len(list(out.glob("model-*"))) > 1
     (out / "tokenizer.json").write_text("{}")
     set_files = {path.name for path in out.iterdir()}
-    checkpoint.export(pipe, out, "0.3 KB")
+    checkpoint.export(pipe, out, max_shard_size="0.3 KB")
     assert {path.name for path in out.iterdir()} == set_files
     checkpoint.export(pipe, out)
     assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "tokenizer.json"]
@@ -150,7 +150,7 @@ def test_a_folder_is_exported_over_what_was_there_and_leaves_other_files_alone(t
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     for size in ("5 apples", "1.2.3GB"):
         with pytest.raises(ps.PenstockError, match=f"max_shard_size='{size}' is no size: give a number of bytes"):
-            checkpoint.export(pipe, out, size)
+            checkpoint.export(pipe, out, max_shard_size=size)
 
 
 def test_two_names_that_would_be_one_are_refused(tmp_path):

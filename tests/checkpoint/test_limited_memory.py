@@ -36,7 +36,7 @@ def fine_tune(folder, width, microbatches=2):
     checkpoint.import_weights(pipe, folder)
     pipe.step(torch.ones(4, width), target=torch.zeros(4, width))
     torch.optim.SGD(pipe.parameters(), lr=0.1).step()
-    checkpoint.export(pipe, folder / "out", LIMIT // 8)
+    checkpoint.export(pipe, folder / "out", max_shard_size=LIMIT // 8)
 
 
 def in_memory():

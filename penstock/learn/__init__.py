@@ -1,6 +1,7 @@
 """The course: pipeline parallelism built by hand, from one process to schedules of your own and all axes of parallelism.
 
 `mini`             pipeline parallelism in one file, to be read first: runs any table on plain torch.distributed
+`middle`           the same with what a step needs first: agreement, receives posted ahead, one failure for all ranks
 `labs/`            scripts that explain an idea, check themselves and print what they measured
 `catalog`          lists and runs the labs
 `lab_helpers`      functions of all labs: run on ranks, print once, check

@@ -140,8 +140,8 @@ class Channels:
 
 # ---- failure
 #
-# If a rank raises, its neighbours wait for messages that will never come. So it first writes its error where all can read it,
-# then closes its connections. That ends the waits of its neighbours, which do the same, and so on: a moment later every rank has
+# If a rank raises, its neighbours wait for messages that will never come. So it first writes its error where all can read
+# it, then closes its connections. That ends the waits of its neighbours, which do the same, and so on: a moment later every rank has
 # left the step. Each reads the first error that was written. A transport error follows from an error of another rank, so a rank
 # that has one gives the others time to write.
 

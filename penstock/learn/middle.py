@@ -140,10 +140,10 @@ class Channels:
 
 # ---- failure
 #
-# If a rank raises, its neighbours wait for messages that will never come. So it first writes its error where all can read
-# it, then closes its connections. That ends the waits of its neighbours, which do the same, and so on: a moment later every rank has
-# left the step. Each reads the first error that was written. A transport error follows from an error of another rank, so a rank
-# that has one gives the others time to write.
+# If a rank raises, its neighbours wait for messages that will never come. So it first writes its error where all can read it.
+# Then it closes its connections, which ends the waits of its neighbours, which do the same, until every rank has left the step.
+# Each reads the first error that was written. A transport error follows from an error of another rank, so a rank that has one
+# gives the others time to write.
 
 UNUSED_TAG = 2**20
 TIME_TO_WRITE = timedelta(seconds=5)

@@ -1,16 +1,17 @@
-"""`penstock schedules`, `penstock show` and `penstock compare`: list, draw and compare schedules, plans and runs."""
+"""`penstock schedules` and `penstock show`: list schedules, and draw schedules, plans and runs."""
 
 import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Optional  # not `| None`, for which tyro imports typeguard: a third of the time of `penstock show`
 
 import tyro
 
 from penstock.commands.options import command
-from penstock.commands.source import table_from_python, table_of
+from penstock.commands.source import check_file, table_from_python, table_of
 from penstock.commands.traces import read_traces
 from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces
@@ -19,8 +20,10 @@ from penstock.plan import load as load_plan
 from penstock.schedule import (
     Costs,
     Schedule,
+    ScheduleError,
     Table,
     Timeline,
+    from_rows,
     names,
     prove,
     script_from_compute_comms_csv,
@@ -28,15 +31,17 @@ from penstock.schedule import (
     verify,
 )
 from penstock.schedule.catalog import FAMILIES
+from penstock.schedule.schedule import read_csv_cells
 from penstock.schedule.table import pause_garbage_collection
+from penstock.timing.simulate import simulate_until_deadlock
 from penstock.view.citation import bibtex
+from penstock.view.figure.deadlock import deadlock_figure, stops
 from penstock.view.figure.shapes import FigureStyle
-from penstock.view.files import report_write_errors, write
+from penstock.view.files import report_write_errors, write, write_figure
 from penstock.view.reading import load
 from penstock.view.record import Record
 from penstock.view.terminal import draw, summary, terminal_width, use_colors
 
-WORK_OPTIONS = ("model", "batch", "layers", "width", "context")  # options of a run that make its steps longer
 SLOW_FORWARDS = 10**6  # above this many forwards, proving and timing take minutes
 METAVARS = {
     "ranks": "P",
@@ -71,9 +76,17 @@ def build_and_verify(source: str, ranks: int, microbatches: int, **options: int 
         prove(script)
         assert isinstance(script.schedule, Schedule)
         return script.schedule, f"{verify(script.schedule)}\nproved: its own sends and receives, in their order, as well"
-    read = table_from_python if source.endswith(".py") else table_of
-    schedule = read(source, ranks, microbatches, **options)
+    schedule = read_unproved(source, ranks, microbatches, **options)
     return schedule, str(verify(schedule))
+
+
+def read_unproved(source: str, ranks: int, microbatches: int, **options: int | None) -> Schedule:
+    """Return the schedule of that name or file, not proved. Raises PenstockError if it cannot be built or read."""
+    if source.endswith(".csv"):
+        check_file(source, options)
+        return from_rows(source, read_csv_cells(source))
+    read = table_from_python if source.endswith(".py") else table_of
+    return read(source, ranks, microbatches, **options)
 
 
 def _is_lowered(path: Path) -> bool:
@@ -146,11 +159,15 @@ class SimulationOptions:
 
     def simulate_with_options(self, schedule: Table, parts: float = 1) -> Timeline:
         """Simulate the schedule with the options' costs, of time and memory, divided by `parts`."""
+        return simulate(schedule, self.costs(parts))
+
+    def costs(self, parts: float = 1) -> Costs:
+        """Return the options' costs, of time and memory, divided by `parts`."""
         weights = self.backward / 2 if self.weights is None else self.weights
         if weights > self.backward:
             raise PenstockError(f"--weights {weights:g} is a part of --backward {self.backward:g}: give no more than that")
         forward, inputs, weights = (cost / parts for cost in (self.forward, self.backward - weights, weights))
-        return simulate(schedule, Costs(forward, inputs, weights, self.send, act=1 / parts, overlap=self.overlap))
+        return Costs(forward, inputs, weights, self.send, act=1 / parts, overlap=self.overlap)
 
 
 @command(
@@ -240,7 +257,11 @@ class ShowCommand(SimulationOptions):
         """Build, verify and simulate the schedule. Return the record and the lines to print."""
         if self.ranks * self.microbatches > SLOW_FORWARDS:
             print("millions of actions are proved and timed one by one: that takes minutes", flush=True)
-        schedule, proof = self.build_and_verify(self.schedule)
+        try:
+            schedule, proof = self.build_and_verify(self.schedule)
+        except ScheduleError:
+            self._draw_until_deadlock()
+            raise
         timeline, lines = self.simulate_with_options(schedule), [proof, *([str(schedule)] if self.table else [])]
         lines += [draw(timeline, terminal_width(), use_colors()), summary(timeline)]
         if (parts := schedule.stages / schedule.ranks) > 1:
@@ -252,6 +273,24 @@ class ShowCommand(SimulationOptions):
                 schedule.to_csv(self.csv)
             lines.append(f"wrote {self.csv}")
         return Record((timeline,)), lines
+
+    def _draw_until_deadlock(self) -> None:
+        """Draw what runs of a refused table until its ranks wait for each other; nothing if that is not why it is refused."""
+        try:
+            schedule = read_unproved(self.schedule, self.ranks, self.microbatches)
+            timeline = simulate_until_deadlock(schedule, self.costs())
+        except PenstockError:
+            return
+        if stopped := stops(schedule, timeline):
+            lines = [f"rank {rank} stops before {action}" for rank, action in stopped.items()]
+            print("\n".join([draw(timeline, terminal_width(), use_colors()), *lines]))
+            named = replace(timeline, name=f"{schedule.name} deadlocks: {', '.join(lines)}")
+            for path in write([Record((named,))], self.html):
+                print(f"wrote {path}")
+            for figure_path in (self.svg, self.png, self.pdf):
+                if figure_path is not None:
+                    write_figure(deadlock_figure(schedule, timeline), figure_path)
+                    print(f"wrote {figure_path}")
 
     def _load_record(self) -> tuple[Record, list[str]]:
         """Load the run, timeline or traces. Return the record and the lines to print."""

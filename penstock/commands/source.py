@@ -14,7 +14,7 @@ def table_of(name: str, ranks: int, microbatches: int, **options: int | None) ->
     Raises PenstockError if it cannot be built or proved, and if options are given for a file.
     """
     if name.endswith(".csv"):
-        _check_file(name, options)
+        check_file(name, options)
         return Schedule.from_csv(name)
     if name.endswith(".py"):
         problem = f"{name} would be run, which only `penstock show`, `compare`, `studio` and `train` do"
@@ -32,7 +32,7 @@ def table_from_python(path: str, ranks: int, microbatches: int, **options: int |
     """
     from penstock.learn.python_schedule import table_from_file
 
-    _check_file(path, options)
+    check_file(path, options)
     return table_from_file(path, ranks, microbatches)
 
 
@@ -43,14 +43,14 @@ def question_of(path: str, ranks: int, microbatches: int) -> dict[str, Any]:
         return {"rows": table.csv_rows(), "placement": table.placement, "name": Path(path).name}
     if not path.endswith((".csv", ".json")):
         raise PenstockError(f"{path} is no table: the studio opens a .csv or a .py file, a plan.json or a run's timeline.json")
-    _check_file(path, {})
+    check_file(path, {})
     try:
         return {"csv" if path.endswith(".csv") else "run": Path(path).read_text(encoding="utf-8"), "file": Path(path).name}
     except (OSError, UnicodeError) as error:
         raise PenstockError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _check_file(name: str, options: dict[str, int | None]) -> None:
+def check_file(name: str, options: dict[str, int | None]) -> None:
     """Raise PenstockError if there is no file `name`, or if an option of a family of schedules is given."""
     if set_options := [option for option, value in options.items() if value is not None]:
         raise PenstockError(f"the table {name} is read as it stands: leave out {', '.join(set_options)}")

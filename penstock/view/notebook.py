@@ -11,16 +11,16 @@ from penstock.schedule.proof import verify
 from penstock.schedule.table import Table
 from penstock.timing.simulate import Costs, simulate_until_deadlock
 from penstock.timing.timeline import Timeline
-from penstock.view.figure.shapes import PADDING, Box, Figure, Shape, Text
+from penstock.view.figure.deadlock import deadlock_figure
+from penstock.view.figure.shapes import Figure
 from penstock.view.figure.svg import compact_svg, svg
-from penstock.view.figure.timeline import LABEL_WIDTH, ROW_GAP, ROW_HEIGHT, figure
+from penstock.view.figure.timeline import figure
 from penstock.view.record import Record
 from penstock.view.terminal import draw, summary
 
 MAX_BYTES = 200_000
 MAX_ACTIONS = 100_000  # of more, only numbers are shown: a picture would take many seconds
 TEXT_COLUMNS, MAX_TEXT_LENGTH = 100, 20_000
-STOP_COLOR, STOP_WIDTH = "#b3282d", 120.0  # of the text that says before which action a rank stops, beside the picture
 
 
 def schedule_html(schedule: Table) -> str:
@@ -57,31 +57,9 @@ def _refused_table_html(schedule: Table, costs: Costs, text: str) -> str:
     """Return the picture of what runs of a wrong table, with a mark where each rank stops, and `text`."""
     try:
         timeline = simulate_until_deadlock(schedule, costs)
-        drawn = figure(Record((timeline,)), width=720 - STOP_WIDTH)
+        return _picture_html(deadlock_figure(schedule, timeline), timeline, text)
     except PenstockError:  # an action of no stage, for instance
         return _text_html(text)
-    runs = [shape for shape in drawn.shapes if not _is_idle(shape)]  # a cause of idle time assumes that the step ends
-    shapes = (*runs, *_stop_marks(schedule, timeline, drawn.width))
-    return _picture_html(drawn._replace(width=720, shapes=shapes), timeline, text)
-
-
-def _is_idle(shape: Shape) -> bool:
-    """Return whether `shape` is a figure's box of idle time, or belongs to its legend."""
-    return shape.text.startswith("idle:") if isinstance(shape, Text) else isinstance(shape, Box) and bool(shape.hatch)
-
-
-def _stop_marks(schedule: Table, timeline: Timeline, width: float) -> list[Shape]:
-    """Return, for each rank that stops, a hatched rest of its row, and the action before which it stops."""
-    marks: list[Shape] = []
-    right = width - PADDING
-    scale = (right - LABEL_WIDTH) / (timeline.makespan or 1)
-    for rank, (row, actions) in enumerate(zip(timeline.rows, schedule.actions, strict=True)):
-        if len(row) < len(actions):
-            top, left = PADDING + rank * (ROW_HEIGHT + ROW_GAP), LABEL_WIDTH + (row[-1].end if row else 0) * scale
-            text = f"stops before {actions[len(row)]}"
-            marks.append(Box(left, top, right - left, ROW_HEIGHT, STOP_COLOR, hatch="/"))
-            marks.append(Text(right + 6, top + ROW_HEIGHT / 2, text, color=STOP_COLOR))
-    return marks
 
 
 def _html(timeline: Timeline, text: str, unit: str = "") -> str:

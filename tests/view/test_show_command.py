@@ -65,6 +65,30 @@ def test_show_reads_a_lowered_table_of_pytorch(tmp_path):
     assert sum(event["ph"] == "s" for event in trace) == 4
 
 
+def test_a_table_that_deadlocks_is_drawn_until_where_each_rank_stops(tmp_path):
+    (tmp_path / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
+    done = penstock("show", tmp_path / "stuck.csv", "--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html")
+    assert done.stdout.splitlines() == [
+        "rank 0 |" + "F0".ljust(92, "-"),
+        "rank 1 |" + "." * 92,
+        "rank 0 stops before 0B0",
+        "rank 1 stops before 1F1",
+        f"wrote {tmp_path / 'a.html'}",
+        f"wrote {tmp_path / 'a.svg'}",
+    ]
+    assert "stuck.csv deadlocks: rank 0 waits for the gradient of 1B0 from rank 1, before 0B0" in done.stderr
+    assert done.returncode == 1
+    assert "stops before 1F1" in (tmp_path / "a.svg").read_text()
+    assert "deadlocks: rank 0 stops before 0B0, rank 1 stops before 1F1" in (tmp_path / "a.html").read_text()
+
+
+def test_a_table_that_is_refused_for_another_reason_is_not_drawn(tmp_path):
+    (tmp_path / "short.csv").write_text("0F0,0B0,0F1\n1F0,1B0,1F1,1B1\n")
+    done = penstock("show", tmp_path / "short.csv")
+    assert "is not complete: rank 0 lacks 0B1" in done.stderr
+    assert done.stdout == ""
+
+
 def test_compare_draws_both_at_one_scale_and_lists_the_differences(tmp_path):
     done = penstock("compare", "1f1b", "zb-v", "--html", tmp_path / "both.html")
     assert done.stdout.splitlines() == [

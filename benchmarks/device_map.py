@@ -47,6 +47,7 @@ def measure(microbatches: int) -> tuple[list[float], list[float]]:
         if pipe.topology.rank == 0:
             spread.append(spread_step(nn.Sequential(*devices), batch))
         pipe.step(batch, target=batch)
+        assert pipe.report is not None
         piped.append(pipe.report.makespan)
     return spread[1:], piped[1:]
 

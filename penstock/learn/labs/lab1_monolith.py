@@ -56,8 +56,8 @@ def main() -> None:
 
     ratio = seconds["backward"] / seconds["forward"]
     say(f"\nThe backward takes {ratio:.1f} forwards. It has two products of matrices for each of the forward's. But in layers")
-    say("as small as these, calls, ReLUs and new memory take as long as products, and a backward has hardly more of them:")
-    say("layers of 1 x 1 take 1.5 forwards. With DIM 1024 and 512 ROWS nearly all of the time is products: 2.0 forwards.")
+    say("as small as these, calls, ReLUs and new memory take as long as products. Layers of 1 x 1, nearly without products,")
+    say("take 1.5 forwards too; with DIM 1024 and 512 ROWS nearly all of the time is products: 2.0 forwards.")
 
     total = sum(seconds.values())
     shares = ", ".join(f"{phase} {percent(phase_seconds / total)}" for phase, phase_seconds in seconds.items())

@@ -1,26 +1,29 @@
 """Why a rank is idle, and which chain of events decides how long the step takes.
 
-Between the first start and the last end of any rank, a rank is either busy or idle, and idle for one of five causes:
+Between the first start and the last end of any rank, a rank is either busy or idle, and idle for one of six causes:
 
 * `fill`: before the rank's first backward; the pipeline is not full yet.
 * `drain`: after its last forward, unless that is `fill`; the pipeline runs empty, up to the end of the slowest rank.
-* `imbalance`: in between; another rank still computes what this one needs next.
-* `communication`, which has precedence over these three: the rank's next input is computed and on its way. It begins when
+* `imbalance`: in between; another rank still computes what this one needs next. It is the part of such waits that goes if
+  all stages take the same time (`even_stages.py`): another cut helps.
+* `order`: in between, all else. The table has the rank wait even if all stages take the same: only another table helps.
+* `communication`, which has precedence over these four: the rank's next input is computed and on its way. It begins when
   the last of the needed actions on other ranks has ended, so it is what messages without cost would save here.
 * `sending`, which has precedence over all: the rank itself hands over its last result. Only measured steps have it.
 
 A pair needs the inputs of both its actions. On a rank without a backward, `fill` ends with its first action; a rank without
-actions is idle by `imbalance`. In a measured timeline only the events are known: `communication` is then the time until
+actions is idle by `order`. In a measured timeline only the events are known: `communication` is then the time until
 a message has arrived and the rank has noticed it. The engine's time before an action that waits for no other rank
-counts as `fill`, `imbalance` or `drain`.
+counts as `fill`, `order` or `drain`.
 """
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
+from penstock.timing.even_stages import ROUNDING, imbalance_before_actions
 from penstock.timing.events import Event, TimelineEvents
 
 Cell = tuple[Event, ...]  # one event, or the two of a pair
@@ -30,6 +33,7 @@ class Cause(enum.StrEnum):
     """The cause of idle time; defined in the module's docstring."""
 
     FILL = "fill"
+    ORDER = "order"
     IMBALANCE = "imbalance"
     DRAIN = "drain"
     COMMUNICATION = "communication"
@@ -46,29 +50,53 @@ class Idle(NamedTuple):
     cause: Cause
 
 
-def idle_times(rank: int, step: TimelineEvents) -> Iterator[Idle]:
-    """Yield the idle periods of `rank` with their causes, in order."""
-    cells, free, sent_until = list(step.cells(rank)), step.start, step.start
-    for cell, cause in zip(cells, _causes_without_communication(cells), strict=True):
+def idle_times(step: TimelineEvents) -> tuple[tuple[Idle, ...], ...]:
+    """Return the idle periods of every rank with their causes, in order."""
+    rows = [list(step.cells(rank)) for rank in range(step.ranks)]
+    causes = [list(_causes_without_communication(row)) for row in rows]
+    in_between = [
+        cell[0].action
+        for row, row_causes in zip(rows, causes, strict=True)
+        for cell, cause in zip(row, row_causes, strict=True)
+        if cause is Cause.ORDER
+    ]
+    imbalance = imbalance_before_actions(step, in_between)
+    return tuple(tuple(_idle_times(step, *row, imbalance)) for row in zip(rows, causes, strict=True))
+
+
+def _idle_times(
+    step: TimelineEvents, row: Sequence[Cell], causes: Sequence[Cause], imbalance: Mapping[Action, float]
+) -> Iterator[Idle]:
+    """Yield the idle periods of the rank that runs `row`. `imbalance`: action -> that part of the wait before it."""
+    free, sent_until = step.start, step.start
+    for cell, cause in zip(row, causes, strict=True):
         for event in cell:
             if free < event.start:
                 awaited = step.last_remote_need(cell)
-                yield from _split_by_cause(free, sent_until, awaited.end if awaited else event.start, event.start, cause)
+                computed_until = awaited.end if awaited else event.start
+                uneven = imbalance.get(cell[0].action, 0.0)
+                yield from _split_by_cause(free, sent_until, computed_until, event.start, cause, uneven)
             free, sent_until = max(free, event.end), max(sent_until, event.sent or event.end)
-    yield from _split_by_cause(free, sent_until, step.end, step.end, Cause.DRAIN if cells else Cause.IMBALANCE)
+    yield from _split_by_cause(free, sent_until, step.end, step.end, Cause.DRAIN if row else Cause.ORDER)
 
 
-def _split_by_cause(start: float, sent_until: float, computed_until: float, end: float, cause: Cause) -> Iterator[Idle]:
-    """Yield the idle time from `start` to `end` in parts: the rank sends, then its input is computed, then that travels."""
+def _split_by_cause(
+    start: float, sent_until: float, computed_until: float, end: float, cause: Cause, imbalance: float = 0.0
+) -> Iterator[Idle]:
+    """Yield the idle time from `start` to `end` in parts: the rank sends, then its input is computed, then that travels.
+
+    The last `imbalance` of the time in which the input is computed is imbalance.
+    """
     sent_until = min(max(start, sent_until), end)
     computed_until = min(max(sent_until, computed_until), end)
+    even_until = max(sent_until, computed_until - imbalance)
+    even_until = sent_until if even_until - sent_until <= ROUNDING * (computed_until - sent_until) else even_until
 
-    if start < sent_until:
-        yield Idle(start, sent_until, Cause.SENDING)
-    if sent_until < computed_until:
-        yield Idle(sent_until, computed_until, cause)
-    if computed_until < end:
-        yield Idle(computed_until, end, Cause.COMMUNICATION)
+    parts = (sent_until, Cause.SENDING), (even_until, cause), (computed_until, Cause.IMBALANCE), (end, Cause.COMMUNICATION)
+    for part_end, part_cause in parts:
+        if start < part_end:
+            yield Idle(start, part_end, part_cause)
+        start = max(start, part_end)
 
 
 def _causes_without_communication(cells: Sequence[Cell]) -> Iterator[Cause]:
@@ -80,7 +108,7 @@ def _causes_without_communication(cells: Sequence[Cell]) -> Iterator[Cause]:
         if index <= first_backward:
             yield Cause.FILL
         else:
-            yield Cause.DRAIN if index > last_forward else Cause.IMBALANCE
+            yield Cause.DRAIN if index > last_forward else Cause.ORDER
 
 
 # ---- the critical path

@@ -54,13 +54,13 @@ class Timeline(TimelineEvents):
     @cached_property
     def idle(self) -> tuple[tuple[Idle, ...], ...]:
         """The idle periods of every rank with their causes, from the first start to the last end of any rank."""
-        return tuple(tuple(idle_times(rank, self)) for rank in range(self.ranks))
+        return idle_times(self)
 
     @cached_property
     def causes(self) -> dict[Cause, float]:
         """The share of (ranks x makespan) of each cause of idle time; with the busy share they add up to 1.
 
-        The causes are `fill`, `imbalance`, `drain`, `communication` and `sending`, defined in `timing/causes.py`.
+        The causes are `fill`, `order`, `imbalance`, `drain`, `communication` and `sending`, defined in `timing/causes.py`.
         """
         idle_time, total = dict.fromkeys(Cause, 0.0), self.ranks * self.makespan
         for start, end, cause in chain.from_iterable(self.idle):

@@ -297,7 +297,7 @@ def test_show_draws_the_table_with_its_bubble_and_memory(tmp_path):
         "rank 0 |F0-------F1-------..................B0================F2-------B1================.........B2================",
         "rank 1 |.........F0-------B0================F1-------B1================F2-------B2================..................",
         "makespan 12, bubble 25.0% (longest rank's span 12, bubble 25.0%), activations in flight 2/1",
-        "time of all ranks: busy 75.0%, idle 25.0% by fill 12.5%, imbalance 0.0%, drain 12.5%, communication 0.0%",
+        "time of all ranks: busy 75.0%, idle 25.0% by fill 12.5%, order 0.0%, imbalance 0.0%, drain 12.5%, communication 0.0%",
     ]
     again = penstock("show", str(tmp_path / "table.csv"))
     assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[1:-1]
@@ -310,7 +310,7 @@ def test_show_takes_the_schedules_options_and_what_everything_costs():
         "rank 0 |0F0.........2F00F1...............2I0======2W02F1.........0I0======0W0...2I1======2W1............0I1======0W1",
         "rank 1 |......1F0.........3F03I0======1F1............1I0======3W03F13I1======1W0............1I1======3W11W1.........",
         "makespan 36, bubble 44.4% (longest rank's span 36, bubble 44.4%), activations in flight 3/3",
-        "time of all ranks: busy 55.6%, idle 44.4% by fill 12.5%, imbalance 4.2%, drain 15.3%, communication 12.5%",
+        "time of all ranks: busy 55.6%, idle 44.4% by fill 12.5%, order 4.2%, imbalance 0.0%, drain 15.3%, communication 12.5%",
         "these costs are of a stage; at those of a rank, as in `penstock compare`: makespan 22, memory at most 1.5 on a rank",
     ]
 

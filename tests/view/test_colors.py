@@ -7,9 +7,11 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from penstock.schedule import Cause
 from penstock.view.figure import timeline as figure
 
 CSS = (files("penstock.view") / "page" / "page.css").read_text()
+# All but order, which has its own hatch where ten paints have no room in grey.
 PAINTS = ("F", "B", "I", "W", "fill", "drain", "imbalance", "communication", "sending")
 
 # How linear red, green and blue are seen without one kind of cones: Machado, Oliveira and Fernandes 2009, full severity.
@@ -62,6 +64,19 @@ def mixed(kind, theme, chunk):
     """The shade of a rank's stage, as chart/colors.js mixes it."""
     parts = ([int(color(name, theme)[at : at + 2], 16) for at in (1, 3, 5)] for name in (kind, "letter"))
     return "#" + "".join(f"{round((1 - 0.1 * chunk) * a + 0.1 * chunk * b):02x}" for a, b in zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize("vision", [vision for vision in VISIONS if vision != "grey"])
+@pytest.mark.parametrize("theme", [0, 1])
+def test_order_has_a_colour_of_its_own(vision, theme):
+    for name in PAINTS:
+        apart = math.dist(seen(color("order", theme), vision), seen(color(name, theme), vision))
+        assert apart >= 12, (name, apart)
+
+
+def test_each_cause_has_a_hatch_of_its_own():  # in grey there is no room for a tenth paint: 9 x 12 is more than 100
+    assert set(figure.CAUSE_HATCHES) == set(figure.CAUSE_COLORS) == set(map(str, Cause))
+    assert len(set(figure.CAUSE_HATCHES.values())) == len(Cause)
 
 
 def second(kind, theme):

@@ -89,7 +89,8 @@ def write(words):
 
 def click_on_the_gap(browser):
     x, y = browser.execute_script(
-        "const c = page.charts[0], gaps = c.record.timeline.ranks[2].idle.filter(([, , cause]) => cause === 'imbalance');"
+        "const c = page.charts[0], isBetween = ([, , cause]) => ['order', 'imbalance'].includes(cause);"
+        "const gaps = c.record.timeline.ranks[2].idle.filter(isBetween);"
         "const [from, to] = gaps[1]; return [c.x((from + to) / 2) - c.width / 2, c.rows[2].main + 10 - c.height / 2]"
     )
     move_to(browser, round(x), round(y)).click().perform()
@@ -103,7 +104,7 @@ def drag_over_all_ranks(browser):
 
 def why_rank_2_waits(run):
     data = timeline_data(run.usual)["ranks"]
-    gap = [end for _, end, cause in data[2]["idle"] if cause == "imbalance"][1]
+    gap = [end for _, end, cause in data[2]["idle"] if cause in ("order", "imbalance")][1]
     event = next(event for event in data[2]["events"] if event["start"] >= gap)
     home = next(rank for rank, row in enumerate(data) if event["waited_for"] in [event["action"] for event in row["events"]])
     return f"next\n{event['action']} .*\nwaits for\n{event['waited_for']} of rank {home}, which ends at "

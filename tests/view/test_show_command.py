@@ -107,6 +107,7 @@ def test_compare_draws_both_at_one_scale_and_lists_the_differences(tmp_path):
         "bubble                  27.3%  5.9%  -21.4 points",
         "memory, most on a rank      4     4          same",
         "idle by fill            13.6%  2.9%  -10.7 points",
+        "idle by order            0.0%  0.0%          same",
         "idle by imbalance        0.0%  0.0%          same",
         "idle by drain           13.6%  2.9%  -10.7 points",
         "idle by communication    0.0%  0.0%          same",
@@ -126,7 +127,7 @@ def test_what_did_different_work_is_compared_with_a_warning(run):
 
 def test_compare_takes_two_runs(run):
     done = penstock("compare", run, run)
-    assert done.stdout.count("same") == 7, done.stderr
+    assert done.stdout.count("same") == 8, done.stderr
     assert "ms" in done.stdout
 
 

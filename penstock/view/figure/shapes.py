@@ -18,7 +18,7 @@ class Box(NamedTuple):
     height: float
     color: str
     outline: str = ""
-    hatch: str = ""  # "/", "\\", "-", "|" or "."
+    hatch: str = ""  # "/", "\\", "x", "-", "|" or "."
 
 
 class Text(NamedTuple):
@@ -107,10 +107,10 @@ def hatch_lines(box: Box, spacing: float = 4.0) -> Iterator[Line]:
         yield from (
             Line(x, y, x + 0.8, y, color) for y in _multiples(top, bottom, spacing) for x in _multiples(left, right, spacing)
         )
-    elif box.hatch:
+    for slope in "/\\" if box.hatch == "x" else box.hatch if box.hatch in ("/", "\\") else "":
         for start in _multiples(left - height, right, 1.5 * spacing):
             begin, end = max(left, start), min(right, start + height)
-            rise = [(x - start) if box.hatch == "\\" else height - (x - start) for x in (begin, end)]
+            rise = [(x - start) if slope == "\\" else height - (x - start) for x in (begin, end)]
             yield Line(begin, top + rise[0], end, top + rise[1], color)
 
 

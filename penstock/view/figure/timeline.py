@@ -34,8 +34,15 @@ from penstock.view.terminal import format_memory
 
 KIND_COLORS = {"F": "#629ad9", "B": "#19653f", "I": "#0b838e", "W": "#d7b34e"}
 KIND_TEXT_COLORS = {"F": INK_COLOR, "B": "#ffffff", "I": "#ffffff", "W": INK_COLOR}
-CAUSE_COLORS = {"fill": "#fbfcfe", "imbalance": "#6c2507", "drain": "#dcd6f0", "communication": "#410c2d", "sending": "#030401"}
-CAUSE_HATCHES = {"fill": ".", "imbalance": "/", "drain": "-", "communication": "\\", "sending": "|"}
+CAUSE_COLORS = {
+    "fill": "#fbfcfe",
+    "order": "#dec1c6",
+    "imbalance": "#6c2507",
+    "drain": "#dcd6f0",
+    "communication": "#410c2d",
+    "sending": "#030401",
+}
+CAUSE_HATCHES = {"fill": ".", "order": "x", "imbalance": "/", "drain": "-", "communication": "\\", "sending": "|"}
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward (input)", "W": "backward (weights)"}
 LABEL_WIDTH, ROW_HEIGHT, PLANNED_HEIGHT, ROW_GAP = 58.0, 20.0, 12.0, 7.0
 TITLE_HEIGHT, MIN_WIDTH = 20.0, 120.0  # of the whole figure, at the usual size of texts

@@ -49,7 +49,7 @@ function rgbOf(color) { return color.match(/\d+/g).map(Number); }
 /** Return the hatch of a cause of idle time. Each cause has its own, for readers and printers without colours. */
 function hatchPattern(cause, color) {
   const tile = element("canvas", {width: 8, height: 8}), c = tile.getContext("2d");
-  const lines = {fill: [], drain: [[0, 4, 8, 4]], imbalance: [[-2, 10, 10, -2], [-2, 2, 2, -2], [6, 10, 10, 6]], communication: [[-2, -2, 10, 10], [-2, 6, 2, 10], [6, -2, 10, 2]], sending: [[4, 0, 4, 8]]}[cause];
+  const lines = {fill: [], drain: [[0, 4, 8, 4]], order: [[-2, 10, 10, -2], [-2, -2, 10, 10]], imbalance: [[-2, 10, 10, -2], [-2, 2, 2, -2], [6, 10, 10, 6]], communication: [[-2, -2, 10, 10], [-2, 6, 2, 10], [6, -2, 10, 2]], sending: [[4, 0, 4, 8]]}[cause];
   c.strokeStyle = c.fillStyle = color;
   c.globalAlpha = 0.75;
   c.lineWidth = 1;

@@ -3,7 +3,8 @@
 const KIND_NAMES = {F: "forward", B: "backward", I: "backward to the input", W: "backward to the weights"};
 const CAUSE_TEXTS = {
   fill: "before the rank's first backward: the pipeline is not full yet",
-  imbalance: "in between: another rank still computes what this one needs next",
+  order: "in between: the table has the rank wait for another one, and would also if all stages took the same time",
+  imbalance: "in between: another rank still computes what this one needs next; with even stages it would have ended earlier",
   drain: "after the rank's last forward: the pipeline runs empty",
   communication: "the message that the rank needs next is on its way",
   sending: "the rank sends the output of its last action",

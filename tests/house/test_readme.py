@@ -68,3 +68,10 @@ def test_the_documentations_list_has_every_page_once() -> None:
     listed = re.findall(r"^\| \[[^]]+\]\(([\w./-]+)\)", (docs / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
     pages = [path.relative_to(docs).as_posix() for path in docs.rglob("*.md")]
     assert sorted(listed) == sorted(page for page in pages if page != "index.md")
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    for page in (ROOT / "docs").rglob("*.md"):
+        for path, name in re.findall(r"`(tests/[\w/]+\.py)`(?:: `(test_\w+)`)?", page.read_text(encoding="utf-8")):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+            assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{page.name}: {path}: {name}"

@@ -158,24 +158,24 @@ class MemoryMeasurement:
 class MemoryObserver(Observer):
     """Measures the first training step of each kind, and remembers what it has found of the last kinds."""
 
+    only_in_new_steps = True
+
     def __init__(self, stages: Mapping[int, Stage], slices: int) -> None:
         self._stages, self._slices = stages, slices
         self._sizes: dict[Any, Mapping[int, ActivationSize]] = {}  # by kind, the oldest first
-        self.measurement: MemoryMeasurement | None = None  # of the last step, if it was the first of its kind
-        self.sizes: Mapping[int, ActivationSize] = {}  # of the last step's kind: stage -> what a microbatch keeps
+        self.measurement: MemoryMeasurement | None = None  # of the last step that was the first of its kind
 
     def start(self, step: ObservedStep) -> Sequence[float]:
         """Begin to measure, if this rank has not seen such a step."""
-        self.measurement = MemoryMeasurement(self._stages, self._slices) if step.may_be_new else None
+        self.measurement = MemoryMeasurement(self._stages, self._slices)
         return ()
 
     def compare(self, step: ObservedStep, rows: Any) -> None:
-        """Go on if it is the first of its kind; begin if only another rank's part is new."""
-        if not step.call.is_training or not step.agreed.is_new:
-            self.measurement = None
-            return
-        self.measurement = self.measurement or MemoryMeasurement(self._stages, self._slices)
-        self.measurement.choose_microbatches(step.agreed)
+        """Begin now if only another rank's part is new. Evaluations are not measured."""
+        if not step.may_be_new:
+            self.measurement = MemoryMeasurement(self._stages, self._slices) if step.call.is_training else None
+        if self.measurement is not None:
+            self.measurement.choose_microbatches(step.agreed)
 
     def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
         """Measure around the actions."""
@@ -188,4 +188,7 @@ class MemoryObserver(Observer):
             self._sizes[step.agreed.kind] = self.measurement.sizes
             while len(self._sizes) > MAX_KINDS:
                 del self._sizes[next(iter(self._sizes))]
-        self.sizes = self._sizes.get(step.agreed.kind, {})
+
+    def sizes_of(self, kind: Any) -> Mapping[int, ActivationSize]:
+        """Return what a microbatch keeps in steps of a kind, by stage; nothing if it was not measured."""
+        return self._sizes.get(kind, {})

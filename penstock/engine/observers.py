@@ -56,6 +56,7 @@ class Observer:
     """Looks on at the steps of one rank. All ranks have the same observers, in the same order."""
 
     num_numbers = 0  # that `start` returns
+    only_in_new_steps = False  # whether it looks on at the first step of each kind alone; such a one has no numbers
 
     def start(self, step: ObservedStep) -> Sequence[float]:
         """Return this rank's numbers for the first row."""
@@ -77,43 +78,55 @@ class Observer:
 
 
 class Observers:
-    """The observers of one engine."""
+    """The observers of one engine: of each moment those that define it, in all steps and in those that are not new."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
-        def defining(moment: str) -> list[Any]:
-            return [observer for observer in observers if getattr(type(observer), moment) is not getattr(Observer, moment)]
-
-        self._start, self._wrap, self._end = defining("start"), defining("wrap"), defining("end")
-        self._compare, first = list[tuple[Any, slice]](), 0
-        for observer in observers:
-            numbers = slice(first, first + observer.num_numbers)
-            first = numbers.stop
-            self._compare += [(observer, numbers)] if observer in defining("compare") else []
-        self._after = [
-            (observer, self._end.index(observer) if observer in self._end else None) for observer in defining("after")
-        ]
-        assert max(first, len(self._end)) <= MAX_ROW_NUMBERS
+        self._in_new_steps, self._in_old_steps = _Moments(observers, True), _Moments(observers, False)
 
     def start(self, step: ObservedStep) -> list[float]:
         """Return all numbers for the first row."""
-        return [number for observer in self._start for number in observer.start(step)]
+        moments = self._in_new_steps if step.may_be_new else self._in_old_steps
+        return [number for observer in moments.start for number in observer.start(step)]
 
     def compare(self, step: ObservedStep, rows: Rows) -> None:
         """Give each observer its numbers of every rank."""
-        for observer, numbers in self._compare:
+        for observer, numbers in self._moments(step).compare:
             observer.compare(step, [row[numbers] for row in rows])
 
     def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
         """Return `functions`, wrapped by all."""
-        for observer in self._wrap:
+        for observer in self._moments(step).wrap:
             functions = observer.wrap(step, functions)
         return functions
 
     def end(self, step: ObservedStep) -> list[float]:
         """Return all numbers for the last row."""
-        return [observer.end(step) for observer in self._end]
+        return [observer.end(step) for observer in self._moments(step).end]
 
     def after(self, step: ObservedStep, rows: Rows) -> None:
         """Give each observer its number of every rank."""
-        for observer, index in self._after:
+        for observer, index in self._moments(step).after:
             observer.after(step, [0.0 if index is None else row[index] for row in rows])
+
+    def _moments(self, step: ObservedStep) -> "_Moments":
+        is_new = step.agreed.is_new if step.has_agreed else step.may_be_new
+        return self._in_new_steps if is_new else self._in_old_steps
+
+
+class _Moments:
+    """The observers that define each moment; in steps that are not new, without those that look on at new ones only."""
+
+    def __init__(self, observers: Sequence[Observer], is_new: bool) -> None:
+        active = [observer for observer in observers if is_new or not observer.only_in_new_steps]
+
+        def defining(moment: str) -> list[Any]:
+            return [observer for observer in active if getattr(type(observer), moment) is not getattr(Observer, moment)]
+
+        self.start, self.wrap, self.end = defining("start"), defining("wrap"), defining("end")
+        self.after = [(observer, self.end.index(observer) if observer in self.end else None) for observer in defining("after")]
+        self.compare, first = list[tuple[Any, slice]](), 0
+        for observer in observers:
+            numbers = slice(first, first + observer.num_numbers)
+            first = numbers.stop
+            self.compare += [(observer, numbers)] if observer in defining("compare") else []
+        assert max(first, len(self.end)) <= MAX_ROW_NUMBERS

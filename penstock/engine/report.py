@@ -53,7 +53,7 @@ class StepResult(NamedTuple):
     report: StepReport
     actions: Sequence[Action]  # what this rank ran
     clock: ActionClock  # and when
-    pieces: Sequence[Piece]  # by number
+    kind: Any  # as all ranks know it
 
     def joined_outputs(self, rows_dim: int) -> Any:
         """Return the outputs of the whole batch, joined along its rows; None if there are none."""

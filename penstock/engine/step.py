@@ -266,7 +266,7 @@ class Engine:
             f"to end the step, after {ran[-1] if ran else 'nothing'}",
         )
         self.observers.after(step, rows)
-        return StepResult(loss, loss_list, actions.joined_outputs(), step.report, ran, clock, agreed.pieces)
+        return StepResult(loss, loss_list, actions.joined_outputs(), step.report, ran, clock, agreed.kind)
 
     # -- between steps -------------------------------------------------------------------------------------------------
 

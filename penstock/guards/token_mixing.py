@@ -48,13 +48,15 @@ class TokenMixingCheck(Observer):
     `cp_index`: this rank's part of the tokens, if ranks along cp share them; None for slices.
     """
 
+    only_in_new_steps = True
+
     def __init__(self, stages: Mapping[int, Stage], device: torch.device, layout: Layout, cp_index: int | None) -> None:
         self._stages, self._device, self._layout, self._cp_index = stages, device, layout, cp_index
         self._unchecked = set[int]()  # stages, in this step
 
     def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
         """Check after the forwards."""
-        if not step.has_agreed or not step.agreed.is_new:
+        if not step.has_agreed:
             return functions
         self._unchecked = set(self._stages)
         forward = partial(self._forward, step, functions.actions[Kind.F])

@@ -23,6 +23,8 @@ class RemoteParameterUseCheck(Observer):
     They are not kept alive.
     """
 
+    only_in_new_steps = True
+
     def __init__(self, rank: int, stages: Collection[int], remote_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self._location = f"rank {rank}: stage {' or '.join(map(str, sorted(stages)))}"
         self._remote = [(name, weakref.ref(parameter)) for name, parameter in remote_parameters]
@@ -30,7 +32,7 @@ class RemoteParameterUseCheck(Observer):
 
     def compare(self, step: ObservedStep, rows: Rows) -> None:
         """Record gradients in the first step of a kind."""
-        self._records = self.record_gradients() if step.call.is_training and step.agreed.is_new else ()
+        self._records = self.record_gradients() if step.call.is_training else ()
 
     def end(self, step: ObservedStep) -> float:
         """Raise as `check_gradients_unchanged`."""

@@ -74,7 +74,7 @@ class MicrobatchSamples(Observer):
         if not step.call.is_list or not agreed.has_backward or len(agreed.pieces) != agreed.num_microbatches:
             return
         shapes = [(piece.rows or 1, piece.elements) for piece in agreed.pieces]
-        if self._memory.measurement is not None:
+        if agreed.is_new and self._memory.measurement is not None:
             for (stage, number), size in self._memory.measurement.sizes_by_microbatch.items():
                 self._bytes[stage].append((*shapes[number], size.act))
             return

@@ -199,7 +199,7 @@ def both_send() -> tuple[str, float, Sequence[Shape]]:
         shapes += [*arrow(x + 55, 100, x + 55, 56), text(x + 61, 78, "behind", "start", color=MUTED_COLOR)]
     shapes += [*arrow(130, 42, 230, 114), *arrow(230, 42, 130, 114), text(180, 34, "each send"), text(180, 48, "waits for")]
     shapes.append(text(180, 122, "its receive"))
-    return "Two ranks that both send first wait in a circle", 142, shapes
+    return "Two ranks that both send first wait in a cycle", 142, shapes
 
 
 # ---- 4. microbatches
@@ -308,19 +308,19 @@ def two_halves() -> tuple[str, float, Sequence[Shape]]:
 
 
 @picture
-def circle_of_a_deadlock() -> tuple[str, float, Sequence[Shape]]:
-    """The refused table, and the circle in it."""
+def cycle_of_a_deadlock() -> tuple[str, float, Sequence[Shape]]:
+    """The refused table, and the cycle in it."""
     shapes: list[Shape] = []
-    table, circle = (("0F0", "0B0", "0F1", "0B1"), ("1F1", "1F0", "1B0", "1B1")), ("1F1", "0F1", "0B0", "1B0")
+    table, cycle = (("0F0", "0B0", "0F1", "0B1"), ("1F1", "1F0", "1B0", "1B1")), ("1F1", "0F1", "0B0", "1B0")
     centres = {}
     for rank, row in enumerate(table):
         y = 30.0 + 76 * rank
         shapes.append(text(LEFT - 6, y + 13, f"rank {rank}", "end"))
         for column, action in enumerate(row):
             x = LEFT + 4 + 77 * column
-            shapes += labelled(x, y, 46, 26, action, YELLOW_COLOR if action in circle else PALE_COLOR)
+            shapes += labelled(x, y, 46, 26, action, YELLOW_COLOR if action in cycle else PALE_COLOR)
             centres[action] = x + 23, y + 13
-    for name, waits_for in zip(circle, (*circle[1:], circle[0]), strict=True):
+    for name, waits_for in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
         (x, y), (to_x, to_y) = centres[name], centres[waits_for]
         if y != to_y:
             shapes += arrow(x, y - 13 if to_y < y else y + 13, to_x, to_y + 13 if to_y < y else to_y - 13)
@@ -337,7 +337,7 @@ def circle_of_a_deadlock() -> tuple[str, float, Sequence[Shape]]:
         text(56, 81, "waits for", "start", color=MUTED_COLOR),
         text(346, 81, "1F1 -> 0F1 -> 0B0 -> 1B0 -> 1F1", "end", SMALL_SIZE),
     ]
-    return "The circle of a table that deadlocks: 1F1, 0F1, 0B0, 1B0", 162, shapes
+    return "The cycle of a table that deadlocks: 1F1, 0F1, 0B0, 1B0", 162, shapes
 
 
 # ---- 9. many ranks at once

@@ -65,8 +65,8 @@ def stop(reason: str) -> NoReturn:
 
 def split_deadlock(refusal: str) -> str:
     """Return the error text of `verify` with one line for each rank of a deadlock; other texts unchanged."""
-    name, deadlocks, circle = refusal.partition(" deadlocks: ")
-    return "\n    ".join([f"{name} deadlocks:", *circle.split("; ")]) if deadlocks else refusal
+    name, deadlocks, cycle = refusal.partition(" deadlocks: ")
+    return "\n    ".join([f"{name} deadlocks:", *cycle.split("; ")]) if deadlocks else refusal
 
 
 def percent(share: float) -> str:

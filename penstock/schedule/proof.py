@@ -62,7 +62,7 @@ class Proof:
         return (
             f"proved: {self.name} over {self.ranks} ranks, {self.num_stages} stages, {self.microbatches} microbatches"
             f"{f' in {self.program.schedule.slices} slices' if self.program.schedule.slices > 1 else ''}: "
-            f"{self.actions} actions complete, {self.transfers} transfers without a circle ({how}), "
+            f"{self.actions} actions complete, {self.transfers} transfers without a cycle ({how}), "
             f"in flight {format_per_rank(self.peak_in_flight)}"
         )
 
@@ -142,8 +142,8 @@ def prove(program: Program | Script, blocking: bool = False, shared: bool = Fals
         rows = [_with_waits_after_sends(row, rank) for rank, row in enumerate(rows)]
     execution = _ProofExecution(program.schedule.name, rows, shared)
     execution.run()
-    if circle := execution.deadlock_cycle():
-        raise ScheduleError(f"{program.schedule.name} deadlocks: {'; '.join(circle)}")
+    if cycle := execution.deadlock_cycle():
+        raise ScheduleError(f"{program.schedule.name} deadlocks: {'; '.join(cycle)}")
 
 
 def runs_to_end(table: Table, skips: Collection[Skip] = ()) -> bool:

@@ -49,7 +49,7 @@ WRONG = {
         ("math.ceil((ranks - 1) * (1 - most) / most - 1e-9)", "math.ceil((ranks - 1) / most)", "would do"),
     ],
     8: [
-        ('["0B0", "1B0", "1F1", "0F1"]', '["0B0", "0F0", "1F1", "0F1"]', "0F0 is not in the circle"),
+        ('["0B0", "1B0", "1F1", "0F1"]', '["0B0", "0F0", "1F1", "0F1"]', "0F0 is not in the cycle"),
         ('["1F0", "1B0", "1F1", "1B1"]', '["1F1", "1F0", "1B0", "1B1"]', "deadlocks"),
     ],
     9: [

@@ -156,7 +156,7 @@ def test_a_skip_can_stop_a_table_that_runs_for_a_chain_if_sends_block_or_channel
     assert accepts(table(LOOP), model, skips={(0, 2), (1, 3)})  # each of them stays on its rank
 
 
-def test_a_skip_in_a_circle_is_told_with_the_stage_it_is_for():
+def test_a_skip_in_a_cycle_is_told_with_the_stage_it_is_for():
     assert refusal(table(LOOP), sends="blocking", skips={(0, 3)}) == (
         "drawn deadlocks: rank 0 waits for rank 1 to receive the output of 0F0 for stage 3, before 2F0; "
         "rank 1 waits for rank 0 to receive the output of 1F0, before 3F0"
@@ -169,7 +169,7 @@ def test_a_skip_in_a_circle_is_told_with_the_stage_it_is_for():
     )
 
 
-def test_the_gradient_of_a_skip_in_a_circle_is_told_with_the_stage_it_is_for():
+def test_the_gradient_of_a_skip_in_a_cycle_is_told_with_the_stage_it_is_for():
     rows = """
     3F0 3B0
     0F0 1F0 1B0 0B0
@@ -334,7 +334,7 @@ def test_a_table_of_nothing_is_refused(placement, microbatches, rows):
     assert "is empty" in refusal(Schedule("void", placement, microbatches, rows))
 
 
-def test_blocking_1f1b_is_refused_with_its_circle():
+def test_blocking_1f1b_is_refused_with_its_cycle():
     assert refusal(build("1f1b", 2, 2), sends="blocking") == (
         "1f1b deadlocks: rank 0 waits for rank 1 to receive the output of 0F1, before 0B0; "
         "rank 1 waits for rank 0 to receive the gradient of 1B0, before 1F1"
@@ -374,7 +374,7 @@ def test_the_proof_says_what_was_counted():
     assert (proof.name, proof.ranks, proof.num_stages, proof.microbatches, proof.sends) == ("1f1b", 3, 3, 4, "async")
     assert str(proof) == (
         "proved: 1f1b over 3 ranks, 3 stages, 4 microbatches: "
-        "24 actions complete, 16 transfers without a circle (async sends), in flight 3/2/1"
+        "24 actions complete, 16 transfers without a cycle (async sends), in flight 3/2/1"
     )
     assert "(async sends, shared channels)" in str(verify(build("gpipe", 2, 2), channels="shared"))
 
@@ -437,7 +437,7 @@ class Stands(NamedTuple):
 
 
 def check_told(schedule: Schedule, model: ExecutionModel, skips: Skips) -> None:
-    """The message of this stopping table is a circle, and everything it says is so."""
+    """The message of this stopping table is a cycle, and everything it says is so."""
     _, _, message = refusal(schedule, sends=model.sends, channels=model.channels, skips=skips).partition(" deadlocks: ")
     waits = [Wait(text) for text in message.split("; ")]
     assert len({wait.rank for wait in waits}) == len(waits)

@@ -72,7 +72,7 @@ def test_times_of_a_measured_step_and_of_a_plan_have_a_unit():
     assert "time" in texts_of(TABLE._repr_html_())
 
 
-def test_a_table_that_deadlocks_is_drawn_until_where_each_rank_stops_with_the_circle_in_words():
+def test_a_table_that_deadlocks_is_drawn_until_where_each_rank_stops_with_the_cycle_in_words():
     page = CIRCLE._repr_html_()
     texts = texts_of(page)
     assert [text for text in texts if "stops" in text] == ["stops before 0B0", "stops before 1F1"]
@@ -124,8 +124,8 @@ def test_the_example_of_a_notebook_runs_and_shows_its_pictures(tmp_path):
         for output in cell.get("outputs", ())
         if output.output_type == "execute_result" and "text/html" in output.data
     ]
-    schedule, circle, planned, step = shown
+    schedule, cycle, planned, step = shown
     assert all("<svg" in page for page in shown)
-    assert "stops before" in circle
+    assert "stops before" in cycle
     assert "time (" in step
     assert "time (" not in planned + schedule

@@ -54,9 +54,9 @@ def test_python_in_the_browser_answers_as_the_studio_does(browser, home):  # noq
     wait_for_text("proof", expected["proof"]["text"])
     assert browser.execute_script("return studio.answer.timeline.makespan") == expected["timeline"]["makespan"]
     wait_for_text("python", "Python runs in this browser (12.")
-    circle = "0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n"
-    write(circle)
-    wait_for_text("proof", answer({"csv": circle, "file": "your table"})["proof"]["text"])
+    cycle = "0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n"
+    write(cycle)
+    wait_for_text("proof", answer({"csv": cycle, "file": "your table"})["proof"]["text"])
     wait_for_text("proof", "your table deadlocks: rank 0 waits for ")
     write(FUNCTION)
     wait_for_text("proof", "proved: your schedule over 2 ranks, 2 stages, 4 microbatches")

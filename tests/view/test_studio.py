@@ -59,7 +59,7 @@ def test_a_memory_limit_that_is_passed_fails_the_proof_and_leaves_the_picture():
     assert found["timeline"]["makespan"] == 33
 
 
-def test_a_circle_is_told_with_its_actions_and_drawn_as_far_as_it_runs():
+def test_a_cycle_is_told_with_its_actions_and_drawn_as_far_as_it_runs():
     found = answer({"rows": CIRCLE, "placement": [0, 1], "name": "mine"})
     assert not found["proof"]["holds"]
     assert found["proof"]["text"].startswith("mine deadlocks: rank 0 waits for the gradient of 1B0 from rank 1, before 0B0")

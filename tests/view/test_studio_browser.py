@@ -169,7 +169,7 @@ def drag_in_picture(browser, source, target, side, keys=""):
     settle(browser)
 
 
-def test_dragging_in_the_picture_makes_the_same_deadlock_and_its_circle_is_drawn_there(studio):
+def test_dragging_in_the_picture_makes_the_same_deadlock_and_its_cycle_is_drawn_there(studio):
     before, view = row(studio, 0), studio.execute_script("return page.view")
     drag_in_picture(studio, "0F2", "0B0", 0.8)
     assert row(studio, 0).startswith("0F0 0F1 0F3 0B0 0F2 0F4")

@@ -69,7 +69,7 @@ def main() -> None:
             "both waited in vain",
             f"both ranks should wait until they give up, but: {'; '.join(messages)}",
         )
-    say("\nWhy: a send ends when its message is received. Both ranks were sending, so neither reached its receive: a circle.")
+    say("\nWhy: a send ends when its message is received. Both ranks were sending, so neither reached its receive: a cycle.")
     say("The remedy: post the receive and the send, then wait for both. Posting does not wait.")
     swapped = on_ranks(both_post_first, 2)
     check(swapped == [1.0, 0.0], "each rank has the other's tensor", f"the ranks should hold 1.0 and 0.0, got {swapped}")

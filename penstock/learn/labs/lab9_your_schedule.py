@@ -109,7 +109,7 @@ def show_broken_schedule(ranks: int, microbatches: int, show_repair: bool) -> st
     say(f"{table}\n")
     refusal = verify_error(table)
     say(split_deadlock(refusal))
-    check("deadlocks" in refusal, "the broken table is refused, with the circle", f"verify accepts the broken table {refusal}")
+    check("deadlocks" in refusal, "the broken table is refused, with the cycle", f"verify accepts the broken table {refusal}")
     if show_repair:
         say("\nThe last rank has its first gradient at once, so it needs no forward to warm up; each rank before it needs one")
         say(f"more. The mistake counts from the wrong end:\n\n-{MISTAKE}+{REPAIR}")

@@ -13,7 +13,7 @@ from penstock.learn.puzzles.check_helpers import CheckFailed, CheckPassed, load_
 from penstock.learn.python_schedule import USER_CODE_ERRORS
 
 PUZZLE_NAMES = (
-    "p01_cut_by_hand", "p02_memory", "p03_swap", "p04_naive", "p05_mean_of_means", "p06_gpipe", "p07_bubble", "p08_circle",
+    "p01_cut_by_hand", "p02_memory", "p03_swap", "p04_naive", "p05_mean_of_means", "p06_gpipe", "p07_bubble", "p08_cycle",
     "p09_1f1b", "p10_1f1b_loop", "p11_interleaved", "p12_split_linear", "p13_zb_h1", "p14_in_a_v", "p15_memory_budget",
     "p16_all_reduce", "p17_tensor_parallel", "p18_fsdp", "p19_recompute", "p20_open",
     "p21_slices",

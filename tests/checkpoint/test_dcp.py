@@ -8,12 +8,15 @@ from typing import Any
 import plain_training
 import pytest
 import torch
+import torch.distributed.checkpoint
 from plain_training import STEPS, STOP, Net, batch, loss_fn, optimizers_of, train
 from reference import assert_same, merged
 from torch import Tensor, nn
 
 import penstock as ps
 from penstock import checkpoint
+from penstock.checkpoint.files import dcp_files
+from penstock.checkpoint.files.tensor_files import DTYPES
 
 pytestmark = pytest.mark.ranks
 
@@ -260,3 +263,27 @@ def test_the_optimizer_of_another_class_is_refused(tmp_path: Path) -> None:
         ps.MismatchError, match=r"has the options of another optimizer than SGD: amsgrad, betas, .*, and not dampening"
     ):
         checkpoint.import_weights(pipe, tmp_path, torch.optim.SGD(pipe.parameters()))
+
+
+def test_every_dtype_and_layout_is_written_as_torch_reads_it_and_read_as_torch_writes_it(tmp_path: Path) -> None:
+    values = torch.arange(24).reshape(4, 6)
+    tensors = {str(dtype): values.to(dtype) for dtype in DTYPES}
+    tensors |= {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+        "transposed": values.t(),
+        "part": values.float()[1:3, ::2],
+    }
+    entries = dcp_files.write_rank_file(tmp_path / "ours", 0, tensors, {"a value": (1, 2.5, None)})
+    dcp_files.write_metadata(tmp_path / "ours", [entries], {"further": "scalar"})
+    loaded = {name: torch.zeros_like(value) for name, value in tensors.items()} | {
+        "further": torch.tensor(0.0),
+        "a value": None,
+    }
+    torch.distributed.checkpoint.load(loaded, checkpoint_id=tmp_path / "ours")
+    assert loaded.pop("a value") == (1, 2.5, None)
+    assert_same(loaded, tensors | {"further": tensors["scalar"]})
+
+    torch.distributed.checkpoint.save(dict(tensors), checkpoint_id=tmp_path / "torch")
+    files = dcp_files.DcpFiles(tmp_path / "torch")
+    assert_same({name: files.tensor(name) for name in files.tensors}, tensors)

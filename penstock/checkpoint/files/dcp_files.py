@@ -4,70 +4,45 @@
 chunk there is what `torch.save` writes: a zip archive with a pickle, which describes the tensor, and its bytes.
 """
 
-import io
 import math
 import mmap
 import os
 import pickle
 import uuid
-import zipfile
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.files.disk import DamagedFileError, fsync, open_regular_file
-from penstock.checkpoint.files.pickled import PERSISTENT, Items, Name, Record, parse_pickle
+from penstock.checkpoint.files.disk import fsync, open_regular_file
+from penstock.checkpoint.files.pickled import Items, Name, parse_pickle
+from penstock.checkpoint.files.torch_archive import (
+    DTYPES,
+    Location,
+    TorchArchive,
+    as_size,
+    as_sizes,
+    is_record,
+    read_errors_as_damage,
+)
 from penstock.errors import MismatchError
 from penstock.torch_private import dcp_storage_info
 
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 2**28
-MAX_DESCRIPTION_BYTES = 2**20  # of the pickle in a chunk, or of a value
-MAX_VALUES = 10_000  # numbers and texts in one value
-MAX_NUMBER = 2**63
-MAX_DIMENSIONS = 64
 
 _CLASSES = "torch.distributed.checkpoint.metadata."
-_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_STORAGE_DTYPES = {
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-    "torch.LongStorage": torch.int64,
-    "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16,
-    "torch.CharStorage": torch.int8,
-    "torch.ByteStorage": torch.uint8,
-    "torch.BoolStorage": torch.bool,
-    "torch.ComplexFloatStorage": torch.complex64,
-    "torch.ComplexDoubleStorage": torch.complex128,
-    "torch.storage.UntypedStorage": torch.uint8,
-}
 _METADATA_NAMES = frozenset(
     [
         *[_CLASSES + name for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")],
         *[_CLASSES + name for name in ("TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")],
         *["torch.distributed.checkpoint.filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout"],
         *["pathlib.PosixPath", "pathlib._local.PosixPath", "pathlib.WindowsPath", "pathlib._local.WindowsPath"],
-        *_DTYPES,
+        *DTYPES,
     ]
 )
-_REBUILD = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}  # -> arguments that are needed
-_TENSOR_NAMES = frozenset([*_REBUILD, "torch._utils._rebuild_parameter", "collections.OrderedDict", *_STORAGE_DTYPES, *_DTYPES])
-
-
-class Location(NamedTuple):
-    """Where the bytes of a chunk or a value are."""
-
-    file: Path
-    offset: int
-    length: int
 
 
 class StoredTensor(NamedTuple):
@@ -90,7 +65,7 @@ class DcpFiles:
         self.values: dict[str, Location] = {}
         self._sizes: dict[Path, int] = {}  # of files, in bytes
         self._mapping: tuple[Path | None, Any] = None, None  # of the file that was read last
-        with _damage(path), open_regular_file(path) as file:
+        with read_errors_as_damage(path), open_regular_file(path) as file:
             data = file.read(MAX_METADATA_BYTES + 1)
             if len(data) > MAX_METADATA_BYTES:
                 raise ValueError(f"it has more than {MAX_METADATA_BYTES} bytes")
@@ -105,7 +80,7 @@ class DcpFiles:
         for name, entry in _pairs(attributes["state_dict_metadata"]):
             if not isinstance(name, str):
                 raise ValueError("it has a name that is no text")
-            if _is_record(entry, "BytesStorageMetadata"):
+            if is_record(entry, "BytesStorageMetadata"):
                 self.values[name] = locations[name, None]
             else:
                 self.tensors[name] = _stored_tensor(name, _attributes(entry, "TensorStorageMetadata"), locations)
@@ -116,7 +91,7 @@ class DcpFiles:
             raise ValueError("it names a file that is not beside it")
         if info.get("transform_descriptors"):
             raise ValueError("its tensors are compressed or encrypted by an extension of torch: save it without one")
-        return Location(self.folder / file, _whole(info["offset"]), _whole(info["length"]))
+        return Location(self.folder / file, as_size(info["offset"]), as_size(info["length"]))
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -145,19 +120,19 @@ class DcpFiles:
         """Return where a tensor is, once its chunks are known to make it, and to be no larger than their files."""
         stored = self.tensors[name]
         available = sum(map(self._file_size, {location.file for _, _, location in stored.chunks}))
-        with _damage(self.folder / METADATA_FILE):
+        with read_errors_as_damage(self.folder / METADATA_FILE):
             _check_chunks(name, stored, available)
         return stored
 
     def _file_size(self, path: Path) -> int:
         if path not in self._sizes:
-            with _damage(path), open_regular_file(path) as file:
+            with read_errors_as_damage(path), open_regular_file(path) as file:
                 self._sizes[path] = os.fstat(file.fileno()).st_size
         return self._sizes[path]
 
     def _chunk(self, stored: StoredTensor, sizes: tuple[int, ...], location: Location) -> Tensor:
-        with _damage(location.file):
-            archive = _Archive(self._map(location.file), location)
+        with read_errors_as_damage(location.file):
+            archive = TorchArchive(self._map(location.file), location)
             tensor = archive.tensor()
             if tensor.dtype != stored.dtype or tuple(tensor.shape) != sizes:
                 raise ValueError(f"it has a {tensor.dtype} of {tuple(tensor.shape)} where {METADATA_FILE} has another")
@@ -166,8 +141,8 @@ class DcpFiles:
     def value(self, name: str) -> Any:
         """Return a value: numbers, texts, True, False and None, and tuples, lists and dicts of them."""
         location = self.values[name]
-        with _damage(location.file):
-            return _plain(_Archive(self._map(location.file), location).description(()), [MAX_VALUES])
+        with read_errors_as_damage(location.file):
+            return TorchArchive(self._map(location.file), location).value()
 
     def _map(self, path: Path) -> mmap.mmap:
         if path != self._mapping[0]:
@@ -176,30 +151,12 @@ class DcpFiles:
         return self._mapping[1]
 
 
-@contextmanager
-def _damage(path: Path) -> Iterator[None]:
-    """Raise whatever goes wrong in the block, which reads `path`, as a DamagedFileError with the reason."""
-    try:
-        yield
-    except DamagedFileError:
-        raise
-    except OSError as error:
-        raise DamagedFileError(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # a zip archive and a tensor's layout fail in many ways
-        reason = f": {error}" if isinstance(error, ValueError) and str(error).startswith(("it ", "its ")) else ""
-        raise DamagedFileError(f"{path} is no file of torch.distributed.checkpoint, or is damaged{reason}") from error
-
-
 # -- the metadata ---------------------------------------------------------------------------------------------------------
-
-
-def _is_record(value: Any, name: str) -> bool:
-    return isinstance(value, Record) and value.name.rpartition(".")[2] == name
 
 
 def _attributes(value: Any, class_name: str) -> dict[str, Any]:
     """Return the attributes of an object of this class. Raises ValueError for any other."""
-    if not _is_record(value, class_name) or not isinstance(value.state, Items):
+    if not is_record(value, class_name) or not isinstance(value.state, Items):
         raise ValueError(f"it has something else where a {class_name} belongs")
     return {str(key): item for key, item in value.state.pairs if isinstance(key, str)}
 
@@ -210,40 +167,25 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
     return value.pairs
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < MAX_NUMBER:
-        raise ValueError("it has something else where a size belongs")
-    return value
-
-
-def _numbers(value: Any) -> tuple[int, ...]:
-    """Return the numbers of a torch.Size, or of a tuple of sizes."""
-    if _is_record(value, "Size") and len(value.arguments) == 1:
-        value = value.arguments[0]
-    if not isinstance(value, tuple | list) or len(value) > MAX_DIMENSIONS:
-        raise ValueError("it has something else where sizes belong")
-    return tuple(_whole(number) for number in value)
-
-
 def _chunk_key(index: Any) -> tuple[str, tuple[int, ...] | None]:
     attributes = _attributes(index, "MetadataIndex")
     name, offset = attributes["fqn"], attributes.get("offset")
     if not isinstance(name, str):
         raise ValueError("it has a name that is no text")
-    return name, None if offset is None else _numbers(offset)
+    return name, None if offset is None else as_sizes(offset)
 
 
 def _stored_tensor(name: str, entry: Mapping[str, Any], locations: Mapping[Any, Location]) -> StoredTensor:
-    properties, shape = entry["properties"], _numbers(entry["size"])
-    if not _is_record(properties, "TensorProperties") or not isinstance(properties.state, tuple):
+    properties, shape = entry["properties"], as_sizes(entry["size"])
+    if not is_record(properties, "TensorProperties") or not isinstance(properties.state, tuple):
         raise ValueError("it has something else where TensorProperties belong")
-    dtype = _DTYPES.get(properties.state[0]) if isinstance(properties.state[0], Name) else None
+    dtype = DTYPES.get(properties.state[0]) if isinstance(properties.state[0], Name) else None
     if dtype is None or not isinstance(entry["chunks"], list):
         raise ValueError(f"it has no dtype or no chunks of a tensor, {name[:60]!r}")
     chunks = []
     for chunk in entry["chunks"]:
         attributes = _attributes(chunk, "ChunkStorageMetadata")
-        offsets, sizes = _numbers(attributes["offsets"]), _numbers(attributes["sizes"])
+        offsets, sizes = as_sizes(attributes["offsets"]), as_sizes(attributes["sizes"])
         chunks.append((offsets, sizes, locations[name, offsets]))
     return StoredTensor(dtype, torch.Size(shape), chunks)
 
@@ -268,113 +210,6 @@ def _check_chunks(name: str, stored: StoredTensor, available_bytes: int) -> None
             raise ValueError(f"it has chunks that overlap, of {name[:60]!r}")
 
 
-def _plain(value: Any, budget: list[int]) -> Any:
-    """Return a parsed value with dicts for `Items`. Raises ValueError for too many values: lists may contain each other."""
-    budget[0] -= 1
-    if budget[0] < 0:
-        raise ValueError("it has a value of too many numbers")
-    if isinstance(value, tuple | list):
-        return type(value)(_plain(item, budget) for item in value)
-    if isinstance(value, Items):
-        if not all(type(key) in (str, int) for key, _ in value.pairs):
-            raise ValueError("it has a dict whose keys are no texts")
-        return {key: _plain(item, budget) for key, item in value.pairs}
-    if value is not None and type(value) not in (bool, int, float, str):
-        raise ValueError("it has a value that is no number and no text")
-    return value
-
-
-# -- what `torch.save` wrote ----------------------------------------------------------------------------------------------
-
-
-class _Archive:
-    """The zip archive at a location of a mapped file."""
-
-    def __init__(self, mapping: mmap.mmap, location: Location) -> None:
-        self._mapping, (_, self._begin, self._length) = mapping, location
-        if self._begin + self._length > len(mapping):
-            raise ValueError("it ends before what is in it by the metadata")
-        with zipfile.ZipFile(_MappedBytes(mapping, self._begin, self._length)) as archive:
-            self._entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-
-    def _read(self, name: str, max_bytes: float = math.inf) -> bytearray:
-        """Return a copy of the bytes of an entry."""
-        entry = self._entries[name]
-        header = self._begin + entry.header_offset
-        lengths = self._mapping[header + 26 : header + 30]  # of the entry's name, and of what else is in its header
-        begin = header + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-        end = begin + entry.file_size
-        if entry.compress_type != zipfile.ZIP_STORED or end > self._begin + self._length or entry.file_size > max_bytes:
-            raise ValueError("it has an entry that is compressed, or longer than it may be")
-        data = bytearray(self._mapping[begin:end])
-        if zlib.crc32(data) != entry.CRC:
-            advice = "unless set_crc32_options(False) was called: save it without that"
-            raise ValueError(f"it has bytes without the CRC-32 that torch writes with them, {advice}")
-        return data
-
-    def description(self, allowed_names: Iterable[str]) -> Any:
-        """Return the parsed pickle."""
-        return parse_pickle(bytes(self._read("data.pkl", MAX_DESCRIPTION_BYTES)), frozenset(allowed_names))
-
-    def tensor(self) -> Tensor:
-        """Return a copy of the tensor in it."""
-        record = self.description(_TENSOR_NAMES)
-        if _is_record(record, "_rebuild_parameter"):
-            record = record.arguments[0]
-        if not isinstance(record, Record) or len(record.arguments) < _REBUILD.get(record.name, math.inf):
-            raise ValueError("it has something else where a tensor belongs")
-        storage, offset, shape, stride = record.arguments[:4]
-        values = self._storage(storage, record.arguments[6] if record.name.endswith("v3") else None)
-        shape, stride = _numbers(shape), _numbers(stride)
-        last = _whole(offset) + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        if math.prod(shape) and last >= len(values):
-            raise ValueError("it has a tensor that is larger than its storage")
-        return values.as_strided(shape, stride, offset) if math.prod(shape) else values.new_empty(shape)
-
-    def _storage(self, record: Any, dtype_name: Any) -> Tensor:
-        """Return a copy of the values of a storage: (values,)."""
-        if not isinstance(record, Record) or record.name != PERSISTENT:
-            raise ValueError("it has something else where a storage belongs")
-        _, class_name, key, _, _ = record.arguments[0]
-        if not all(isinstance(text, str) for text in (class_name, key, dtype_name or "")):
-            raise ValueError("it has something else where a storage belongs")
-        dtype = _STORAGE_DTYPES[class_name] if dtype_name is None else _DTYPES[dtype_name]
-        if "byteorder" in self._entries and self._read("byteorder") != b"little":
-            raise ValueError("it has numbers whose bytes are in another order")
-        values = self._read(f"data/{key}")
-        if len(values) % dtype.itemsize:
-            raise ValueError("it has a storage of another size")
-        return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")
-
-
-class _MappedBytes(io.RawIOBase):
-    """A part of a mapped file, as a file of its own."""
-
-    def __init__(self, mapping: mmap.mmap, begin: int, length: int) -> None:
-        self._mapping, self._begin, self._length, self._at = mapping, begin, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        if self._at < 0:
-            raise ValueError("it has a place before its beginning")
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        size = max(0, min(len(buffer), self._length - self._at))
-        buffer[:size] = self._mapping[self._begin + self._at : self._begin + self._at + size]
-        self._at += size
-        return size
-
-
 # -- writing --------------------------------------------------------------------------------------------------------------
 
 Entry = tuple[str, str | None, list[int], int, int]  # name, dtype of a tensor, its shape, offset and length in the file
@@ -392,7 +227,7 @@ def write_rank_file(folder: Path, rank: int, tensors: Mapping[str, Tensor], valu
     entries: list[Entry] = []
     with path.open("wb") as file:
         for name, tensor in tensors.items():
-            if str(tensor.dtype) not in _DTYPES or tensor.layout != torch.strided:
+            if str(tensor.dtype) not in DTYPES or tensor.layout != torch.strided:
                 raise MismatchError(f"{name} is a {tensor.layout} tensor, which torch.distributed.checkpoint cannot hold")
             begin = file.tell()
             whole = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
@@ -423,7 +258,7 @@ def write_metadata(folder: Path, entries_of_ranks: Sequence[Sequence[Entry]], al
             places[index] = dcp_storage_info(file_name(rank), offset, length)
             items[name] = metadata.BytesStorageMetadata()
             if dtype is not None:
-                properties = metadata.TensorProperties(_DTYPES[dtype])
+                properties = metadata.TensorProperties(DTYPES[dtype])
                 chunk = metadata.ChunkStorageMetadata(zeros, torch.Size(shape))
                 items[name] = metadata.TensorStorageMetadata(properties, torch.Size(shape), [chunk])
     for further_name, first_name in aliases.items():

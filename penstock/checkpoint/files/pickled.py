@@ -57,10 +57,16 @@ class _Parser:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        data, operations = self._data, _OPERATIONS
+        data, operations, stack, memo = self._data, _OPERATIONS, self._stack, self._memo
         while self._position < len(data):
             code = data[self._position]
             self._position += 1
+            if code == _MEMOIZE and stack:  # with the next, half of all operations
+                memo[len(memo)] = stack[-1]
+                continue
+            if code in _MEMO_INDEX_BYTES:
+                self._push_from_memo(self._number(_MEMO_INDEX_BYTES[code]))
+                continue
             if code == _STOP:
                 return self._pop()
             operation = operations.get(code)
@@ -175,13 +181,14 @@ class _Parser:
         self._stack.append(value)
         self._memo[index] = value
 
-    def remember(self, index: int) -> None:
+    def _push_from_memo(self, index: int) -> None:
         if index not in self._memo:
             raise ValueError("it takes a value that it has not stored")
         self._stack.append(self._memo[index])
 
 
-_STOP = ord(".")
+_STOP, _MEMOIZE = ord("."), 0x94
+_MEMO_INDEX_BYTES = {ord("h"): 1, ord("j"): 4}
 
 
 def _text(size: int) -> Callable[[_Parser], None]:
@@ -195,10 +202,6 @@ def _unpacked(layout: str) -> Callable[[_Parser], None]:
 
 def _constant(value: Any) -> Callable[[_Parser], None]:
     return lambda parser: parser.push(value)
-
-
-def _from_memo(size: int) -> Callable[[_Parser], None]:
-    return lambda parser: parser.remember(parser._number(size))
 
 
 def _into_memo(size: int) -> Callable[[_Parser], None]:
@@ -241,10 +244,7 @@ _OPERATIONS: dict[int, Callable[[_Parser], None]] = {
         "\x81": _Parser.call,  # of a class, by its `__new__`
         "b": _Parser.set_state,
         "Q": lambda parser: parser._push_object(Record(PERSISTENT, (parser._pop(),))),
-        "\x94": lambda parser: parser.memoize(len(parser._memo)),
         "q": _into_memo(1),
         "r": _into_memo(4),
-        "h": _from_memo(1),
-        "j": _from_memo(4),
     }.items()
 }

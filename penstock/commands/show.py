@@ -266,7 +266,8 @@ class ShowCommand(SimulationOptions):
         lines += [draw(timeline, terminal_width(), use_colors()), summary(timeline)]
         if (parts := schedule.stages / schedule.ranks) > 1:
             rank_costs = self.simulate_with_options(schedule, parts)
-            result = f"makespan {rank_costs.makespan:g}, memory at most {max(rank_costs.peak_memory):g} on a rank"
+            most = max(rank_costs.peak_memory)
+            result = f"makespan {rank_costs.makespan:g}, memory at most {most:g} microbatches on a rank"
             lines.append(f"these costs are of a stage; at those of a rank, as in `penstock compare`: {result}")
         if self.csv is not None:
             with report_write_errors(self.csv):

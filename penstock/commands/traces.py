@@ -65,4 +65,15 @@ class ExportCostsCommand:
         layers = layer_costs(record, self.rows)
         with report_write_errors(self.out):
             layers.save(self.out)
-        print("\n".join([*notes, f"wrote {self.out}: {len(layers.layer_names)} stages; memory and parameters are not in it"]))
+        print("\n".join([*notes, f"wrote {self.out}: {_contents(layers)}"]))
+
+
+def _contents(profile: ModelProfile) -> str:
+    """Return what a file of stages' costs has in it, and what not."""
+    [sample] = profile.samples
+    count, memory = len(sample.layers), any(stage.activation for stage in sample.layers)
+    missing = f"{'' if memory else 'memory, '}parameters, messages"
+    return (
+        f"seconds of forward and backward of {count} stage{'s' * (count > 1)}{', bytes of their activations' * memory}, for "
+        f"microbatches of {sample.rows} row{'s' * (sample.rows > 1)}; not in it: {missing}"
+    )

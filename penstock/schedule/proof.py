@@ -60,11 +60,17 @@ class Proof:
     def __str__(self) -> str:
         how = f"{self.sends} sends" + (", shared channels" if self.channels == "shared" else "")
         return (
-            f"proved: {self.name} over {self.ranks} ranks, {self.num_stages} stages, {self.microbatches} microbatches"
+            f"proved: {self.name} over {_count(self.ranks, 'rank')}, {_count(self.num_stages, 'stage')}, "
+            f"{_count(self.microbatches, 'microbatch', 'es')}"
             f"{f' in {self.program.schedule.slices} slices' if self.program.schedule.slices > 1 else ''}: "
             f"{self.actions} actions complete, {self.transfers} transfers without a cycle ({how}), "
             f"in flight {format_per_rank(self.peak_in_flight)}"
         )
+
+
+def _count(number: int, noun: str, ending: str = "s") -> str:
+    """Return `2 stages`, or `1 stage`."""
+    return f"{number} {noun}{ending * (number != 1)}"
 
 
 @pause_garbage_collection()

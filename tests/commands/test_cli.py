@@ -311,7 +311,8 @@ def test_show_takes_the_schedules_options_and_what_everything_costs():
         "rank 1 |......1F0.........3F03I0======1F1............1I0======3W03F13I1======1W0............1I1======3W11W1.........",
         "makespan 36, bubble 44.4% (longest rank's span 36, bubble 44.4%), activations in flight 3/3",
         "time of all ranks: busy 55.6%, idle 44.4% by fill 12.5%, order 4.2%, imbalance 0.0%, drain 15.3%, communication 12.5%",
-        "these costs are of a stage; at those of a rank, as in `penstock compare`: makespan 22, memory at most 1.5 on a rank",
+        "these costs are of a stage; at those of a rank, as in `penstock compare`: "
+        "makespan 22, memory at most 1.5 microbatches on a rank",
     ]
 
 

@@ -98,7 +98,10 @@ def test_the_commands_take_traces_as_they_take_runs(runs: Path, tmp_path: Path) 
     assert "gpipe, measured, is itself predicted to take" in compared
 
     told = penstock("export-costs", traces, costs, "--rows", "2").stdout
-    assert told.splitlines()[-1] == f"wrote {costs}: 2 stages; memory and parameters are not in it"
+    assert told.splitlines()[-1] == (
+        f"wrote {costs}: seconds of forward and backward of 2 stages, for microbatches of 2 rows; "
+        "not in it: memory, parameters, messages"
+    )
     assert ps.plan.ModelProfile.load(costs).layer_names == ["stage0", "stage1"]
     planned = penstock("plan", "--costs", traces, "--ranks", "2", "--batch", "4", "--effort", "quick").stdout
     assert "a row of --batch is one microbatch of the traces" in planned

@@ -572,3 +572,7 @@ def test_both_of_a_pair_are_in_flight_at_once_whichever_stands_first():
         verify(table(rows.format("0F2 0B0"))).peak_in_flight == verify(table(rows.format("{0B0 0F2}"))).peak_in_flight == (3,)
     )
     assert verify(table(rows.format("0B0 0F2"))).peak_in_flight == (2,)
+
+
+def test_a_proof_counts_one_rank_stage_and_microbatch_in_the_singular() -> None:
+    assert str(verify(build("1f1b", 1, 1))).startswith("proved: 1f1b over 1 rank, 1 stage, 1 microbatch: 2 actions complete")

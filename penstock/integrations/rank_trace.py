@@ -50,6 +50,7 @@ class RankTrace:
     rank: int
     pipeline: tuple[int, ...]  # the job's ranks in its pipeline, in order; empty if unknown
     host: str  # name of the machine; empty if unknown
+    world_size: int = 0  # of the job; 0 if unknown
     names_stages: bool = True
     is_inferred: bool = False
     is_counted: bool = False  # a microbatch is the index of its range in a step
@@ -109,8 +110,14 @@ def _identify_rank(path: Path, header: str, position: int) -> RankTrace:
     rank = info.get("rank")
     if not isinstance(rank, int):
         rank = int(match[1]) if match else position
-    host = _header_value(header, "host_name")
-    return RankTrace(path, rank, _pipeline_ranks(info.get("pg_config")), host if isinstance(host, str) else "")
+    host, world_size = _header_value(header, "host_name"), info.get("world_size")
+    return RankTrace(
+        path,
+        rank,
+        _pipeline_ranks(info.get("pg_config")),
+        host if isinstance(host, str) else "",
+        world_size if isinstance(world_size, int) else 0,
+    )
 
 
 def _pipeline_ranks(groups: Any) -> tuple[int, ...]:
@@ -196,8 +203,7 @@ def _send_end(marks: Marks, end: float) -> float | None:
 
 def _number_calls(marks: Marks) -> None:
     """Number the calls that name no microbatch: the first of a kind in a profiler step is microbatch 0."""
-    steps = sorted(marks.steps.values()) or [Range(-math.inf, math.inf)]
-    for step in steps:
+    for step in _profiler_steps(marks):
         last_end, counts = dict.fromkeys(Kind, -math.inf), dict.fromkeys(Kind, 0)
         for span, kind in marks.calls:
             if step.start <= span.start < step.end and span.start >= last_end[kind]:  # else it is inside a call of its kind
@@ -207,13 +213,18 @@ def _number_calls(marks: Marks) -> None:
     marks.lacks_stages = bool(marks.actions)
 
 
+def _profiler_steps(marks: Marks) -> list[Range]:
+    """Return the profiler's steps; without a `schedule=`, torch.profiler marks none, and the whole trace is one."""
+    return sorted(marks.steps.values()) or [Range(-math.inf, math.inf)]
+
+
 # ---- actions without ranges
 
 
 def _infer_actions(marks: Marks) -> Iterator[TimedAction]:
     """Infer the actions of a rank with one stage from its operations; microbatches count up in each profiler step."""
     ranges, all_groups = list[tuple[Range, Action]](), list(_group_backwards(marks))
-    for step in marks.steps.values():
+    for step in _profiler_steps(marks):
         groups = [group for group in all_groups if step.start <= group[0][0].start < step.end]
         for microbatch, group in enumerate(groups):
             backward = Range(group[0][0].start, max(operation.end for operation, _ in group))

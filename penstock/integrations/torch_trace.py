@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from graphlib import CycleError
 from os import PathLike
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from penstock.view.record import TIMELINE_FILE, Record
 ENDINGS = (".json", ".json.gz")
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
+_GIVE_ONE_RUN = "give the traces of one run, from a folder of its own"
+
 StepKey = tuple[int, int]  # number of the profiler step, number of the pipeline step in it
 RankStep = list[TimedAction]  # the actions of one rank in one step, in order
 
@@ -56,6 +59,8 @@ def read_record(
     """
     files = trace_files(paths)
     traces = _select_pipeline([read_rank(file, position, on_bytes) for position, file in enumerate(files)], ranks)
+    _check_same_job(traces)
+    _count_microbatches_by_step(traces)
     _set_stages(traces, placement, stages_per_rank)
     steps = _common_steps(traces)
     tables, num_dropped = _complete_tables(steps, placement)
@@ -77,7 +82,7 @@ def read_record(
             message_bytes=message_bytes,
             pairs_send_together=traces[0].marks.is_of_torch_runtime,
         )
-        timelines.append(_check_timeline(timeline, key))
+        timelines.append(_check_timeline(timeline, key, traces))
     record = Record(tuple(timelines), unit="s", labels=tuple(map(_step_name, steps)))
     usual = list(steps.values())[record.steps.index(record.usual)]
     findings = tuple(find_causes(record, traces, usual))
@@ -124,6 +129,50 @@ def _select_pipeline(traces: Sequence[RankTrace], ranks: Sequence[int] | None) -
             f"there is no trace of rank {missing_ranks[0]}, but of {_comma_list(sorted(by_rank))}: add it, or give ranks="
         )
     return [by_rank[rank] for rank in ranks]
+
+
+def _check_same_job(traces: Sequence[RankTrace]) -> None:
+    """Raise PenstockError if the traces are of two runs: of worlds of two sizes, or on one machine at two times."""
+    first = traces[0]
+    for trace in traces[1:]:
+        if first.world_size and trace.world_size and first.world_size != trace.world_size:
+            sizes = f"{first.path} of a run of {first.world_size} ranks, {trace.path} of one of {trace.world_size}"
+            raise PenstockError(f"the traces are of two runs, {sizes}: {_GIVE_ONE_RUN}")
+    for trace in traces[1:]:
+        earlier, later = sorted((first, trace), key=lambda trace: trace.actions[0].host_start)
+        pause = later.actions[0].host_start - earlier.actions[-1].end
+        if pause > 0 and first.host and first.host == trace.host:
+            problem = f"{later.path} begins {pause:.3g} s after the last action of {earlier.path}"
+            raise PenstockError(f"the traces are of two runs, {problem}: {_GIVE_ONE_RUN}")
+
+
+def _count_microbatches_by_step(traces: Sequence[RankTrace]) -> None:
+    """Count the microbatches of actions whose ranges name none from 0 in each step, if the profiler marked no steps.
+
+    A step ends where no rank has a microbatch between its forward and its backward. On the last rank of 1F1B that is so after
+    each backward, on the first rank only at the end of a step.
+    """
+    if not all((trace.is_inferred or trace.is_counted) and not trace.steps for trace in traces):
+        return
+    ends = sorted(set.intersection(*map(_counts_at_rest, traces)))
+    for trace in traces:
+        trace.actions = [
+            timed._replace(
+                action=action._replace(microbatch=action.microbatch - ends[bisect_right(ends, action.microbatch) - 1])
+            )
+            for timed in trace.actions
+            for action in [timed.action]
+        ]
+
+
+def _counts_at_rest(trace: RankTrace) -> set[int]:
+    """Return the numbers of backwards after which the rank has run the backward of every forward; 0 is one of them."""
+    counts, numbers = Counter[Kind](), {0}
+    for timed in trace.actions:
+        counts[timed.action.kind] += 1
+        if counts[Kind.F] == counts[Kind.B]:
+            numbers.add(counts[Kind.B])
+    return numbers
 
 
 def _set_stages(traces: Sequence[RankTrace], placement: Sequence[int] | None, stages_per_rank: int) -> None:
@@ -299,12 +348,15 @@ def _seconds_before_step(trace: RankTrace, row: RankStep) -> float:
     return max(0.0, min(starts, default=step_start) - earlier_ends[-1]) if earlier_ends else 0.0
 
 
-def _check_timeline(timeline: MeasuredTimeline, key: StepKey) -> MeasuredTimeline:
-    """Return `timeline`. Raises PenstockError if its events contradict each other."""
+def _check_timeline(timeline: MeasuredTimeline, key: StepKey, traces: Sequence[RankTrace]) -> MeasuredTimeline:
+    """Return `timeline`. Raises PenstockError if its events contradict each other, as those of two runs do."""
     try:
         check_timeline(timeline)
     except ValueError as error:
-        raise PenstockError(f"{_step_name(key)} contradicts itself, {error}: give the traces of one job") from error
+        circle = error.__cause__.args[1] if isinstance(error.__cause__, CycleError) else ()
+        ranks = sorted({event.rank for event in timeline.events if event.action in circle})
+        of_two = f", as {traces[ranks[0]].path} and {traces[ranks[1]].path} are of two runs" if len(ranks) > 1 else ""
+        raise PenstockError(f"{_step_name(key)} contradicts itself{of_two}, {error}: {_GIVE_ONE_RUN}") from error
     return timeline
 
 

@@ -8,6 +8,7 @@ are started again from the same server, with a new store: another attempt.
 import inspect
 import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -55,6 +56,8 @@ def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0
 
         ps.launch(work, 4, 10)                                  # [0, 10, 20, 30]
 
+    To debug, call `work(10)` under `python -m pdb`: it runs as the only rank. Ranks that `launch` starts have no terminal.
+
     Ranks have the environment variables and working directory that this process has now, and TORCHELASTIC_RESTART_COUNT. Each
     computes on one thread unless OMP_NUM_THREADS says otherwise, so that bits do not depend on the number of ranks. The list's
     `attempts` have `ranks`, `failed_ranks`, `error` and `steps_done` of each attempt. A failed attempt prints a line on stderr.
@@ -97,6 +100,7 @@ def _run_attempt(call: bytes, ranks: int, number: int, may_restart: bool) -> tup
     """Run `call` on all ranks once; return its results by rank (empty if a rank failed), and the attempt."""
     from torch.distributed import HashStore
 
+    vars(sys.modules["__main__"]).setdefault("__spec__", None)  # as in a script: pdb deletes it, multiprocessing reads it
     context = multiprocessing.get_context("spawn") if _sees_gpu() else forkserver_context()
     environment = {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(number)}
     start_method = multiprocessing.get_start_method(allow_none=True)

@@ -1,5 +1,6 @@
 """The main function of a rank's process: run the user's function, and send its result or error to the launching process."""
 
+import bdb
 import ctypes
 import gc
 import multiprocessing
@@ -131,6 +132,12 @@ def _pickle_error(error: BaseException, rank: int, by_value: bool) -> bytes:
 
     if isinstance(error, SystemExit) and not error.code:  # `launch` would raise it, and end the program without an error
         error = EarlyExitError(f"rank {rank} called sys.exit() before its function was done")
+
+    if isinstance(error, bdb.BdbQuit):
+        problem = f"rank {rank} came to a breakpoint, but ranks that `launch` starts have no terminal"
+        error = PenstockError(
+            f"{problem}: call the function itself, without launch, and it runs as the only rank"
+        ).with_traceback(error.__traceback__)
 
     text = f"\n\nrank {rank}:\n" + "".join(traceback.format_exception(error))
     causes = list(_error_and_causes(error))

@@ -2,7 +2,7 @@
 
 import json
 import math
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain, pairwise
 from os import PathLike
 from pathlib import Path
@@ -143,7 +143,11 @@ def _check_order(timeline: Timeline, stages: int) -> None:
         if event.start < previous.start or event.end < previous.end:
             raise ValueError(f"rank {event.rank} has {event.action} out of order")
         predecessors[event.action].add(previous.action)
-    TopologicalSorter(predecessors).prepare()  # a CycleError is a ValueError
+    try:
+        TopologicalSorter(predecessors).prepare()
+    except CycleError as error:
+        circle = " before ".join(map(str, error.args[1]))
+        raise ValueError(f"its actions would have to run {circle}") from error
     for first, second in timeline.overlaps - {(previous.action, event.action) for previous, event in neighbours}:
         raise ValueError(f"{first} and {second} are no pair, they do not follow each other")
 

@@ -108,6 +108,17 @@ def test_the_commands_take_traces_as_they_take_runs(runs: Path, tmp_path: Path) 
     assert "cut before stage1" in planned
 
 
+@pytest.mark.ranks
+def test_steps_that_the_profiler_did_not_mark_are_told_apart(runs: Path, tmp_path: Path) -> None:
+    """`torch.profiler.profile()` without `schedule=` marks none."""
+    for file in (runs / "1f1b").iterdir():
+        (tmp_path / file.name).write_text(file.read_text().replace("ProfilerStep#", "Unmarked#"))
+    steps = read_record(tmp_path)[0].steps
+    table = build("1f1b", torch_runs.RANKS, torch_runs.MICROBATCHES)
+    assert [step.name for step in steps] == ["1f1b, measured"] * torch_runs.STEPS
+    assert all(tuple(tuple(event.action for event in row) for row in step.rows) == table.actions for step in steps)
+
+
 # ---- made traces
 
 
@@ -295,6 +306,10 @@ def test_ranges_that_name_no_microbatch_are_counted(tmp_path: Path, name: str, s
     assert "microbatches counted in the order of their ranges, which do not name them" in notes
     with pytest.raises(PenstockError, match="does not cycle over 2 ranks"):
         read(tmp_path, placement=[0, 1, 1, 0])
+    for file in tmp_path.iterdir():
+        file.write_text(file.read_text().replace("ProfilerStep#", "Unmarked#"))
+    unmarked = read_record(tmp_path, stages_per_rank=stages_per_rank)[0]
+    assert [step.name for step in unmarked.steps] == [f"{name}, measured"] * 3
 
 
 def test_clocks_of_other_machines_are_lined_up_by_the_messages(tmp_path: Path) -> None:
@@ -421,6 +436,23 @@ def test_ranks_with_other_steps_are_told_with_theirs(files: list[Path], tmp_path
     later = made_traces.write(tmp_path / "later", made_traces.timeline(), steps=[8, 9])
     told = says([files[0], later[1]])
     assert "no step in common (worker0.json: 3, 4, 5; worker1.json: 8, 9): profile the same steps on every rank" in told
+
+
+def mix(folder: Path, first: tuple[str, int, int], second: tuple[str, int, int], seconds_later: float = 0.0) -> list[Path]:
+    """Return rank 0's file of one run, and rank 1's of another one that ran some seconds later."""
+    folder.mkdir()
+    file = made_traces.write(folder / "first", made_traces.timeline(*first))[0]
+    return [file, made_traces.write(folder / "second", made_traces.timeline(*second), ahead=[seconds_later] * second[1])[1]]
+
+
+def test_traces_of_two_runs_are_told_with_both(tmp_path: Path) -> None:
+    told = says(mix(tmp_path / "sizes", ("1f1b", 2, 4), ("1f1b", 3, 4)))
+    assert re.search("of two runs, .*first/worker0.json of a run of 2 ranks, .*second/worker1.json of one of 3: give", told)
+    told = says(mix(tmp_path / "times", ("1f1b", 2, 4), ("1f1b", 2, 4), 60))
+    assert re.search("of two runs, .*second/worker1.json begins 59.5 s after the last action of .*first/worker0.json: ", told)
+    told = says(mix(tmp_path / "orders", ("1f1b", 2, 4), ("gpipe", 2, 4)))
+    assert re.search("step 3 contradicts itself, as .*first/worker0.json and .*second/worker1.json are of two runs, its ", told)
+    assert "would have to run 0B0 before 0F2 before 0B1 before 0F3 before 1F3 before 1B0 before 0B0: give the traces of" in told
 
 
 def test_a_folder_without_traces_says_what_it_should_have(tmp_path: Path) -> None:

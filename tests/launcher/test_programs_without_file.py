@@ -106,3 +106,29 @@ def test_a_script_sends_its_functions_by_name_and_loads_no_cloudpickle(tmp_path)
     program.write_text(f'{DEFINED}\nif __name__ == "__main__":{launched}')
     ended = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True)
     assert ended.stdout == f"{PRINTED}False\n", ended.stderr
+
+
+DEBUGGED = """
+import penstock as ps
+
+def double(number, stops):
+    if stops:
+        breakpoint()
+    return 2 * number
+
+if __name__ == "__main__":
+    print(ps.launch(double, 2, 4, False))
+    try:
+        ps.launch(double, 2, 4, True)
+    except ps.PenstockError as error:
+        print(error)
+"""
+
+
+def test_a_script_under_pdb_launches_ranks_and_a_breakpoint_on_a_rank_says_how_to_debug(tmp_path):
+    (tmp_path / "program.py").write_text(DEBUGGED)
+    words = [sys.executable, "-m", "pdb", "program.py"]
+    ended = subprocess.run(words, cwd=tmp_path, input="continue\nquit\n", capture_output=True, text=True)
+    assert "[8, 8]" in ended.stdout
+    assert "came to a breakpoint, but ranks that `launch` starts have no terminal: call the function itself" in ended.stdout
+    assert not ended.stderr

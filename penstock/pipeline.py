@@ -464,7 +464,8 @@ class Pipeline(ModuleMisuseHints):
             whichever rank it is. The object stays the same: schedulers and scalers that refer to it remain valid.
         options
             Other changes: arguments of `Pipeline` (`loss_fn`, `recompute`, `plan`, ..) or options of the schedule's family
-            (`stages_per_rank`, ..). A new schedule drops the options of the old one. The model and the mesh stay.
+            (`stages_per_rank`, ..). A new schedule drops the options of the old one. `slices=None` leaves them unchanged; 1 is
+            none. The model and the mesh stay.
 
         Returns the new pipeline, or (pipeline, optimizer) if there is one. This one ends: further calls raise. Changes of
         `pipe.stages`' modules, as by compiling them, must be made again.
@@ -474,7 +475,7 @@ class Pipeline(ModuleMisuseHints):
         is an axis dp, this pipeline can be used on then. Raises the error of a checkpoint in the background, as `step`.
         """
         self._engine.settle_background_save()
-        changes = {"schedule": schedule, "microbatches": microbatches, "cuts": cuts}
+        changes = {"schedule": schedule, "microbatches": microbatches, "cuts": cuts, "slices": options.pop("slices", None)}
         changes = options | {name: value for name, value in changes.items() if value is not None}
         redistribution: Any = None
         try:

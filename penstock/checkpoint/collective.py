@@ -18,7 +18,7 @@ from penstock.checkpoint.files import manifest, schema, tensor_files
 from penstock.checkpoint.files.disk import DamagedFileError, is_in_memory
 from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.training_state import check_random_states
-from penstock.comms.control_group import ControlGroup
+from penstock.comms.control_group import ControlGroup, describe_different_calls
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
 from penstock.stage.dtensor import gather_full_tensor, shard_like
@@ -92,6 +92,13 @@ def same_error_on_all_ranks(control: ControlGroup, action: str, wait: bool = Tru
         control.raise_error_on_all_ranks(failure)
     except BaseException as error:
         control.raise_error_on_all_ranks(error)
+
+
+def check_same_path(control: ControlGroup, function: str, path: Path) -> None:
+    """Raise MismatchError unless all ranks give this `path`: a call of one rank alone meets a later one of the others."""
+    paths = control.all_gather_value(str(path), f"to begin {path}")
+    if len(set(paths)) > 1:
+        raise MismatchError(describe_different_calls([f"{function}({other_path!r})" for other_path in paths]))
 
 
 # -- the model's state --------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.checkpoint import dcp
 from penstock.checkpoint.collective import (
     MODEL_PREFIX,
+    check_same_path,
     control_group_for_call,
     open_newest_complete_checkpoint,
     rank_state_to_write,
@@ -59,7 +60,7 @@ def export(
     `max_shard_size`: the most bytes of a safetensors file in a folder, as a number or as `"5GB"`; one tensor may be larger.
 
     Raises, on every rank: PenstockError if a rank cannot write; MismatchError for ranks that differ in a bit of a parameter,
-    buffer or optimizer state that all of them have, or in the number of their optimizers.
+    buffer or optimizer state that all of them have, or in `path` or the number of their optimizers.
 
         checkpoint.export(pipe, "model.safetensors")
         model.load_state_dict(safetensors.torch.load_file("model.safetensors"))  # elsewhere, without ranks
@@ -68,6 +69,7 @@ def export(
     """
     path, control = Path(path), control_group_for_call(pipe, "checkpoint.export()")
     with same_error_on_all_ranks(control, f"export to {path}"):
+        check_same_path(control, "checkpoint.export", path)
         optimizers = optimizer_list(optimizer, "export()", pipe.topology.world_size)
         if format not in get_args(Format) or (optimizers and format != "dcp") or (format == "dcp" and path.is_file()):
             raise MismatchError(_format_problem(path, format))

@@ -256,7 +256,7 @@ class ControlGroup:
         all_rows[self.topology.rank] = self._row  # not written into `rows`, which may be an inference tensor
         if any(row[:CALL_NAME_NUMBERS] != self._row[:CALL_NAME_NUMBERS] for row in all_rows):
             self._include_mesh_groups_in_abort(map(_pipeline_number, all_rows))
-            raise MismatchError(_describe_different_calls(list(map(_call_name, all_rows))))
+            raise MismatchError(describe_different_calls(list(map(_call_name, all_rows))))
         return [row[CALL_NAME_NUMBERS:] for row in all_rows]
 
     def _post_receives(self) -> None:
@@ -369,7 +369,7 @@ def _pipeline_number(row: Sequence[float]) -> int | None:
     return int(number) if number else None
 
 
-def _describe_different_calls(calls: Sequence[str]) -> str:
+def describe_different_calls(calls: Sequence[str]) -> str:
     """Return the error's text for ranks that make different `calls` (names, by rank)."""
     parts = [call.partition(OF_PIPELINE) for call in calls]
     pipelines = {number for _, _, number in parts if number}

@@ -132,6 +132,9 @@ def rank_differs_otherwise(folder):
     results["a call of the ranks while a save goes on"] = error_of(CALLS["metrics()" if rank else "checkpoint.save()"], made)
     results["that save"] = saving.wait().name
 
+    name = "again" if rank else "first"  # rank 0 alone called export for the first
+    results["an export of one rank alone, then of all"] = error_of(checkpoint.export, made.pipe, made.folder / name)
+
     results["an argument that one rank has wrong"] = error_of(checkpoint.save, made.folder, made.pipe, None, None, None, rank)
     every = 0 if rank == 1 else 5
     results["a trail that one rank has wrong"] = error_of(checkpoint.DigestLog, made.folder, made.pipe, None, every)
@@ -162,6 +165,8 @@ def test_what_else_ranks_may_do_differently(tmp_path):
         "a call of the ranks while a save goes on": "MismatchError: the ranks do different things: "
         f"rank 0 calls checkpoint.save(), ranks 1/2 call metrics(){WHAT_TO_DO}",
         "that save": everyone[0]["that save"],
+        "an export of one rank alone, then of all": "MismatchError: the ranks do different things: "
+        f"rank 0 calls checkpoint.export('{tmp_path}/first'), ranks 1/2 call checkpoint.export('{tmp_path}/again'){WHAT_TO_DO}",
         "an argument that one rank has wrong": "PenstockError: keep=0 would keep no checkpoint: "
         "use a whole number of 1 or more",
         "a trail that one rank has wrong": "PenstockError: every=0 is no number of steps: use a whole number, 1 or more",

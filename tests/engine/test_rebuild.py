@@ -352,7 +352,7 @@ def rank_options() -> list[Any]:
         pipe.step(inputs, target=inputs)
 
     for change in (
-        {"stages_per_rank": 4},
+        {"stages_per_rank": 4, "slices": None},
         {"schedule": "1f1b", "microbatches": 2},
         {"schedule": ps.schedule.build("gpipe", ranks=2, microbatches=8)},
         {"schedule": "zb-v", "recompute": "block", "loss_fn": NoLoss()},

@@ -46,10 +46,10 @@ class CompareCommand:
 
     sources: tyro.conf.Positional[tuple[str, ...]] = ("1f1b", "zb-h1")
     """Schedules, runs, files and traces, as for `penstock show`, each with options of its own behind a colon, if any."""
-    ranks: str = "4"
-    """P, the processes that the model is cut over, or several numbers: 4,8."""
-    microbatches: str = "8"
-    """M, the microbatches that a batch is split into, or several numbers: 8,16,32."""
+    ranks: Optional[str] = None
+    """P, the processes that the model is cut over, or several numbers, 4,8; 4 by default, a table's own for a table."""
+    microbatches: Optional[str] = None
+    """M, the microbatches that a batch is split into, or several numbers, 8,16,32; 8 by default, a table's own for a table."""
     stages_per_rank: Optional[int] = None
     """V, the stages on each rank, for the schedules that take any number, and for traces that name no stages."""
     group_size: Optional[int] = None
@@ -111,7 +111,7 @@ class CompareCommand:
             if source in runs:
                 yield Case(runs[source])
                 continue
-            for options in self._points(own_options):
+            for options in self._points(source, own_options):
                 case = _simulate(source, options, own_options) if measured is None else _predict(source, options, measured)
                 step = case.record.usual
                 key = case.name, step.ranks, step.makespan, step.peak_memory, *case.costs.items()
@@ -120,14 +120,20 @@ class CompareCommand:
                 seen.add(key)
                 yield case
 
-    def _points(self, own_options: dict[str, Any]) -> Iterator[SimulationOptions]:
-        """Yield the options of a source for all combinations of the listed numbers."""
+    def _points(self, source: str, own_options: dict[str, Any]) -> Iterator[SimulationOptions]:
+        """Yield the options of a source for all combinations of the listed numbers.
+
+        One number of ranks or microbatches must be that of a table, which has its own place among several.
+        """
         single = {name: getattr(self, name) for name in ("stages_per_rank", "group_size", "slices")}
-        lists = {
+        lists: dict[str, list[Any]] = {
             name: _parse_numbers(f"--{name}", text, int if name in ("ranks", "microbatches") else float)
             for name in ("ranks", "microbatches", *COSTS)
             if (text := getattr(self, name)) is not None and name not in own_options
         }
+        if source.endswith(".csv"):
+            for name in {"ranks", "microbatches"} & lists.keys():
+                lists[name] = lists[name] if len(lists[name]) == 1 else [None]
         for numbers in product(*lists.values()):
             yield SimulationOptions(**{**single, **dict(zip(lists, numbers, strict=True)), **own_options})
 

@@ -5,13 +5,14 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Literal, Optional  # not `| None`, for which tyro imports typeguard: a third of the time of `penstock show`
 
 import tyro
 
 from penstock.commands.options import command
-from penstock.commands.source import check_file, table_from_python, table_of
+from penstock.commands.source import check_file, check_size, default_size, table_from_python, table_of
 from penstock.commands.traces import read_traces
 from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces
@@ -66,7 +67,7 @@ def load_record(source: str, stages_per_rank: int | None = None) -> tuple[Record
     return Record((load_plan(source).timeline,), unit="s", labels=("planned",)) if is_plan_file(source) else load(source), []
 
 
-def build_and_verify(source: str, ranks: int, microbatches: int, **options: int | None) -> tuple[Schedule, str]:
+def build_and_verify(source: str, ranks: int | None, microbatches: int | None, **options: int | None) -> tuple[Schedule, str]:
     """Return the schedule of that name or file, and the proof as text. Files: CSV, PyTorch's CSV with communication, Python.
 
     Raises PenstockError if the schedule cannot be built, read or proved.
@@ -75,16 +76,19 @@ def build_and_verify(source: str, ranks: int, microbatches: int, **options: int 
         script = script_from_compute_comms_csv(source)
         prove(script)
         assert isinstance(script.schedule, Schedule)
+        check_size(source, (script.schedule.ranks, script.schedule.microbatches), ranks, microbatches)
         return script.schedule, f"{verify(script.schedule)}\nproved: its own sends and receives, in their order, as well"
     schedule = read_unproved(source, ranks, microbatches, **options)
     return schedule, str(verify(schedule))
 
 
-def read_unproved(source: str, ranks: int, microbatches: int, **options: int | None) -> Schedule:
+def read_unproved(source: str, ranks: int | None, microbatches: int | None, **options: int | None) -> Schedule:
     """Return the schedule of that name or file, not proved. Raises PenstockError if it cannot be built or read."""
     if source.endswith(".csv"):
         check_file(source, options)
-        return from_rows(source, read_csv_cells(source))
+        table = from_rows(source, read_csv_cells(source))
+        check_size(source, (table.ranks, table.microbatches), ranks, microbatches)
+        return table
     read = table_from_python if source.endswith(".py") else table_of
     return read(source, ranks, microbatches, **options)
 
@@ -131,10 +135,10 @@ def _schedule_lines(width: int | None) -> Iterator[str]:
 class SimulationOptions:
     """Options of a schedule, and of the simulator's costs."""
 
-    ranks: int = 4
-    """P, the processes that the model is cut over."""
-    microbatches: int = 8
-    """M, the microbatches that a batch is split into."""
+    ranks: Optional[int] = None
+    """P, the processes that the model is cut over; 4 by default, a table's own for a table."""
+    microbatches: Optional[int] = None
+    """M, the microbatches that a batch is split into; 8 by default, a table's own for a table."""
     stages_per_rank: Optional[int] = None
     """V, the stages on each rank, for the schedules that take any number, and for traces that name no stages."""
     group_size: Optional[int] = None
@@ -255,7 +259,7 @@ class ShowCommand(SimulationOptions):
 
     def _simulate(self) -> tuple[Record, list[str]]:
         """Build, verify and simulate the schedule. Return the record and the lines to print."""
-        if self.ranks * self.microbatches > SLOW_FORWARDS:
+        if prod(default_size(self.ranks, self.microbatches)) > SLOW_FORWARDS:
             print("millions of actions are proved and timed one by one: that takes minutes", flush=True)
         try:
             schedule, proof = self.build_and_verify(self.schedule)
@@ -298,6 +302,8 @@ class ShowCommand(SimulationOptions):
         if self.table or self.csv is not None:
             raise PenstockError(f"{self.schedule} is a timeline, not a table: leave out --table and --csv")
         record, lines = load_record(self.schedule, self.stages_per_rank)
+        microbatches = len({event.action.microbatch for event in record.usual.events})
+        check_size(self.schedule, (record.usual.ranks, microbatches), self.ranks, self.microbatches)
         timelines = {f"{record.name}, {record.label}": record.usual} | ({"planned": record.planned} if record.planned else {})
         for label, timeline in timelines.items():
             picture = draw(timeline, terminal_width(), use_colors(), list(timelines.values()), record.unit)

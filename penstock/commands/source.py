@@ -7,25 +7,44 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.schedule import Schedule, build, verify
 
+DEFAULT_RANKS, DEFAULT_MICROBATCHES = 4, 8  # of a schedule that is built
 
-def table_of(name: str, ranks: int, microbatches: int, **options: int | None) -> Schedule:
+
+def table_of(name: str, ranks: int | None, microbatches: int | None, **options: int | None) -> Schedule:
     """Build the schedule `name` with the `options` that are not None, or read the CSV file of that name; prove it.
 
-    Raises PenstockError if it cannot be built or proved, and if options are given for a file.
+    Without `ranks` or `microbatches`, a table has its own, and a schedule is built for 4 ranks and 8 microbatches.
+
+    Raises PenstockError if it cannot be built or proved, if options are given for a file, and if the file has other numbers.
     """
     if name.endswith(".csv"):
         check_file(name, options)
-        return Schedule.from_csv(name)
+        table = Schedule.from_csv(name)
+        check_size(name, (table.ranks, table.microbatches), ranks, microbatches)
+        return table
     if name.endswith(".py"):
         problem = f"{name} would be run, which only `penstock show`, `compare`, `studio` and `train` do"
         raise PenstockError(f"{problem}: let `penstock show {name} --csv mine.csv` write its table, and use that")
     set_options = {option: value for option, value in options.items() if value is not None}
+    ranks, microbatches = default_size(ranks, microbatches)
     schedule = build(name, ranks=ranks, microbatches=microbatches, **set_options)
     verify(schedule)
     return schedule
 
 
-def table_from_python(path: str, ranks: int, microbatches: int, **options: int | None) -> Schedule:
+def default_size(ranks: int | None, microbatches: int | None) -> tuple[int, int]:
+    """Return the numbers of ranks and microbatches that a schedule is built for."""
+    return DEFAULT_RANKS if ranks is None else ranks, DEFAULT_MICROBATCHES if microbatches is None else microbatches
+
+
+def check_size(source: str, size: tuple[int, int], ranks: int | None, microbatches: int | None) -> None:
+    """Raise PenstockError if other `ranks` or `microbatches` are given than those of `source`, its `size`."""
+    for option, given, own in zip(("ranks", "microbatches"), (ranks, microbatches), size, strict=True):
+        if given is not None and given != own:
+            raise PenstockError(f"--{option} {given}, but {source} has {own} {option}: leave out --{option}, or give {own}")
+
+
+def table_from_python(path: str, ranks: int | None, microbatches: int | None, **options: int | None) -> Schedule:
     """Run the Python file `path` and return the table that its function `schedule` makes, not proved.
 
     Call it only for a path that the user has typed. Raises PenstockError if there is no schedule, and for options.
@@ -33,7 +52,7 @@ def table_from_python(path: str, ranks: int, microbatches: int, **options: int |
     from penstock.learn.python_schedule import table_from_file
 
     check_file(path, options)
-    return table_from_file(path, ranks, microbatches)
+    return table_from_file(path, *default_size(ranks, microbatches))
 
 
 def question_of(path: str, ranks: int, microbatches: int) -> dict[str, Any]:

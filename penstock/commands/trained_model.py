@@ -114,8 +114,9 @@ def _check_options(config: TrainConfig, options: dict[str, tuple[Any, int]]) -> 
     for name, (value, minimum) in options.items():
         if value is not None and not value >= minimum:
             raise PenstockError(f"--{name.replace('_', '-')} {value} is too small: use {minimum} or more")
-    if options["ranks"][0] > config.depth + 3:
-        raise PenstockError(f"--ranks {options['ranks'][0]} are more than the model's {config.depth + 3} layers: use fewer")
+    ranks, num_layers = options["ranks"][0], config.depth + 3
+    if ranks > num_layers:
+        raise PenstockError(f"--ranks {ranks} are more than the model's {num_layers} layers: use {num_layers} or fewer")
 
 
 def _on_ranks(ranks: int, function: Callable[..., T], *args: Any) -> T:

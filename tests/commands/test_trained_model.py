@@ -105,7 +105,7 @@ def test_eval_tells_the_mean_loss_over_every_byte(run, monkeypatch, capfd, tmp_p
     ("words", "message"),
     [
         (["generate", "{run}", "--prompt", ""], "--prompt is empty: give it a letter or more"),
-        (["generate", "{run}", "--ranks", "9"], "--ranks 9 are more than the model's 6 layers: use fewer"),
+        (["generate", "{run}", "--ranks", "9"], "--ranks 9 are more than the model's 6 layers: use 6 or fewer"),
         (["generate", "{run}", "--temperature", "-1"], "--temperature -1.0 is too small: use 0 or more"),
         (["generate", "{run}", "--temperature", "nan"], "--temperature nan is too small: use 0 or more"),
         (["generate", "{run}", "--max-new-tokens", "0"], "--max-new-tokens 0 is too small: use 1 or more"),

@@ -33,12 +33,12 @@ class BenchStepsCommand:
     The short form is `penstock bench`.
     """
 
-    ranks: int = 4
-    """Ranks, a process each."""
+    ranks: int | None = None
+    """Ranks, a process each; 4 by default, a table's own for a table."""
     schedule: str = "1f1b"
     """Name that `penstock schedules` lists, or CSV table."""
-    microbatches: int = 8
-    """Microbatches that a batch is split into."""
+    microbatches: int | None = None
+    """Microbatches that a batch is split into; 8 by default, a table's own for a table."""
     forward: float = 10.0
     """Milliseconds of a forward; a backward takes twice as long."""
     megabytes: float = 0.001

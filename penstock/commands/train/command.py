@@ -10,12 +10,14 @@ from typing import Annotated
 import tyro
 
 from penstock.commands.options import command
+from penstock.commands.source import table_of
 from penstock.commands.train.config import PLAN, TrainConfig, saved_options
 from penstock.commands.train.restarts import may_restart, resize_for_processes
 from penstock.comms.preemption import catch_preemption
 from penstock.comms.system import read_torchrun_integer
 from penstock.errors import PenstockError
 from penstock.launcher.forkserver import start_forkserver_early
+from penstock.plan import load
 from penstock.view.files import report_write_errors
 
 
@@ -31,7 +33,7 @@ class TrainCommand(TrainConfig):
     """
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = TrainConfig.ranks
-    """P, the processes that the model is cut over; torchrun's number under torchrun."""
+    """P, the processes that the model is cut over, a table's own for a table; torchrun's number under torchrun."""
 
     def run(self) -> None:
         """Check the options, then train."""
@@ -58,13 +60,13 @@ class TrainCommand(TrainConfig):
 
     @classmethod
     def defaults_for(cls, words: Sequence[str]) -> "TrainCommand":
-        """Return the defaults of options that `words` do not set: with --resume RUN, that run's.
+        """Return the defaults of options that `words` do not set: with --resume RUN, that run's; with a table, its numbers.
 
         A new schedule, number of ranks or of microbatches drops the run's plan. A new schedule also drops its V.
         """
         typed = {word.split("=")[0]: word.partition("=")[2] or following for word, following in pairwise([*words, ""])}
         if not typed.get("--resume"):
-            return cls()
+            return _defaults_for_table(cls(), typed.get("--plan") or typed.get("--schedule") or "")
         saved = saved_options(folder := Path(typed["--resume"]))
         saved["plan"] = saved["plan"] and str(folder / PLAN)  # the folder may have moved
         if saved["schedule"].endswith(".py") and "--schedule" not in typed:
@@ -75,3 +77,15 @@ class TrainCommand(TrainConfig):
         if "--schedule" in typed:
             saved |= {"stages_per_rank": None, "group_size": None}
         return cls(**{**saved, "data": saved["data"] and Path(saved["data"]), "out": Path(saved["out"])})
+
+
+def _defaults_for_table(defaults: TrainCommand, path: str) -> TrainCommand:
+    """Return `defaults` with the ranks and microbatches of the CSV table or plan in the file `path`, if it is one."""
+    is_plan = path.endswith(".json")
+    if not is_plan and not path.endswith(".csv"):
+        return defaults
+    try:
+        table = load(path).schedule if is_plan else table_of(path, None, None)
+    except PenstockError:
+        return defaults  # `check` says what is wrong
+    return dataclasses.replace(defaults, ranks=table.ranks, microbatches=table.microbatches)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from penstock.commands.source import nearest_path, table_from_python, table_of
+from penstock.commands.source import check_size, nearest_path, table_from_python, table_of
 from penstock.errors import PenstockError
 from penstock.plan import load
 from penstock.schedule import Schedule, verify
@@ -20,7 +20,7 @@ class TrainConfig:
     """Train a model cut over several ranks of this machine."""
 
     ranks: int = 4
-    """P, the processes that the model is cut over; torchrun's number under torchrun."""
+    """P, the processes that the model is cut over, a table's own for a table; torchrun's number under torchrun."""
     dp: int = 1
     """Replicas of the pipeline, which share the rows of a batch; ranks x dp x tp processes are started."""
     tp: int = 1
@@ -32,7 +32,7 @@ class TrainConfig:
     plan: str | None = None
     """Plan before the first step, for any memory (auto) or ranks with 2GB, or follow a plan.json; may use fewer ranks."""
     microbatches: int = 8
-    """M, the microbatches that a batch is split into."""
+    """M, the microbatches that a batch is split into, a table's own for a table."""
     stages_per_rank: int | None = None
     """V, the stages on each rank, for the schedules that take any number."""
     group_size: int | None = None
@@ -92,10 +92,22 @@ class TrainConfig:
         """Return the number of layers, the model's default if none is given."""
         return (8 if self.model == "gpt" else 16) if self.layers is None else self.layers
 
+    @property
+    def _is_fixed(self) -> bool:
+        """Whether the table is a file's, for as many ranks as it has."""
+        return self.schedule.endswith(".csv") or (self.plan or "").endswith(".json")
+
+    def _min_depth(self, stages: int) -> int:
+        """Return the fewest --layers of a model that can be cut into so many stages."""
+        return stages - 3 if self.model == "gpt" else stages // 2
+
     def table(self) -> Schedule:
         """Return the proved table of this run."""
         if self.plan is not None and self.plan.endswith(".json"):
-            return load(self.plan).schedule
+            plan = load(self.plan)
+            typed_ranks = None if plan.ranks * plan.dp == self.ranks * self.dp else self.ranks  # a plan may set the replicas
+            check_size(self.plan, (plan.ranks, plan.microbatches), typed_ranks, self.microbatches)
+            return plan.schedule
         options = {"stages_per_rank": self.stages_per_rank, "group_size": self.group_size}
         if self.schedule.endswith(".py"):
             table = table_from_python(self.schedule, self.ranks, self.microbatches, **options)
@@ -155,9 +167,9 @@ class TrainConfig:
         if table.num_stages > num_layers:
             ranks = num_layers * table.ranks // table.num_stages
             fewer = f"--ranks {ranks}" if ranks else f"--stages-per-rank {num_layers // table.ranks}"
-            raise PenstockError(
-                f"{table.num_stages} stages need more layers than the model's {num_layers}: use {fewer} or fewer, or --layers"
-            )
+            fewer = "" if self._is_fixed else f"{fewer} or fewer, or "
+            more = f"--layers {self._min_depth(table.num_stages)} or more"
+            raise PenstockError(f"{table.num_stages} stages need more layers than the model's {num_layers}: use {fewer}{more}")
         return table
 
     def _check_digits(self) -> None:

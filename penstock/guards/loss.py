@@ -235,6 +235,9 @@ class RowwiseLossCheck:
         if self._reduction == "sum":
             return f"{prefix}, which is no sum over {self._unit}: " + "leave out reduction='sum'" * is_near(mean)
         if is_near(total):
-            return f"{prefix}, which is a sum: pass Pipeline(.., reduction='sum')"
+            return (
+                f"{prefix}, which adds up: if the loss is a sum, or a sum divided by one number of the whole batch, pass "
+                "Pipeline(.., reduction='sum'); if it divides by a microbatch's usual size, let it divide by the size it is given"
+            )
         weighting = "weighted by loss_weight" if self._loss_weight is not None else f"over {self._unit}"
         return f"{prefix}, which is no mean {weighting}: give loss_weight= what the loss divides by"

@@ -401,6 +401,10 @@ def counted_mask(target):
     return (target > 0).sum()
 
 
+def over_rows_of_step(output, target):
+    return (output - target).square().sum() / 12
+
+
 def drawn(output, target):
     return F.mse_loss(output, target) * torch.rand(())
 
@@ -414,8 +418,10 @@ BY_ROWS = {  # loss, options of the pipeline, what is told
     "a sum for a mean": (
         lambda output, target: (output - target).square().sum(),
         {},
-        "a sum: pass Pipeline(.., reduction='sum')",
+        "a sum, or a sum divided by one number of the whole batch, pass Pipeline(.., reduction='sum')",
     ),
+    "a sum over a number of the step": (over_rows_of_step, {}, "which adds up: if the loss is a sum, or a sum divided by one"),
+    "that sum as a sum": (over_rows_of_step, {"reduction": "sum"}, ""),
     "a mean for a sum": (lambda output, target: F.mse_loss(output, target), {"reduction": "sum"}, "leave out reduction='sum'"),
     "a root": (root_mean_square, {}, "which is no mean over rows: give loss_weight="),
     "all rows": (contrastive, {}, "which is no mean over rows: give loss_weight="),

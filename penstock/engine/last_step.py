@@ -84,6 +84,7 @@ class LastStep:
             memory_unit="bytes" if all_measured else "",
             between_steps=tuple([report.between[rank] for rank in ranks]),
             averaging=tuple([report.averaging[rank] for rank in ranks]) if position.num_ranks_per_stage > 1 else (),
+            microbatch_sizes=result.microbatch_sizes,
             skips=dict.fromkeys(engine.programs.program.skips, MessageCost()),
         )
         return timeline, report

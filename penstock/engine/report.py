@@ -54,6 +54,7 @@ class StepResult(NamedTuple):
     actions: Sequence[Action]  # what this rank ran
     clock: ActionClock  # and when
     kind: Any  # as all ranks know it
+    microbatch_sizes: tuple[int, ...]  # elements of each microbatch's largest input, in the order that runs
 
     def joined_outputs(self, rows_dim: int) -> Any:
         """Return the outputs of the whole batch, joined along its rows; None if there are none."""

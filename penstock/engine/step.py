@@ -266,7 +266,8 @@ class Engine:
             f"to end the step, after {ran[-1] if ran else 'nothing'}",
         )
         self.observers.after(step, rows)
-        return StepResult(loss, loss_list, actions.joined_outputs(), step.report, ran, clock, agreed.kind)
+        sizes = tuple([piece.elements for piece in agreed.pieces if piece.slice == 0])
+        return StepResult(loss, loss_list, actions.joined_outputs(), step.report, ran, clock, agreed.kind, sizes)
 
     # -- between steps -------------------------------------------------------------------------------------------------
 

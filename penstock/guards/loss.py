@@ -237,7 +237,7 @@ class RowwiseLossCheck:
         if is_near(total):
             return (
                 f"{prefix}, which adds up: if the loss is a sum, or a sum divided by one number of the whole batch, pass "
-                "Pipeline(.., reduction='sum'); if it divides by a microbatch's usual size, let it divide by the size it is given"
+                "Pipeline(.., reduction='sum'); if it divides by a microbatch's usual size, let it divide by the size it gets"
             )
         weighting = "weighted by loss_weight" if self._loss_weight is not None else f"over {self._unit}"
         return f"{prefix}, which is no mean {weighting}: give loss_weight= what the loss divides by"

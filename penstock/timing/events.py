@@ -61,6 +61,7 @@ class TimelineEvents:
     averaging: tuple[float, ...] = ()  # rank -> time after its last action until gradients were averaged; empty: no replicas
     microbatch_factors: tuple[float, ...] = ()  # microbatch -> multiplier of its messages and activations; empty: 1
     message_bytes: float = 0.0  # of the largest message; 0: unknown
+    microbatch_sizes: tuple[float, ...] = ()  # microbatch -> elements of its largest input; empty: unknown
     pairs_send_together: bool = False  # the engine hands over what both of an overlapped pair made once both have run
 
     @cached_property

@@ -230,9 +230,14 @@ def find_gaps(timeline: Timeline) -> Iterator[ActionGap]:
 def microbatch_factors(timeline: Timeline) -> tuple[float, ...]:
     """Return each microbatch's time as a multiple of the mean, if they are unequal in size; else nothing.
 
-    It is the median over its forwards and backwards, each relative to the mean of its kind and stage. A microbatch that is
-    slow on a single rank is not larger: most actions of each microbatch must agree.
+    Microbatches whose sizes the engine recorded are unequal only if those are; of other steps the times alone are known.
+
+    The factor is the median over its forwards and backwards, each relative to the mean of its kind and stage. A microbatch that
+    is slow on a single rank is not larger: most actions of each microbatch must agree.
     """
+    sizes = timeline.microbatch_sizes
+    if sizes and max(sizes) <= UNLIKE_SIZES * min(sizes):
+        return ()
     times: dict[tuple[Kind, int], list[tuple[int, float]]] = defaultdict(list)
     for event, duration in _durations(timeline):
         if event.action.kind is not Kind.W:  # one W may do the work of several

@@ -105,6 +105,7 @@ def _timeline(name: str, data: Data) -> MeasuredTimeline:
         averaging,
         factors,
         message_bytes,
+        tuple(map(float, data.get("microbatch_sizes", ()))),
         bool(data.get("pairs_send_together")),
     )
     check_timeline(timeline)
@@ -160,6 +161,7 @@ def _check_amounts(timeline: Timeline, stages: int) -> None:
         timeline.between_steps,
         timeline.averaging,
         timeline.microbatch_factors,
+        timeline.microbatch_sizes,
         [timeline.message_bytes],
     )
     if not all(map(math.isfinite, numbers)):

@@ -36,6 +36,7 @@ def rank_on_its_own_machine(apart):
 def test_no_message_arrives_before_it_is_sent(apart):
     everyone = ps.launch(rank_on_its_own_machine, 4, apart)
     timeline, _, makespan, error = everyone[0]
+    assert (len(timeline.microbatch_sizes), len({*timeline.microbatch_sizes})) == (6, 1)
     assert (error > 0) == apart
     error *= 2  # of both ends
     at = {event.action: event for event in timeline.events}

@@ -325,3 +325,12 @@ def test_microseconds_are_never_a_time_of_zero() -> None:
     text = str(explain(replace(scaled, rows=rows)))
     assert "straggler: rank 2 takes 5 µs an action longer" in text
     assert "0.0 ms an action" not in text
+
+
+def test_microbatches_that_the_engine_knows_to_be_of_one_size_are_never_unlike() -> None:
+    timeline = simulate(build("1f1b", 4, 8), Costs(microbatch_factors=[5, 1, 1, 2, 1, 8, 1, 3]))
+    slow = replace(timeline, name="1f1b, measured", microbatch_factors=(), microbatch_sizes=(64,) * 7 + (56,))
+    assert Measurement.from_timelines(slow, slow).microbatch_factors == ()
+    assert "unlike" not in explain(slow).verdict_text
+    lengths = replace(slow, microbatch_sizes=(5, 1, 1, 2, 1, 8, 1, 3))
+    assert Measurement.from_timelines(lengths).microbatch_factors

@@ -27,6 +27,7 @@ def timeline_data(timeline: Timeline) -> Data:
         "sizes": timeline.activation_sizes,
         "memory_unit": timeline.memory_unit,
         "microbatch_factors": timeline.microbatch_factors,
+        "microbatch_sizes": timeline.microbatch_sizes,
         "message_bytes": timeline.message_bytes,
         "pairs_send_together": timeline.pairs_send_together,
         "between": [round(time, 9) for time in timeline.between_steps],

@@ -175,7 +175,7 @@ def _events(data, rank=0):
                 [event.update(start=0, end=0) for event in _events(data)],
                 _events(data).reverse(),
             ),
-            "cycle",
+            "its actions would have to run 0B1 before 0B0",
         ),
     ],
 )

@@ -460,8 +460,11 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[Tensor], size: i
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of several axes as one axis. `fully_shard` accepts it for DTensors on other axes of the same root mesh."""
-    return mesh._flatten()
+    """Return a mesh of several axes as one axis. `fully_shard` accepts it for DTensors on other axes of the same root mesh.
+
+    Over all ranks it has a group of its own, as torch's default group cannot be created again after it was aborted.
+    """
+    return mesh._flatten(backend_override=dist.get_backend_config() if mesh.size() == dist.get_world_size() > 1 else None)
 
 
 def replicate_with_fsdp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:

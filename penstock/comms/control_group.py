@@ -123,6 +123,7 @@ class ControlGroup:
 
         self._mesh_groups: dict[int, Sequence[Any]] = {}  # pipeline -> torch's process groups of its mesh
         self._active_mesh_groups: dict[int, Sequence[Any]] = {}  # the same for pipelines that ranks are in a call of
+        self._aborted_mesh_groups: dict[int, Sequence[Any]] = {}  # pipeline -> its mesh's groups, once aborted
         self.ended_pipelines: dict[int, str] = {}  # pipeline whose mesh groups are aborted -> the error's text
 
         self._call, self._call_lock = "", threading.RLock()
@@ -164,7 +165,15 @@ class ControlGroup:
             self._call_lock.release()
 
     def add_mesh_groups(self, pipeline: int, groups: Sequence[Any]) -> None:
-        """Register torch process groups in which ranks may wait during calls of `pipeline`, this one included."""
+        """Register torch process groups in which ranks may wait during calls of `pipeline`, this one included.
+
+        Raises MismatchError for groups of a mesh that a failed call has aborted.
+        """
+        for ended_pipeline, ended_groups in self._aborted_mesh_groups.items():
+            if any(group is ended for group in groups for ended in ended_groups):
+                raise MismatchError(
+                    f"this mesh ended when {self.ended_pipelines[ended_pipeline]}: make another, mesh = ps.comms.init_mesh(..)"
+                )
         if groups:
             self._mesh_groups[pipeline] = groups
             self._include_mesh_groups_in_abort([pipeline])
@@ -333,7 +342,7 @@ class ControlGroup:
         for pipeline, groups in self._active_mesh_groups.items():
             for group in groups:
                 abort_group(group)
-            self.ended_pipelines[pipeline] = ""
+            self.ended_pipelines[pipeline], self._aborted_mesh_groups[pipeline] = "", groups
             self._mesh_groups.pop(pipeline, None)
         if self._active_mesh_groups:
             torch_private.clear_dtensor_caches()  # they may have these groups, for tensors of later meshes

@@ -1,6 +1,7 @@
 """Create the device mesh of all ranks, with axes for pipeline, data, context and tensor parallel."""
 
 from math import prod
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -52,7 +53,21 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1, cp: int = 1) -> D
         if not dist.is_initialized():  # a world of one
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         with batch_thread_policy(), convert_transport_errors("for the other ranks to make a mesh"):
-            return init_device_mesh(topology.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            return init_device_mesh(
+                topology.device.type,
+                tuple(axes.values()),
+                mesh_dim_names=tuple(axes),
+                backend_override=_backends_of_whole_axes(axes, topology.world_size),
+            )
+
+
+def _backends_of_whole_axes(axes: dict[str, int], world_size: int) -> dict[int | str, Any]:
+    """Return axis -> backend for the axis of all ranks. For it torch would take its default group, which exists only once.
+
+    A step that fails aborts the groups of its mesh, and the next mesh needs new ones.
+    """
+    config = dist.get_backend_config()
+    return {axis: config for axis, size in axes.items() if size == world_size > 1}
 
 
 def _format_axes(axes: dict[str, int]) -> str:

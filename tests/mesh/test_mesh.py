@@ -859,6 +859,31 @@ def test_after_an_error_a_pipeline_on_a_new_mesh_of_the_same_shape_trains(name: 
         assert saved == ["step-00000002"]
 
 
+def after_errors() -> list[str]:
+    """The error of the next step on an old mesh, for an axis of all ranks; on a new mesh it works."""
+    inputs, refusals = torch.randn(4, 4, WIDTH), []
+    for axis in ("dp", "cp"):
+        for _ in range(2):
+            mesh = ps.comms.init_mesh(1, **{axis: 2})
+            layer = nn.Linear(WIDTH, WIDTH)
+            pipe = ps.Pipeline(layer, nn.functional.mse_loss, microbatches=2, mesh=mesh)
+            pipe.step(inputs, target=inputs)
+            layer.register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ps.StageError):
+                pipe.step(inputs, target=inputs)
+        with pytest.raises(ps.MismatchError) as caught:
+            ps.Pipeline(nn.Linear(WIDTH, WIDTH), nn.functional.mse_loss, microbatches=2, mesh=mesh)
+        refusals.append(str(caught.value))
+    return refusals
+
+
+def test_after_an_error_a_new_mesh_has_groups_of_its_own_for_all_ranks_too_and_the_old_mesh_is_refused() -> None:
+    for refusals in ps.launch(after_errors, 2):
+        for refusal in refusals:
+            assert refusal.startswith("this mesh ended when rank ")
+            assert refusal.endswith("ZeroDivisionError: division by zero: make another, mesh = ps.comms.init_mesh(..)")
+
+
 @pytest.mark.parametrize("name", ["pp2 dp2", "pp2 tp2"])
 def test_a_lost_rank_ends_all_pipelines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(

@@ -70,8 +70,8 @@ def test_without_nccl_a_rank_waits_for_its_messages_and_at_the_end_of_its_step(s
         print(schedule, *lines.items(), *places, sep="\n  ")
         functions = [place.partition(":")[0] for place in places]
         messages = [function for function in functions if function.startswith("comms/transport/channels.py")]
-        assert messages.count("comms/transport/channels.py _send_if_tensor") == 4 * (1 if schedule == "1f1b" else 2)
-        assert set(messages) <= {"comms/transport/channels.py _send_if_tensor", "comms/transport/channels.py receive"}
+        assert messages.count("comms/transport/channels.py _on_transport_device") == 4 * (1 if schedule == "1f1b" else 2)
+        assert set(messages) <= {"comms/transport/channels.py _on_transport_device", "comms/transport/channels.py receive"}
         assert set(lines.values()) == {"memory that both processes see"}
         assert functions[len(messages) :] in (
             [],

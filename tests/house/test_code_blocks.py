@@ -17,7 +17,7 @@ TESTED = {  # pages whose programs have a test of their own, which runs them on 
     "docs/howto/inference.md": "tests/engine/test_generation.py",
     "docs/howto/recovery.md": "tests/launcher/test_restarts.py",
 }
-MOST_LEFT_OUT = 16  # blocks that say why they cannot run here
+MOST_LEFT_OUT = 17  # blocks that say why they cannot run here
 
 # What the example of a docstring takes from the reader's program.
 READERS = """

@@ -77,7 +77,8 @@ class Pipeline(ModuleMisuseHints):
         `group_size`); the path of a CSV table; a `Schedule`; a function of (rank, ranks, microbatches) that returns the
         rank's row: `"0F0"`, `"1B0"`, ..; or a function of (ranks, microbatches) that returns a `Schedule`.
     microbatches
-        The number of pieces into which a batch is split, M. A batch of fewer rows than M is split into its rows.
+        The number of pieces into which a batch is split, M: by default 8, or a table's own number. A batch of fewer rows than M
+        is split into its rows.
     loss_weight
         `loss_weight(target)` returns the weight of a microbatch in the batch's mean, from its target alone; by default its
         rows. For a mean over tokens, as with an `ignore_index` or class weights: `ps.tokens()`.
@@ -144,7 +145,7 @@ class Pipeline(ModuleMisuseHints):
         model: nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module],
         loss_fn: LossFn | None = None,
         schedule: str | Schedule | ScheduleRule = "1f1b",
-        microbatches: int = 8,
+        microbatches: int | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         topology: Topology | None = None,
         *,

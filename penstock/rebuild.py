@@ -58,6 +58,8 @@ def merge_arguments(arguments: Mapping[str, Any], changes: Mapping[str, Any]) ->
 
     if "schedule" in changes or has_new_plan:
         options = {}
+        if _is_fixed_table(changes.get("schedule")):
+            merged["microbatches"] = None  # the table has its own number
     elif "microbatches" in changes and _is_fixed_table(merged["schedule"]):
         raise MismatchError(
             f"microbatches={changes['microbatches']} changes nothing: the schedule is a table, which has its own number; give "

@@ -42,6 +42,7 @@ from penstock.stage.replication import Replication
 from penstock.stage.stage import Stage
 from penstock.stage.tied_parameters import TiedParameters
 
+DEFAULT_MICROBATCHES = 8
 PLAN_ARGUMENTS = ("schedule", "microbatches", "cuts", "recompute")  # of a pipeline, which a plan replaces
 UNCHANGEABLE = {  # arguments of a pipeline that `rebuild` does not take -> why
     **dict.fromkeys(("model", "example_args", "example_kwargs", "init", "rows_dim"), "the model stays the one it was cut from"),
@@ -115,7 +116,13 @@ def parse_arguments(
     slices, num_slices = parse_slices(config.slices)
     if num_slices > 1 and isinstance(config.schedule, str) and not config.schedule.endswith(".csv"):
         config.options = {**config.options, "slices": num_slices}
-    schedule = build_table(config.schedule, num_ranks, config.microbatches, config.options)
+    microbatches = DEFAULT_MICROBATCHES if config.microbatches is None else config.microbatches
+    schedule = build_table(config.schedule, num_ranks, microbatches, config.options)
+    if config.microbatches not in (None, schedule.microbatches):
+        raise MismatchError(
+            f"microbatches={config.microbatches}, but the table {schedule.name} has {schedule.microbatches}: leave out "
+            "microbatches=, or give a table that has as many"
+        )
     program = verify(schedule).program
     slices = schedule.slices if slices == 1 else slices
     if num_slices not in (1, schedule.slices):

@@ -1,6 +1,7 @@
 """The numbers of one process: every comparison here is `torch.equal`."""
 
 import gc
+import re
 import weakref
 from functools import cache
 from itertools import product
@@ -398,3 +399,17 @@ def test_the_last_step_is_one_object_and_keeps_no_pipeline_alive():
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_a_table_has_its_own_number_of_microbatches_and_another_is_refused():
+    table, model = ps.schedule.build("gpipe", 1, 3), nn.Sequential(nn.Linear(2, 2))
+    pipe = ps.Pipeline(model, nn.functional.mse_loss, table)
+    assert (
+        pipe.schedule.microbatches
+        == ps.Pipeline(model, nn.functional.mse_loss, table, microbatches=3).schedule.microbatches
+        == 3
+    )
+    message = "microbatches=8, but the table gpipe has 3: leave out microbatches=, or give a table that has as many"
+    with pytest.raises(ps.MismatchError, match=re.escape(message)):
+        ps.Pipeline(model, nn.functional.mse_loss, table, microbatches=8)
+    assert ps.Pipeline(model, nn.functional.mse_loss).rebuild(table).schedule.microbatches == 3

@@ -1,6 +1,6 @@
 """What all ranks know of a step before data flows: in every step a row of numbers, in the first of its kind a description.
 
-    every step         kind, list, step, scale, and what observers tell      one latency, sent before the first forward
+    every step         kind, list, step, scale; numbers of observers          one latency, sent before the first forward
     first of its kind  modes, autocast, frozen parameters, microbatches      on all ranks or none: they read the same rows
 
 `kind` is a hash of all that memory and attention depend on, `list` of what differs from list to list: shapes and order. From

@@ -1,4 +1,4 @@
-"""What looks on at steps: measurements and guards, which a step does not name.
+"""The base class of what looks on at steps, measurements and guards, and the moments at which a step calls it.
 
     start     before the step         numbers for the row that all ranks exchange; may refuse the step
     compare   all rows have arrived   these numbers of every rank
@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.batch.agreement import Agreed
+from penstock.batch.agreement import NUMBERS, Agreed
 from penstock.batch.call import Call, LocalBatch
 from penstock.comms.control_group import MAX_ROW_NUMBERS
 from penstock.engine.actions import ActionFunctions, StepActions
 from penstock.engine.clock import ActionClock
+from penstock.engine.report import RankSummary
 from penstock.schedule.program import Transfer
 
 if TYPE_CHECKING:
@@ -129,4 +130,4 @@ class _Moments:
             numbers = slice(first, first + observer.num_numbers)
             first = numbers.stop
             self.compare += [(observer, numbers)] if observer in defining("compare") else []
-        assert max(first, len(self.end)) <= MAX_ROW_NUMBERS
+        assert max(NUMBERS + first, len(RankSummary._fields) + len(self.end)) <= MAX_ROW_NUMBERS  # of the two rows of a step

@@ -1,4 +1,4 @@
-"""The observers of a pipeline, in the order in which they look on."""
+"""The list of a pipeline's observers, in the order in which they look on: a new check of a step is added here."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

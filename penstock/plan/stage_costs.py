@@ -1,4 +1,4 @@
-"""The cost of a stage of consecutive layers, with and without recomputation."""
+"""The cost of a stage: `LayerCost` (model_profile.py) summed over its layers, with and without recomputation."""
 
 from collections.abc import Sequence
 from functools import cache, cached_property

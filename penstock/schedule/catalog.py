@@ -1,4 +1,4 @@
-"""The catalog: the families of schedules, by name."""
+"""The catalog: the families of schedules, by name. A new family is added here."""
 
 import difflib
 import inspect

@@ -11,18 +11,15 @@ The pipeline gives its engine a list of observers. A class that does not define 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.batch.agreement import NUMBERS, Agreed
 from penstock.batch.call import Call, LocalBatch
 from penstock.comms.control_group import MAX_ROW_NUMBERS
 from penstock.engine.actions import ActionFunctions, StepActions
 from penstock.engine.clock import ActionClock
-from penstock.engine.report import RankSummary
+from penstock.engine.report import RankSummary, StepReport
 from penstock.schedule.program import Transfer
-
-if TYPE_CHECKING:
-    from penstock.engine.report import StepReport
 
 Rows = Sequence[Sequence[float]]  # numbers of every rank
 
@@ -45,7 +42,7 @@ class ObservedStep:
     clock: ActionClock
     actions: StepActions
     agreed: Agreed = field(init=False)  # from `compare` on
-    report: "StepReport" = field(init=False)  # from `after` on
+    report: StepReport = field(init=False)  # from `after` on
 
     @property
     def has_agreed(self) -> bool:

@@ -42,7 +42,7 @@ class Description(NamedTuple):
     inputs: Sequence[Shape] | None
     run_order: Sequence[int]  # position in the step -> index in the list; empty: as given
     target_rows: Sequence[int | None] | None
-    num_tokens: Sequence[int]  # of each microbatch's rows, if tokens are cut
+    token_counts: Sequence[Sequence[int]]  # if tokens are cut: those of each microbatch's rows, of inputs and of target
 
 
 class GivenBatch(NamedTuple):
@@ -78,7 +78,7 @@ class Agreed(NamedTuple):
     same_on_replicas: bool  # whether all replicas have as many microbatches, and the same ones of share 0
     first_microbatch: int  # of this replica, among those of all: for random numbers
     num_microbatches: int
-    kind: tuple[Sequence[float], frozenset[int]]  # of all ranks
+    kind: tuple[Sequence[float], Sequence[frozenset[int]]]  # of all ranks, and the microbatches of share 0 of all replicas
     is_new: bool  # the first step of its kind: memory is measured, attention is checked
 
 
@@ -169,8 +169,9 @@ class Agreement:
         # 3. This rank's.
         index, own_shares = position.replica, shares[position.batch_part_index]
         own, own_lengths = replicas[index], lengths[index]
+        own_rows = own.rows
         pieces = [
-            Piece(microbatch, slice_, own_lengths[microbatch], own.rows[microbatch], own.inputs[microbatch].elements)
+            Piece(microbatch, slice_, own_lengths[microbatch], own_rows[microbatch], own.inputs[microbatch].elements)
             for microbatch in own.order
             for slice_ in range(slices)
         ]
@@ -179,7 +180,7 @@ class Agreement:
             token_shares = [share / (sums[number // slices] or share or 1.0) for number, share in enumerate(own_shares)]
             rated = zip(pieces, own_shares, token_shares, strict=True)
             pieces = [piece._replace(share=share, token_share=token_share) for piece, share, token_share in rated]
-        settings = [(row.call, row.mode, row.autocast, row.frozen) for row in descriptions]
+        settings = hash_values_of(tuple([(row.call, row.mode, row.autocast, row.frozen) for row in descriptions]))
         return Agreed(
             program=self.programs.select(descriptions[0].is_training, len(own.order), skipped[index]),
             pieces=pieces,
@@ -195,7 +196,7 @@ class Agreement:
             same_on_replicas=len(shapes) == 1,
             first_microbatch=sum(replica.num_seeds for replica in replicas[:index]),
             num_microbatches=len(own.order),
-            kind=(tuple([kind for kind, _ in hashes]), skipped[index]),
+            kind=(tuple([kind for kind, _ in hashes]), tuple(skipped)),
             is_new=False,
         )
 
@@ -297,7 +298,7 @@ class _Replica(NamedTuple):
         inputs: Sequence[Shape] = next((rank.inputs for rank in ranks if rank.inputs is not None), ())
         target_rows = next((rank.target_rows for rank in ranks if rank.target_rows is not None), None)
         order = next((rank.run_order for rank in ranks if rank.run_order), range(len(inputs)))
-        tokens = [*dict.fromkeys(tuple(rank.num_tokens) for rank in ranks if rank.num_tokens)]
+        tokens = [*dict.fromkeys(tuple(counts) for rank in ranks for counts in rank.token_counts)]
         input_rows = [shape.rows for shape in inputs]
         return cls(inputs, input_rows, order, target_rows, tokens, max(rank.num_seeds for rank in ranks))
 

@@ -149,7 +149,7 @@ class CallReader:
         list_hash = 0
         if call.is_list:
             arguments = call.order, call.limit, tuple(order)
-            list_hash = hash_values_of((*arguments, tuple(inputs.shapes), tuple(target.shapes), tuple(target.rows or ())))
+            list_hash = hash_values_of((*arguments, tuple(inputs.shapes), tuple(target.rows or ()), _sums(target.lengths)))
 
         replica, num_seeds = self.position.replica, self.schedule.microbatches
         return LocalBatch(
@@ -274,7 +274,7 @@ class CallReader:
             shapes,
             list(order) if call.order_rule is not None else (),
             target.rows,
-            [sum(row) for row in inputs.lengths or target.lengths],
+            [_sums(part.lengths) for part in (inputs, target) if part.lengths],
         )
 
     def _describe_given(self, call: Call, inputs: _Part, target: _Part) -> GivenBatch:
@@ -289,6 +289,11 @@ class CallReader:
             shapes(call.inputs, "the batch", inputs.rows is not None),
             shapes(call.target, "the target", target.rows is not None),
         )
+
+
+def _sums(lengths: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the tokens of each microbatch, whose parts have these."""
+    return tuple(map(sum, lengths))
 
 
 def count_given_rows(batch: Any, is_list: bool, rows_dim: int) -> Sequence[int]:

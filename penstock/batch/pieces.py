@@ -349,8 +349,9 @@ def _join_leaves(dim: int, *outputs: Any) -> Any:
 def microbatch_weights(targets: Sequence[Any], loss_weight: Callable[[Any], Any]) -> list[float]:
     """Return the weight of each microbatch in the batch's loss. Raises MismatchError unless it is finite, 0 or more."""
     scalars = [loss_weight(target) for target in targets]
-    if any(scalar.numel() != 1 if isinstance(scalar, Tensor) else not isinstance(scalar, int | float) for scalar in scalars):
-        raise MismatchError(f"loss_weight(target) must be one number for a microbatch, got {describe_kind(scalars[0])}")
+    for scalar in scalars:
+        if scalar.numel() != 1 if isinstance(scalar, Tensor) else not isinstance(scalar, int | float):
+            raise MismatchError(f"loss_weight(target) must be one number for a microbatch, got {describe_kind(scalar)}")
 
     weights = scalars_to_floats(scalars)
     for microbatch, weight in enumerate(weights):

@@ -183,6 +183,8 @@ class Engine:
             messages = functions.actions[Kind.F](action, ())
             step.clock.mark_stop()
             self.activity.end_action()
+        except (WaitError, ResourceError):
+            raise
         except Exception as error:
             raise error_with_location(error, self.position.world.rank, action) from error
         step.clock.num_early = 1

@@ -94,7 +94,7 @@ class _RecomputedInputs:
             elif tensor_version(leaves[index]) != version:
                 raise RuntimeError(
                     f"the input {list(leaves[index].shape)} of what recompute= runs again was modified by an inplace operation "
-                    "after it"
+                    "in it or after it"
                 )
             elif leaves[index].requires_grad:  # a hook that the forward puts on its gradient has been there since the first run
                 leaves[index] = leaves[index].detach().requires_grad_()

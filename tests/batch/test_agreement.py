@@ -143,3 +143,46 @@ def test_a_step_of_a_new_kind_describes_each_message_and_measures_one_microbatch
     described = {"finish_all_gather_row": 3, "all_gather_value": 1}  # what the ranks are about to run
     new = {**known, **described, "pack_spec": 4, "__enter__": 1}
     assert ps.launch(rank_counts, 2) == [[new, known, new, known]] * 2
+
+
+def replica_kinds():
+    """The kinds of steps that this rank remembers; in the second step one replica has a microbatch that counts nothing."""
+    mesh = ps.comms.init_mesh(dp=2)
+    torch.manual_seed(0)
+    pipe = ps.Pipeline(nn.Linear(2, 2), nn.functional.cross_entropy, "gpipe", 2, loss_weight=ps.tokens(), mesh=mesh)
+    for masked_rows in (0, 2 * mesh.get_local_rank("dp")):
+        target = torch.zeros(4, dtype=torch.long)
+        target[:masked_rows] = -100
+        pipe.step(torch.ones(4, 2), target=target)
+    return [*pipe._engine.agreement._kinds]
+
+
+@pytest.mark.ranks
+def test_a_step_is_the_first_of_its_kind_on_all_replicas_or_on_none():
+    first, second = ps.launch(replica_kinds, 2)
+    assert first == second
+    assert len(first) == 2
+
+
+class Sums(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden):
+        query = self.linear(hidden)[:, None]
+        return ps.attention(query, query, query)[:, 0]
+
+
+def test_tokens_of_inputs_and_target_are_compared_on_a_rank_that_reads_both_and_in_every_list():
+    def loss(output, target):
+        return output.square().sum() + target.sum()
+
+    pipe = ps.Pipeline(Sums(), loss, "1f1b", 2, slices=2, reduction="sum")
+    message = "inputs and target have 4 and 6 tokens a row: give as many"
+    with pytest.raises(ps.MismatchError, match=message):
+        pipe.step(torch.ones(2, 4, 4), target=torch.ones(2, 6))
+    inputs = [torch.ones(1, 4, 4), torch.ones(1, 4, 4)]
+    pipe.step_microbatches(inputs, [torch.ones(1, 4), torch.ones(1, 4)])
+    with pytest.raises(ps.MismatchError, match="inputs and target have"):
+        pipe.step_microbatches(inputs, [torch.ones(1, 6), torch.ones(1, 6)])

@@ -3,6 +3,7 @@
 The flags of a microbatch, which travel with its rows, decide what its stages do; the numbers are those of one process.
 """
 
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -242,3 +243,72 @@ def test_ranks_that_torchrun_starts_have_the_same_numbers(tmp_path: Path) -> Non
     everyone = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
     for number, (_, case, _) in enumerate(FRESH):
         assert_as_one_process([runs[number] for runs in everyone], case)
+
+
+class FirstTokens(nn.Module):
+    """A first stage of tokens; `flags` is set between the steps."""
+
+    flags = ALL
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.side = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        side = self.side(tokens) if self.flags & SIDE_GRADIENT else self.side(tokens).detach()
+        return self.first(tokens), tokens.abs() if self.flags & GATE else None, side
+
+
+class LastTokens(nn.Module):
+    """The stage after it."""
+
+    flags = ALL
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.last = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, hidden: Tensor, gate: Tensor | None, side: Tensor) -> Tensor:
+        query = self.last(hidden)[:, None]
+        hidden = hidden + ps.attention(query, query, query)[:, 0]
+        hidden = hidden if gate is None else hidden * gate
+        return hidden + side if self.flags & USE_SIDE else hidden
+
+
+class BothTokens(nn.Module):
+    """Both as one model."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        super().__init__()
+        self.stage0, self.stage1 = parts
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.stage1(*self.stage0(tokens))
+        return output
+
+
+def sliced_steps(schedule: str) -> dict[str, dict[str, Tensor | None]]:
+    """The loss and the gradients of each step over slices; a world of one has both stages as one model."""
+    results = {}
+    for case in ("there, then None", "with a gradient, then without", "used, then unused", "unused, then used"):
+        parts: list[nn.Module] = [FirstTokens(), LastTokens()]
+        alone = ps.comms.init_distributed().world_size == 1
+        pipe = ps.Pipeline(BothTokens(parts) if alone else parts, mse_loss, schedule, 2, slices=2)
+        for step, (flags, *_) in enumerate(CASES[case]):
+            FirstTokens.flags = LastTokens.flags = flags
+            torch.manual_seed(step)
+            tokens, target = torch.randn(2, 2, 6, WIDTH).double()
+            loss = pipe.step(tokens, target=target)
+            named = {re.sub(r"^stage\d\.", "", name): value.grad for name, value in pipe.named_parameters()}
+            results[f"{case} {step}"] = {**named, "loss": loss}
+            pipe.zero_grad()
+    return results
+
+
+@pytest.mark.parametrize("schedule", slow_except(["1f1b"], ["gpipe", "1f1b", "zb-h1"]))
+def test_messages_of_slices_change_too(schedule: str) -> None:
+    alone, ranks = sliced_steps(schedule), ps.launch(sliced_steps, 2, schedule)
+    for step, expected in alone.items():
+        assert_same({name: value for rank in ranks for name, value in rank[step].items()}, expected)

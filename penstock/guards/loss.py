@@ -1,9 +1,11 @@
 """What steps show of a loss: whether it is a mean or a sum over rows, as declared, and whether microbatches weigh alike."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from penstock.engine.loss import DEFAULT_IGNORE_INDEX, Reduction, loss_component
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.errors import warn_user
 from penstock.guards import is_power_of_two_or_zero
+from penstock.guards.reachable_objects import module_attributes
 from penstock.randomness import preserve_generator_state
 from penstock.rows import rows_dim_of, unwrap
 from penstock.stage.stage import Stage
@@ -144,11 +147,38 @@ class UnequalWeightsCheck:
         )
 
 
+@contextmanager
+def preserve_attributes(loss_fn: Any) -> Iterator[None]:
+    """Restore the attributes of a loss afterwards, those of its submodules, and what its lists, dicts and sets hold."""
+    owner = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    owner = owner.__self__ if isinstance(owner, MethodType) else owner
+    owners = list(owner.modules()) if isinstance(owner, nn.Module) else [owner] if hasattr(owner, "__dict__") else []
+    saved = [(item, _plain_attributes(item)) for item in owners]
+    contents = [
+        (value, copy(value)) for _, attributes in saved for value in attributes.values() if type(value) in (list, dict, set)
+    ]
+    try:
+        yield
+    finally:
+        for item, attributes in saved:
+            for name in _plain_attributes(item).keys() - attributes.keys():
+                delattr(item, name)
+            vars(item).update(attributes)
+        for value, content in contents:
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
+
+
+def _plain_attributes(item: Any) -> dict[str, Any]:
+    return module_attributes(item) if isinstance(item, nn.Module) else dict(vars(item))
+
+
 class RowwiseLossCheck:
     """Warns, once, if the loss is not the mean or sum of the losses of its rows: then splitting the batch changes it.
 
     In the first step whose microbatch 0 has two rows or more, it calls the loss on a few of them, together and in two halves.
-    A loss that draws random numbers, or has buffers, is not checked. `unit`: what lies along `rows_dim`, where tokens are cut.
+    A loss that draws random numbers, or has buffers, is not checked. Attributes that it changes are restored.
+    `unit`: what lies along `rows_dim`, where tokens are cut.
     """
 
     def __init__(
@@ -189,7 +219,7 @@ class RowwiseLossCheck:
             self.is_done = True
             half = 2 if num_rows > 3 else 1
             device = next(iter(tensors(output))).device
-            with preserve_generator_state(device):
+            with preserve_generator_state(device), preserve_attributes(self._loss_fn):
                 first, second = self._copy_first_rows((output, target), num_rows, (half, half))
                 (both,) = self._copy_first_rows((output, target), num_rows, (2 * half,))
                 repeated = map_tensors(Tensor.clone, first)

@@ -494,3 +494,25 @@ def test_a_loss_that_reads_what_the_forward_of_another_stage_sets_is_told():
     with pytest.raises(ps.MismatchError, match=r"^loss_fn reads kl, which the forward of Encoder 0 sets, but that runs"):
         ps.launch(rank_reads, 2, 0)
     assert ps.launch(rank_reads, 2, 1)[0] == rank_reads(1)
+
+
+class WarmUp(nn.Module):
+    """A loss that counts its calls, and keeps what it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen = 0, []
+
+    def forward(self, output, target):
+        self.calls += 1
+        self.seen.append(len(target))
+        return nn.functional.mse_loss(output, target) * min(1, self.calls / 10)
+
+
+@pytest.mark.parametrize("form", ["module", "method"])
+def test_a_loss_that_counts_its_calls_is_called_as_often_as_by_one_process(form):
+    loss = WarmUp()
+    pipe = ps.Pipeline(nn.Sequential(nn.Linear(2, 2)), loss if form == "module" else loss.forward, "gpipe", 2)
+    for _ in range(3):
+        pipe.step(torch.ones(8, 2), target=torch.zeros(8, 2))
+    assert (loss.calls, loss.seen) == (6, [4] * 6)

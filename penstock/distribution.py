@@ -7,6 +7,8 @@ import warnings
 def other_distribution_problem() -> str | None:
     """Return a sentence if another distribution named `penstock` is installed in this package's folder, else None."""
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if not os.path.isdir(folder):  # in a zip file
+        return None
     names = [name for name in os.listdir(folder) if name.startswith("penstock-") and name.endswith(".dist-info")]
     if not names:
         return None

@@ -19,7 +19,6 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +30,14 @@ MAX_OBJECTS_PER_STAGE = 10_000
 MAX_ITEMS_OF_CONTAINER = 1_000
 MAX_CALLS_BETWEEN_FUNCTIONS = 3  # how far globals are followed from a function to those that it uses
 
-Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | count  # type: ignore[type-arg]
+try:
+    import numpy as np
+except ModuleNotFoundError:  # torch runs without it
+    ARRAYS: tuple[Any, ...] = ()
+    NUMPY_GENERATORS: tuple[Any, ...] = ()
+else:
+    ARRAYS, NUMPY_GENERATORS = (np.ndarray,), (np.random.Generator, np.random.RandomState)
+GENERATORS: tuple[Any, ...] = (torch.Generator, random.Random, count, *NUMPY_GENERATORS)
 CONTAINERS = (dict, list, set, deque)
 _STANDARD_CLASSES_WITH_ATTRIBUTES = (types.SimpleNamespace, Namespace)
 _FRAMEWORKS = {*sys.stdlib_module_names, "torch", "numpy", "penstock", "triton"} - {"__main__"}
@@ -133,7 +139,7 @@ class _Walk:
                 self._record(stage, value, path)
         elif isinstance(value, nn.Module):
             yield from self._children_of_referenced_module(stage, value, path)
-        elif isinstance(value, Generator | np.ndarray):
+        elif isinstance(value, (*GENERATORS, *ARRAYS)):
             self._record(stage, value, path)
         elif isinstance(value, dict):
             self._record(stage, value, path)

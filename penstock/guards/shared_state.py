@@ -20,7 +20,6 @@ from functools import partial
 from types import CellType
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,8 +29,10 @@ from penstock.engine.observers import ObservedStep, Observer, StepFunctions
 from penstock.errors import MismatchError
 from penstock.guards.digest import tensor_crc
 from penstock.guards.reachable_objects import (
+    ARRAYS,
+    GENERATORS,
     LOSS_PATH,
-    Generator,
+    NUMPY_GENERATORS,
     GlobalVariable,
     SharedObject,
     cell_contents,
@@ -203,9 +204,9 @@ class SharedStateCheck(Observer):
             return "object", self._objects[self._numbers[id(value)]].label  # its contents are compared by themselves
         if isinstance(value, Tensor):
             return _tensor_content(value)
-        if isinstance(value, np.ndarray):
-            return "array", value.shape, str(value.dtype), zlib.crc32(np.ascontiguousarray(value).tobytes())
-        if isinstance(value, Generator):
+        if isinstance(value, ARRAYS):
+            return "array", value.shape, str(value.dtype), zlib.crc32(value.tobytes())
+        if isinstance(value, GENERATORS):
             return "generator", _generator_state(value)
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | Enum):
             return type(value).__name__, repr(value)
@@ -330,7 +331,7 @@ _MISSING = object()
 
 def _items(value: Any, with_buffers: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield what an object holds, by name; a tensor, an array or a generator itself."""
-    if isinstance(value, Tensor | np.ndarray | Generator):
+    if isinstance(value, (Tensor, *ARRAYS, *GENERATORS)):
         yield "", value
     elif isinstance(value, GlobalVariable):
         yield value.name, value.namespace.get(value.name)
@@ -376,9 +377,10 @@ def _generator_state(generator: Any) -> str:
         return str(tensor_crc(generator.get_state()))
     if isinstance(generator, random.Random):
         return str(zlib.crc32(repr(generator.getstate()).encode()))
-    if isinstance(generator, np.random.Generator):
-        return repr(generator.bit_generator.state)
-    return repr(generator.get_state()) if isinstance(generator, np.random.RandomState) else repr(generator)
+    if isinstance(generator, NUMPY_GENERATORS):
+        is_new_style = hasattr(generator, "bit_generator")  # a Generator; a RandomState has `get_state`
+        return repr(generator.bit_generator.state if is_new_style else generator.get_state())
+    return repr(generator)
 
 
 def _kind(value: Any) -> str:

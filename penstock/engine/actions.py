@@ -61,15 +61,19 @@ class StepActions:
         """The function that runs an action, by its kind."""
         if self.attention is not None:
             return dict.fromkeys(Kind, self._run_along_cp)
+        return self._functions
+
+    @property
+    def _functions(self) -> ActionFunctions:
+        # Not an attribute: a cycle would keep the step's tensors until the next garbage collection.
         return {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward, Kind.W: self.backward_weight}
 
     def _run_along_cp(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run an action of ranks that share the tokens of its microbatch."""
         assert self.attention is not None
         self.attention.begin_action(self.agreed.pieces[action.microbatch].lengths, self.layout.sequence_dim)
-        functions = {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward, Kind.W: self.backward_weight}
         with attention_context(self.attention):
-            return functions[action.kind](action, values)
+            return self._functions[action.kind](action, values)
 
     def early_forward(self, is_split: bool) -> ActionFunction:
         """Return the function that runs the first forward of the first stage, with what this rank knows by itself."""

@@ -15,8 +15,7 @@ from penstock.batch.pieces import count_rows, microbatch_weights, nonempty_split
 from penstock.engine.loss import DEFAULT_IGNORE_INDEX, Reduction, loss_components, tokens, warn_of_inner_reduction
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.errors import warn_user
-from penstock.guards import is_power_of_two_or_zero
-from penstock.guards.reachable_objects import module_attributes
+from penstock.guards import is_power_of_two_or_zero, preserve_attributes
 from penstock.randomness import preserve_generator_state
 from penstock.rows import rows_dim_of, unwrap
 from penstock.stage.stage import Stage
@@ -148,29 +147,20 @@ class UnequalWeightsCheck:
 
 
 @contextmanager
-def preserve_attributes(loss_fn: Any) -> Iterator[None]:
+def _preserve_loss(loss_fn: Any) -> Iterator[None]:
     """Restore the attributes of a loss afterwards, those of its submodules, and what its lists, dicts and sets hold."""
     owner = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     owner = owner.__self__ if isinstance(owner, MethodType) else owner
     owners = list(owner.modules()) if isinstance(owner, nn.Module) else [owner] if hasattr(owner, "__dict__") else []
-    saved = [(item, _plain_attributes(item)) for item in owners]
-    contents = [
-        (value, copy(value)) for _, attributes in saved for value in attributes.values() if type(value) in (list, dict, set)
-    ]
+    values = [value for item in owners for value in vars(item).values() if type(value) in (list, dict, set)]
+    contents = [(value, copy(value)) for value in values]
     try:
-        yield
+        with preserve_attributes(owners):
+            yield
     finally:
-        for item, attributes in saved:
-            for name in _plain_attributes(item).keys() - attributes.keys():
-                delattr(item, name)
-            vars(item).update(attributes)
         for value, content in contents:
             value.clear()
             value.extend(content) if isinstance(value, list) else value.update(content)
-
-
-def _plain_attributes(item: Any) -> dict[str, Any]:
-    return module_attributes(item) if isinstance(item, nn.Module) else dict(vars(item))
 
 
 class RowwiseLossCheck:
@@ -219,7 +209,7 @@ class RowwiseLossCheck:
             self.is_done = True
             half = 2 if num_rows > 3 else 1
             device = next(iter(tensors(output))).device
-            with preserve_generator_state(device), preserve_attributes(self._loss_fn):
+            with preserve_generator_state(device), _preserve_loss(self._loss_fn):
                 first, second = self._copy_first_rows((output, target), num_rows, (half, half))
                 (both,) = self._copy_first_rows((output, target), num_rows, (2 * half,))
                 repeated = map_tensors(Tensor.clone, first)

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.batch.pieces import Layout
 from penstock.engine.observers import ObservedStep, Observer, StepFunctions
 from penstock.errors import MismatchError
+from penstock.guards import preserve_attributes
 from penstock.randomness import GeneratorAccess, default_generator, list_generators, use_generator_states
 from penstock.schedule.table import Action, Kind
 from penstock.stage.attention import AttentionContext, attend, attention_context
@@ -389,20 +390,19 @@ class _TorchAttentionWatch(TorchFunctionMode):
 def _unchanged_state(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Run a stage inside, uncompiled. Afterwards its buffers, its modules' attributes and all generators are as before."""
     buffers = [(slot, slot.tensor.clone()) for slot in buffer_slots(module)]
-    attributes = [(layer, dict(vars(layer))) for layer in module.modules()]
     generator = default_generator(device)
     generators = [*list_generators(module), GeneratorAccess(generator.get_state, generator.set_state)]
     states = [access.read() for access in generators]
 
-    with torch.no_grad(), _without_autocast_cache(device), _uncompiled(module), replace_temporarily(buffers):
-        try:
-            with use_generator_states(generators, states):
-                yield
-        finally:
-            for layer, saved in attributes:
-                for name in vars(layer).keys() - saved.keys():
-                    delattr(layer, name)
-                vars(layer).update(saved)
+    with (
+        preserve_attributes(module.modules()),
+        torch.no_grad(),
+        _without_autocast_cache(device),
+        _uncompiled(module),
+        replace_temporarily(buffers),
+        use_generator_states(generators, states),
+    ):
+        yield
 
 
 def _without_autocast_cache(device: torch.device) -> AbstractContextManager[Any]:

@@ -57,6 +57,7 @@ class _Parser:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
+        """Run all operations. Return what is on top of the stack at the end."""
         data, operations, stack, memo = self._data, _OPERATIONS, self._stack, self._memo
         while self._position < len(data):
             code = data[self._position]
@@ -150,6 +151,7 @@ class _Parser:
         self._stack.append(Name(name))
 
     def name_in_lines(self) -> None:
+        """Push the name whose module and attribute are the next two lines."""
         lines = []
         for _ in range(2):
             end = self._data.find(b"\n", self._position)

@@ -313,7 +313,7 @@ class Both(PipelineTrainerMixin, Mine):
 args = arguments(sys.argv[1], TrainingArguments, max_steps=2)
 trainer = Both(model("perceptron"), args, train_dataset=rows("perceptron"), data_collator=collate)
 trainer.train()
-print("rank", trainer.pipeline.topology.rank, "calls", len(calls))
+print(f"rank {trainer.pipeline.topology.rank} calls {len(calls)}")
 """
 
 

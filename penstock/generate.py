@@ -156,7 +156,7 @@ class TextGeneration:
 
         # 2. The forwards.
         slices = engine.schedule.slices if self._cuts_prompt and self._uses_cache and num_inputs > 1 else 1
-        layout = engine.layout._replace(sequence_dim=1 - self.rows_dim)
+        layout = engine.layout._replace(sequence_dim=1 - self.rows_dim, rows_per_sample=1)
         reader = replace(engine.reader, layout=layout, token_parts=slices)
         self._batch = reader.read(Call("generate()", False, (tokens,), self._model_kwargs(num_inputs)))
         self._slice_lengths = token_lengths(slices, num_inputs)

@@ -133,6 +133,8 @@ class Pipeline(ModuleMisuseHints):
     reduction
         What `loss_fn` returns: `"mean"`, or `"sum"` over the rows. For a sum, the losses of all microbatches and replicas are
         added. See docs/howto/loss.md.
+    rows_per_sample
+        How many rows, one after the other, are one sample, and stay in one microbatch: 2 for pairs of (chosen, rejected).
 
     Once built, its options cannot be set: `pipe.schedule = ..` raises AttributeError. `step_count` can.
 
@@ -165,6 +167,7 @@ class Pipeline(ModuleMisuseHints):
         sequence_dim: int = 1,
         slices: int | Sequence[int] = 1,
         reduction: Reduction = "mean",
+        rows_per_sample: int = 1,
         **options: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "model")}

@@ -42,6 +42,7 @@ class Layout(NamedTuple):
     rows_dim: int = 0
     sequence_dim: int = 1
     device: torch.device | None = None
+    rows_per_sample: int = 1  # rows that stay together
 
 
 class Microbatches(NamedTuple):
@@ -65,27 +66,29 @@ class Shape(NamedTuple):
 def split_rows(batch: Any, what: str, microbatches: int, layout: Layout) -> Microbatches:
     """Split `batch`, any tree of tensors, into at most this many microbatches, none of them empty.
 
-    Raises MismatchError if it has no rows, or tensors that differ in rows or cannot be split.
+    Raises MismatchError if it has no rows, no whole samples, or tensors that differ in rows or cannot be split.
     """
-    sizes = nonempty_split_sizes(batch, what, microbatches, layout.rows_dim)
+    sizes = nonempty_split_sizes(batch, what, microbatches, layout.rows_dim, layout.rows_per_sample)
     return Microbatches(split(batch, sizes, layout.device, layout.rows_dim), sizes)
 
 
 def take_entries(entries: Sequence[Any], name: str, layout: Layout) -> Microbatches:
     """Return the entries of a list, unsplit. Their rows are None where they have none, or tensors that differ in them.
 
-    Raises MismatchError for an entry without any row, and for tensors that have none by their kind.
+    Raises MismatchError for an entry without any row or whole samples, and for tensors that have none by their kind.
     """
-    rows = [_count_entry_rows(entry, f"{name} {index}", layout.rows_dim) for index, entry in enumerate(entries)]
+    rows = [_count_entry_rows(entry, f"{name} {index}", layout) for index, entry in enumerate(entries)]
     return Microbatches([_copy_whole(entry, layout) for entry in entries], rows)
 
 
-def _count_entry_rows(entry: Any, what: str, rows_dim: int) -> int | None:
+def _count_entry_rows(entry: Any, what: str, layout: Layout) -> int | None:
     check_dense(entry, what)
-    sizes = _leaf_rows(entry, rows_dim)
+    sizes = _leaf_rows(entry, layout.rows_dim)
     if sizes == {0}:
         raise _no_rows_error(entry, what)
-    return sizes.pop() if len(sizes) == 1 and WITHOUT_ROWS_DIM not in sizes else None
+    if len(sizes) > 1 or WITHOUT_ROWS_DIM in sizes:
+        return None
+    return next((rows for rows in sizes if _count_samples(rows, what, layout.rows_per_sample)), None)
 
 
 def _copy_whole(entry: Any, layout: Layout) -> Any:
@@ -98,15 +101,25 @@ def split_sizes(rows: int, microbatches: int) -> list[int]:
     return [rows // microbatches + (microbatch < rows % microbatches) for microbatch in range(microbatches)]
 
 
-def nonempty_split_sizes(batch: Any, what: str, microbatches: int, rows_dim: int = 0) -> list[int]:
-    """Return the rows of each of at most this many microbatches, none of them empty.
+def nonempty_split_sizes(batch: Any, what: str, microbatches: int, rows_dim: int = 0, rows_per_sample: int = 1) -> list[int]:
+    """Return the rows of each of at most this many microbatches, none of them empty: whole samples.
 
-    Raises MismatchError if `batch` has no rows to split.
+    Raises MismatchError if `batch` has no rows to split, or no whole samples.
     """
     num_rows = count_rows(batch, what, rows_dim)
     if not num_rows:
         raise _no_rows_error(batch, what)
-    return split_sizes(num_rows, min(num_rows, microbatches))
+    samples = _count_samples(num_rows, what, rows_per_sample)
+    return [size * rows_per_sample for size in split_sizes(samples, min(samples, microbatches))]
+
+
+def _count_samples(num_rows: int, what: str, rows_per_sample: int) -> int:
+    if num_rows % rows_per_sample:
+        raise MismatchError(
+            f"{what} has {num_rows} rows, which are no whole samples of {rows_per_sample} rows (rows_per_sample="
+            f"{rows_per_sample}): give a multiple of {rows_per_sample}, the rows of a sample one after the other"
+        )
+    return num_rows // rows_per_sample
 
 
 def _no_rows_error(batch: Any, what: str) -> MismatchError:

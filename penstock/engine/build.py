@@ -82,7 +82,7 @@ class PipelineConfig(NamedTuple):
     @property
     def equal_options(self) -> dict[str, Any]:
         """The options that must be equal on all ranks, besides those that the schedule and the model say themselves."""
-        names = ("seed", "reduction", "data_parallel", "tensor_parallel", "on_nonfinite", "sequence_dim")
+        names = ("seed", "reduction", "data_parallel", "tensor_parallel", "on_nonfinite", "sequence_dim", "rows_per_sample")
         options = {name: getattr(self.arguments, name) for name in names}
         return options | {"rows_dim": self.rows_dim, "slices": self.slices}
 
@@ -133,6 +133,8 @@ def parse_arguments(
 
     if not is_whole_number(config.sequence_dim, 0):
         raise MismatchError(f"sequence_dim is the dimension that has the tokens, 0 or more, not {config.sequence_dim!r}")
+    if not is_whole_number(config.rows_per_sample, 1):
+        raise MismatchError(f"rows_per_sample is how many rows stay together, 1 or more, not {config.rows_per_sample!r}")
     if cut_context is not None and isinstance(model, nn.Module) and (config.example_args or config.example_kwargs):
         config.example_kwargs = _example_with_position_ids(model, config)
 
@@ -337,7 +339,7 @@ def build_engine(
     reader = CallReader(
         position,
         table,
-        Layout(config.rows_dim, arguments.sequence_dim, position.pipeline.device),
+        Layout(config.rows_dim, arguments.sequence_dim, position.pipeline.device, arguments.rows_per_sample),
         position.cp_size if position.cp_size > 1 else config.slices,
         arguments.seed,
         arguments.loss_fn is not None,

@@ -36,11 +36,12 @@ class LossChecks(Observer):
         rows_dim: int,
         tokens_dim: int | None = None,
         parts: int | Sequence[int] = 1,
+        rows_per_sample: int = 1,
     ) -> None:
         if loss_weight is None:
             warn_of_inner_reduction(loss_fn, reduction)
         weighs_by_rows = loss_weight is None and reduction == "mean"
-        checks = [UnequalWeightsCheck(loss_fn, microbatches, rows_dim)]
+        checks = [UnequalWeightsCheck(loss_fn, microbatches, rows_dim, rows_per_sample=rows_per_sample)]
         if tokens_dim is not None:
             checks.append(UnequalWeightsCheck(loss_fn, parts, tokens_dim, "parts of the sequences", "tokens"))
         self._unequal_weights = checks if weighs_by_rows else []
@@ -48,7 +49,7 @@ class LossChecks(Observer):
         if tokens_dim is not None:  # tokens are cut
             self.rowwise_check = RowwiseLossCheck(loss_fn, reduction, loss_weight, tokens_dim, "tokens")
         elif microbatches > 1:
-            self.rowwise_check = RowwiseLossCheck(loss_fn, reduction, loss_weight, rows_dim)
+            self.rowwise_check = RowwiseLossCheck(loss_fn, reduction, loss_weight, rows_dim, "rows", rows_per_sample)
 
     def start(self, step: ObservedStep) -> Sequence[float]:
         """Have the loss probed in a training step."""
@@ -77,14 +78,20 @@ class UnequalWeightsCheck:
     """
 
     def __init__(
-        self, loss_fn: Any, microbatches: int | Sequence[int], rows_dim: int = 0, what: str = "microbatches", unit: str = "rows"
+        self,
+        loss_fn: Any,
+        microbatches: int | Sequence[int],
+        rows_dim: int = 0,
+        what: str = "microbatches",
+        unit: str = "rows",
+        rows_per_sample: int = 1,
     ) -> None:
         self._what, self._unit = what, unit
         parts = list(loss_components(loss_fn))
         indices = (part.ignore_index for part in parts if part.ignore_index is not None)
         self._ignore_index = next(indices, DEFAULT_IGNORE_INDEX)
         self._class_weight = next((part.class_weight for part in parts if part.class_weight is not None), None)
-        self._microbatches, self._rows_dim = microbatches, rows_dim
+        self._microbatches, self._rows_dim, self._rows_per_sample = microbatches, rows_dim, rows_per_sample
         self._num_steps, self._has_warned = 0, False
 
     def check_target(self, target: Any, is_list: bool = False) -> bool:
@@ -115,8 +122,8 @@ class UnequalWeightsCheck:
         if is_list:
             sizes = [count_rows(entry, rows_dim=self._rows_dim) or 0 for entry in target]
             return sizes, list(zip(*map(leaves, target), strict=False))
-        parts = self._microbatches
-        sizes = nonempty_split_sizes(target, "the target", parts, self._rows_dim) if isinstance(parts, int) else list(parts)
+        parts, rows = self._microbatches, (self._rows_dim, self._rows_per_sample)
+        sizes = nonempty_split_sizes(target, "the target", parts, *rows) if isinstance(parts, int) else list(parts)
         return sizes, [
             split(leaf, sizes, rows_dim=self._rows_dim)
             for leaf in leaves(target)
@@ -166,7 +173,7 @@ def _preserve_loss(loss_fn: Any) -> Iterator[None]:
 class RowwiseLossCheck:
     """Warns, once, if the loss is not the mean or sum of the losses of its rows: then splitting the batch changes it.
 
-    In the first step whose microbatch 0 has two rows or more, it calls the loss on a few of them, together and in two halves.
+    In the first step whose microbatch 0 has two samples or more, it calls the loss on a few, together and in two halves.
     A loss that draws random numbers, or has buffers, is not checked. Attributes that it changes are restored.
     `unit`: what lies along `rows_dim`, where tokens are cut.
     """
@@ -178,8 +185,9 @@ class RowwiseLossCheck:
         loss_weight: Callable[[Any], Any] | None,
         rows_dim: int,
         unit: str = "rows",
+        rows_per_sample: int = 1,
     ) -> None:
-        self._unit = unit
+        self._unit, self._rows_per_sample = unit, rows_per_sample
         self._loss_fn, self._reduction, self._loss_weight, self._rows_dim = loss_fn, reduction, loss_weight, rows_dim
         self.is_done = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.buffers())
         self._half_rows = 0
@@ -204,10 +212,11 @@ class RowwiseLossCheck:
             return
         with suppress(Exception), torch.no_grad():  # a loss may fail on another number of rows
             num_rows = count_rows(target, rows_dim=self._rows_dim)
-            if num_rows is None or num_rows < 2 or count_rows(output, rows_dim=self._rows_dim) != num_rows:
+            samples = (num_rows or 0) // self._rows_per_sample
+            if num_rows is None or samples < 2 or count_rows(output, rows_dim=self._rows_dim) != num_rows:
                 return
             self.is_done = True
-            half = 2 if num_rows > 3 else 1
+            half = (2 if samples > 3 else 1) * self._rows_per_sample
             device = next(iter(tensors(output))).device
             with preserve_generator_state(device), _preserve_loss(self._loss_fn):
                 first, second = self._copy_first_rows((output, target), num_rows, (half, half))

@@ -86,7 +86,8 @@ def _make_loss_checks(engine: Engine, config: PipelineConfig) -> LossChecks | No
         return None
     tokens_dim = arguments.sequence_dim if config.cut_context is not None else None
     loss = arguments.loss_fn, arguments.reduction, arguments.loss_weight
-    checks = LossChecks(*loss, engine.schedule.microbatches, config.rows_dim, tokens_dim, engine.reader.token_parts)
+    parts = tokens_dim, engine.reader.token_parts, arguments.rows_per_sample
+    checks = LossChecks(*loss, engine.schedule.microbatches, config.rows_dim, *parts)
     checks.stage = engine.stages[last_stage]
     return checks
 

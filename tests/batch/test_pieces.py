@@ -18,6 +18,7 @@ from penstock.batch.pieces import (
     join,
     loss_shares,
     microbatch_weights,
+    nonempty_split_sizes,
     split,
     split_sizes,
 )
@@ -52,6 +53,20 @@ SIZES = [
 @pytest.mark.parametrize(("count", "pieces", "expected"), SIZES)
 def test_pieces_are_as_equal_as_can_be_the_larger_first(count, pieces, expected):
     assert split_sizes(count, pieces) == expected
+
+
+SAMPLES = [
+    # rows samples' rows  microbatches  rows of each
+    (20,   2,             4,            [6, 6, 4, 4]),
+    (6,    2,             4,            [2, 2, 2]),
+    (6,    3,             1,            [6]),
+    (5,    1,             2,            [3, 2]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "rows_per_sample", "microbatches", "expected"), SAMPLES)
+def test_a_batch_is_cut_between_samples(rows, rows_per_sample, microbatches, expected):
+    assert nonempty_split_sizes(torch.zeros(rows), "the batch", microbatches, 0, rows_per_sample) == expected
 
 
 @given(st.integers(0, 300), st.integers(1, 40))

@@ -26,6 +26,7 @@ from torch._guards import detect_fake_mode
 from torch._ops import OpOverload as OpOverload  # the class of a dispatched operation
 from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.autograd.variable import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import _rendezvous_handlers
 from torch.nn.modules.conv import _ConvNd
@@ -225,6 +226,11 @@ def foreach_add(sums: list[Tensor], terms: list[Tensor]) -> None:
         torch._foreach_add_(sums, terms)
 
 
+def foreach_multiply(tensors: list[Tensor], factors: list[float]) -> list[Tensor]:
+    """Return each tensor times its factor, bit for bit as `*`; in one call."""
+    return list(torch._foreach_mul(tensors, factors))
+
+
 def safe_softmax(scores: Tensor, dim: int) -> Tensor:
     """Return `torch.softmax`, but 0 where all scores are -inf, as in `scaled_dot_product_attention`."""
     return torch._safe_softmax(scores, dim)
@@ -243,12 +249,19 @@ def causal_bias(queries: int, keys: int) -> Tensor:
 # DisableTorchFunction: nor that of a mode.
 
 
+_AUTOGRAD_LOG = logging.getLogger("torch.autograd.graph")
+
+
 def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> None:
     """Run `torch.autograd.backward(edges, gradients)` without its checks of shapes, which the caller has made.
 
     For a small stage these checks take as long as the backward. They also import sympy, which takes half a second.
     """
-    _engine_run_backward(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    # On a CPU the backward runs in this thread, so the compiler's configuration need not be stored for threads of devices.
+    on_cpu = all(gradient is not None and gradient.is_cpu for gradient in gradients)
+    logs_graph = _AUTOGRAD_LOG.isEnabledFor(logging.DEBUG)
+    run = Variable._execution_engine.run_backward if on_cpu and not logs_graph else _engine_run_backward
+    run(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

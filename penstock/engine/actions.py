@@ -55,6 +55,7 @@ class StepActions:
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}  # if the call wants them
         self.auxiliary_losses: list[tuple[int, Tensor]] = []
+        self._seeds: dict[Any, Tensor] = {}  # of backwards, by weight and kind of loss
 
     @property
     def functions(self) -> ActionFunctions:
@@ -147,7 +148,7 @@ class StepActions:
         stage, weight = self.stages[action.stage], self.agreed.pieces[number].share * self.grad_scale
 
         if action.stage == self.last_stage:  # the only place where gradients are scaled
-            seed = torch.full_like(self.losses[number], weight)
+            seed = self._seed(self.losses[number], weight)
             gradients: Sequence[Tensor | None] = [seed for _ in stage.in_flight[number].edges]  # none if everything is frozen
         else:
             gradients = flatten_gradients(values)
@@ -157,6 +158,13 @@ class StepActions:
             message[0] if len(message) == 1 and message[0] is not None else message
             for message in stage.backward(number, gradients, action in self.agreed.program.last_backwards, weight)
         ]
+
+    def _seed(self, loss: Tensor, weight: float) -> Tensor:
+        """Return the gradient of a loss: `weight`, in its shape. Losses of one weight and kind share it, most are equal."""
+        kind = weight, loss.dtype, loss.shape, loss.device
+        if kind not in self._seeds:
+            self._seeds[kind] = torch.full_like(loss, weight)
+        return self._seeds[kind]
 
     def backward_weight(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Add the weights' gradients that the microbatch's I has left."""

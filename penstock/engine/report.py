@@ -15,6 +15,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.engine.clock import ActionClock
 from penstock.mesh.position import MeshPosition
 from penstock.schedule.table import Action
+from penstock.torch_private import foreach_multiply
 
 NO_LOSS = -1  # in place of a dtype
 LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -149,9 +150,10 @@ def _microbatch_loss(rank_losses: Sequence[MicrobatchLosses], number: int) -> fl
 
 def local_loss_and_dtype(losses: Mapping[int, Tensor], pieces: Sequence[Piece], order: Sequence[int]) -> tuple[float, int]:
     """Return what this rank's pieces add to the loss, in this `order`, and the index of its dtype; (0, NO_LOSS) without any."""
-    terms = [losses[number] * pieces[number].share for number in order if number in losses]
-    if not terms:
+    numbers = [number for number in order if number in losses]
+    if not numbers:
         return 0.0, NO_LOSS
+    terms = foreach_multiply([losses[number] for number in numbers], [pieces[number].share for number in numbers])
     loss = sum(terms[1:], terms[0])
     return loss.item(), LOSS_DTYPES.index(loss.dtype) if loss.dtype in LOSS_DTYPES else NO_LOSS
 

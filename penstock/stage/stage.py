@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,8 @@ from penstock.torch_private import buffer_slots, run_backward, shares_memory, st
 from penstock.trees import map_tensors, tensors
 
 
-class InFlightMicrobatch(NamedTuple):
+@dataclass(slots=True)
+class InFlightMicrobatch:
     """What a microbatch or slice keeps from its forward to its backward, besides the tensors that autograd saves."""
 
     received: ReceivedInputs
@@ -242,8 +244,8 @@ class Stage:
                     "loss_fn returned a loss without a graph (detached, made of numbers, or under no_grad): compute it from "
                     "the output, or nothing is learned"
                 )
-            edges, graph_ends = self._graph_outputs([loss])
-            self.in_flight[microbatch] = self.in_flight[microbatch]._replace(edges=edges, graph_ends=graph_ends)
+            in_flight = self.in_flight[microbatch]
+            in_flight.edges, in_flight.graph_ends = self._graph_outputs([loss])
         return loss.detach()
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -258,7 +260,8 @@ class Stage:
         `is_last`: with this backward the weights' gradients of this step are complete.
         `auxiliary_weight`: the gradient of the microbatch's auxiliary losses.
         """
-        received, edges, graph_ends, auxiliary, deferred, attention, slice_ = self.in_flight.pop(microbatch)
+        in_flight = self.in_flight.pop(microbatch)
+        received, edges, deferred, attention = in_flight.received, in_flight.edges, in_flight.deferred, in_flight.attention
         if deferred is not None:
             deferred.check_no_inner_backward()
             self._deferred[microbatch] = deferred
@@ -268,16 +271,16 @@ class Stage:
                 "stages share on all ranks that have it"
             )
 
-        from_later_slices = () if attention is None else attention.begin_backward(slice_)
-        if auxiliary or from_later_slices or len(gradients) != 1 or gradients[0] is None:  # not in the common case
+        from_later_slices = () if attention is None else attention.begin_backward(in_flight.slice)
+        if in_flight.auxiliary or from_later_slices or len(gradients) != 1 or gradients[0] is None:  # not in the common case
             pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
-            pairs += [(edge, torch.full_like(loss, auxiliary_weight)) for edge, loss in auxiliary]
+            pairs += [(edge, torch.full_like(loss, auxiliary_weight)) for edge, loss in in_flight.auxiliary]
             pairs += from_later_slices
             edges, gradients = tuple(edge for edge, _ in pairs), [gradient for _, gradient in pairs]
 
         with self._outside_autocast, _NOTHING if attention is None else attention_context(attention):
             if is_last:
-                self.replication.before_last_backward(graph_ends)
+                self.replication.before_last_backward(in_flight.graph_ends)
             if edges:
                 with _parameter_replacement(deferred, received):
                     run_backward(edges, gradients)

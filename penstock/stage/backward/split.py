@@ -50,6 +50,7 @@ class BackwardSplitter:
         self.autocast_cache: AutocastCache = {}  # of this step
         self.has_tied_parameters = False  # whether a parameter has several places in the module
         self._shared = {id(parameter) for parameter in shared}
+        self._unread_slots: Sequence[ParameterSlot] | None = None  # all of this step, until a backward is split
         self._slots: list[ParameterSlot] = []
         self._slot_keys: list[Any] = []
         self._free: list[DeferredGradients] = []  # with stand-ins, for the next microbatches
@@ -61,10 +62,14 @@ class BackwardSplitter:
         """Read all parameters of the module anew: since the last step they may have been frozen, replaced or moved."""
         self.autocast_cache.clear()
         self.has_tied_parameters = any(len(slot.places) > 1 for slot in slots)
+        self._unread_slots = slots
 
-        compiled = [
-            module for module in self.module.modules() if is_compiled(module)
-        ]  # its code reads the parameters themselves
+    def _read_slots(self, slots: Sequence[ParameterSlot]) -> None:
+        """Find which parameters get stand-ins, before the first backward of this step that is split."""
+        self._unread_slots = None
+
+        # The code of a compiled module reads the parameters themselves.
+        compiled = [module for module in self.module.modules() if is_compiled(module)]
         excluded = self._shared.union(id(parameter) for module in compiled for parameter in module.parameters())
         trained = [slot for slot in slots if type(slot.parameter) is nn.Parameter and slot.parameter.requires_grad]
         included = [slot for slot in trained if id(slot.parameter) not in excluded]
@@ -78,6 +83,8 @@ class BackwardSplitter:
 
     def begin_microbatch(self) -> DeferredGradients | None:
         """Return stand-ins for a microbatch's forward, `I` and `W`; None if nothing is to be deferred."""
+        if self._unread_slots is not None:
+            self._read_slots(self._unread_slots)
         if self._free or not self._deferred:
             return self._free.pop() if self._free else None
         standins = {index: make_standin(self._slots[index].parameter, index) for index in self._deferred}

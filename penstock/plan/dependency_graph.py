@@ -42,7 +42,7 @@ def dependency_graph(table: Table) -> DependencyGraph:
 
     def remote_inputs(kind: Kind, stage: int) -> list[list[int]]:
         """Return the lists that have the nodes of what a stage needs from other ranks."""
-        needed = [action for action, *_ in dependencies(Action(kind, stage, 0), len(home))]
+        needed = [action for action, *_ in dependencies(Action(kind, stage, 0), table.chains)]
         return [makers[action.kind][action.stage] for action in needed if home[action.stage] != home[stage]]
 
     inputs_by_kind = {kind: [remote_inputs(kind, stage) for stage in range(len(home))] for kind in Kind}

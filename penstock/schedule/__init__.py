@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.timing.list_schedule import RankProgress, list_schedule
     from penstock.timing.measurement import Measurement
     from penstock.timing.simulate import Costs, averaging_end_time, simulate
+    from penstock.timing.teacher import with_teacher
     from penstock.timing.timeline import Timeline
 
 __all__ = [
@@ -45,7 +46,7 @@ __all__ = [
     "MeasuredTimeline", "Measurement", "MessageCost", "Program", "ProgramLine", "Proof", "RankProgress", "Schedule",
     "ScheduleError", "Script", "Skip", "Table", "Timeline", "Transfer", "averaging_end_time", "build", "explain", "from_rows",
     "list_schedule", "lower", "names", "prove", "script_from_compute_comms_csv", "script_from_compute_comms_rows", "search",
-    "simulate", "verify",
+    "simulate", "verify", "with_teacher",
 ]  # fmt: skip
 
 _NAMES_OF_MODULE = {
@@ -65,6 +66,7 @@ _NAMES_OF_MODULE = {
     "penstock.timing.list_schedule": ("RankProgress", "list_schedule"),
     "penstock.timing.measurement": ("Measurement",),
     "penstock.timing.simulate": ("Costs", "averaging_end_time", "simulate"),
+    "penstock.timing.teacher": ("with_teacher",),
     "penstock.timing.timeline": ("Timeline",),
 }
 

@@ -15,11 +15,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.table import Action, Cell, Kind, Skip, Table, pause_garbage_collection, receiving_stages
+from penstock.schedule.table import Action, Cell, Kind, Skip, Table, pause_garbage_collection, receiving_stages, sending_stages
 
 RECEIVES_AHEAD = 2  # receives of a channel: one that is waited for, one that travels while the rank computes
 
@@ -101,7 +100,7 @@ class Program:
     def links(self) -> list[tuple[int, int]]:
         """The channels that the table may need, as (source, destination): both directions of ranks that exchange something."""
         home = self.schedule.placement
-        pairs = [(home[start], home[end]) for start, end in (*pairwise(range(self.schedule.num_stages)), *self.skips)]
+        pairs = [(home[start], home[end]) for start, end in self.schedule.chains.links(self.skips)]
         return sorted({ends for pair in pairs for ends in (pair, pair[::-1]) if ends[0] != ends[1]})
 
     @cached_property
@@ -155,8 +154,8 @@ class TransferTable:
         # (stage, receiving stage) -> microbatch + M x slice -> transfer
         self.by_stages: dict[tuple[int, int], dict[int, Transfer]] = defaultdict(dict)
         self._microbatches = schedule.microbatches
-        links, receivers = self.by_stages, receiving_stages(schedule.num_stages, skips)
-        senders = {Kind.F: receivers[Kind.B], Kind.B: receivers[Kind.F], Kind.I: receivers[Kind.F], Kind.W: receivers[Kind.W]}
+        links, receivers = self.by_stages, receiving_stages(schedule.chains, skips)
+        senders = sending_stages(schedule.chains, skips)
         self._makes = {kind: [[(to, links[s, to]) for to in ends] for s, ends in enumerate(receivers[kind])] for kind in Kind}
         self._needs = {kind: [[links[start, s] for start in starts] for s, starts in enumerate(senders[kind])] for kind in Kind}
         for source in sources:

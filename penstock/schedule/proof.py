@@ -36,6 +36,7 @@ from penstock.schedule.table import (
     dependencies,
     pause_garbage_collection,
     receiving_stages,
+    sending_stages,
 )
 
 SEND_MODES = ("async", "blocking")
@@ -102,7 +103,7 @@ def verify(
         if value not in choices:
             raise ScheduleError(f"{name}={value!r}: use {' or '.join(map(repr, choices))}")
     check_table(schedule)
-    peaks = peaks_in_flight(map(schedule.cells, range(schedule.ranks)), schedule.slices)
+    peaks = peaks_in_flight(_trained_rows(schedule), schedule.slices)
     _check_memory(schedule, peaks, max_in_flight)
     check_skips(skips, schedule.num_stages)
     program = lower(schedule, RECEIVES_AHEAD if (sends, channels) == ("async", "directed") else 0, skips)
@@ -112,11 +113,23 @@ def verify(
     return Proof(schedule.name, *size, actions, _count_transfers(schedule, skips), peaks, sends, channels, program)
 
 
+def _trained_rows(schedule: Table) -> Iterator[Iterable[Cell]]:
+    """Yield each rank's cells without those of stages that keep nothing for a backward."""
+    frozen = schedule.chains.forward_only
+    for rank in range(schedule.ranks):
+        yield (
+            schedule.cells(rank)
+            if not frozen
+            else [cell for cell in schedule.cells(rank) if not isinstance(cell, Action) or cell.stage not in frozen]
+        )
+
+
 def _count_transfers(schedule: Table, skips: Collection[Skip]) -> int:
     """Return the transfers between ranks of a complete table: an output and a gradient for each microbatch and slice."""
     home = schedule.placement
-    borders = [1 for start, end in {*pairwise(range(schedule.num_stages)), *skips} if home[start] != home[end]]
-    return 2 * len(borders) * schedule.microbatches * schedule.slices
+    receivers = receiving_stages(schedule.chains, skips)
+    ends = [(home[stage], home[to]) for kind in (Kind.F, Kind.B) for stage in range(len(home)) for to in receivers[kind][stage]]
+    return sum(source != destination for source, destination in ends) * schedule.microbatches * schedule.slices
 
 
 def _check_memory(schedule: Table, peaks: Sequence[float], bound: float | Sequence[float] | None) -> None:
@@ -195,11 +208,11 @@ def runs_to_end(table: Table, skips: Collection[Skip] = ()) -> bool:
 def _result_offsets(table: Table, skips: Collection[Skip]) -> tuple[dict[Kind, list[list[int]]], dict[Kind, list[int]]]:
     """Return, for each kind and stage, the offsets of the results that an action needs, and the offset of what it makes."""
     parts, stages = table.microbatches * table.slices, range(table.num_stages)
-    receivers = receiving_stages(table.num_stages, skips)
+    senders = sending_stages(table.chains, skips)
     forward, backward = ([(first + stage) * parts for stage in stages] for first in (0, table.num_stages))
-    of_backward = [[forward[stage], *(backward[later] for later in receivers[Kind.F][stage])] for stage in stages]
+    of_backward = [[forward[stage], *(backward[later] for later in senders[Kind.B][stage])] for stage in stages]
     inputs = {
-        Kind.F: [[forward[earlier] for earlier in receivers[Kind.B][stage]] for stage in stages],
+        Kind.F: [[forward[earlier] for earlier in senders[Kind.F][stage]] for stage in stages],
         Kind.B: of_backward,
         Kind.I: of_backward,
         Kind.W: [[backward[stage]] for stage in stages],
@@ -214,7 +227,7 @@ def _check_local_order(table: Table) -> None:
         for cell in table.cells(rank):
             members = actions_of(cell)
             for action in members:
-                for options in dependencies(action, table.num_stages, slices=table.slices):
+                for options in dependencies(action, table.chains, slices=table.slices):
                     if done.isdisjoint(options) and options[0].stage in stages:
                         maker = next((option for option in options if option in row), options[0])
                         problem = f"{action} before {maker}, which it needs"
@@ -317,7 +330,8 @@ class _ProofExecution:
 
 def check_table(table: Table) -> None:
     """Raise ScheduleError unless every action and every pair is well formed and in its place, and none is missing."""
-    wrong = next(chain(_unknown_or_misplaced_action_errors(table), _completeness_errors(table), _overlap_errors(table)), None)
+    errors = _unknown_or_misplaced_action_errors, _chain_errors, _completeness_errors, _overlap_errors
+    wrong = next(chain.from_iterable(errors_of(table) for errors_of in errors), None)
     if wrong is not None:
         raise ScheduleError(wrong)
 
@@ -343,8 +357,37 @@ def _unknown_or_misplaced_action_errors(table: Table) -> Iterator[str]:
                 yield f"a stage is on one rank: stage {stage} is on rank {placement[stage]}, and rank {rank} has {action}"
 
 
+def _chain_errors(table: Table) -> Iterator[str]:
+    """Yield an error for a teacher that does not end where the loss is, and for a frozen stage that a gradient passes."""
+    placement, trained, name = table.placement, table.num_trained_stages, table.name
+    if not 0 < trained <= table.num_stages or (table.teacher is not None and trained == table.num_stages):
+        yield f"{name} has a teacher from stage {table.teacher} on, and stages 0 to {table.num_stages - 1}, the model's first"
+    elif placement[-1] != placement[trained - 1]:
+        yield (
+            f"the teacher's last stage {table.num_stages - 1} is on rank {placement[-1]}, but the loss, which takes its "
+            f"output, is on rank {placement[trained - 1]}, with stage {trained - 1}: place both on one rank"
+        )
+    if table.teacher is not None and table.slices > 1:
+        yield f"{name} has {table.slices} slices and a teacher, whose tokens are not cut: use slices=1"
+    for stage in sorted(table.forward_only):
+        if not 0 <= stage < trained - 1:
+            yield f"{name} has stage {stage} as a frozen one: only stages before the last, {trained - 1}, can be frozen"
+        elif stage and stage - 1 not in table.forward_only:
+            yield (
+                f"stage {stage} of {name} owes no backward, but stage {stage - 1} needs a gradient from it: only the first "
+                "stages can be frozen"
+            )
+    for rank, row in enumerate(table.actions):
+        for action in row:
+            if action.kind is not Kind.F and action.stage in table.chains.forward_only:
+                yield f"rank {rank} has {action}, but stage {action.stage} is frozen: it has F only"
+
+
 def _completeness_errors(table: Table) -> Iterator[str]:
-    """Yield an error unless every (stage, microbatch, slice) has its F once, and its B once or its I and W once."""
+    """Yield an error unless every (stage, microbatch, slice) has its F once, and its B once or its I and W once.
+
+    Frozen stages have F only.
+    """
     parts = [{kind: set[int]() for kind in Kind} for _ in table.placement]  # stage, kind -> microbatch x K + slice
     slices = table.slices
     for row in table.actions:
@@ -363,6 +406,10 @@ def _completeness_errors(table: Table) -> Iterator[str]:
 def _missing_actions(stage: int, slices_by_kind: dict[Kind, set[int]], table: Table) -> Iterator[Action]:
     """Yield the actions that `stage` lacks. Raises ScheduleError for a backward that is there both in full and in halves."""
     forwards, full, inputs, weights = (slices_by_kind[kind] for kind in Kind)
+    if stage in table.chains.forward_only:
+        missing = set(range(table.microbatches * table.slices)) - forwards
+        yield from (Action(Kind.F, stage, *divmod(part, table.slices)) for part in sorted(missing))
+        return
     for part in sorted(full & (inputs | weights)):
         kinds = Kind.B, Kind.I if part in inputs else Kind.W
         full_backward, half = (Action(kind, stage, *divmod(part, table.slices)) for kind in kinds)

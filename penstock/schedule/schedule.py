@@ -9,7 +9,7 @@ from os import PathLike
 
 from penstock.errors import ScheduleError
 from penstock.schedule.proof import verify
-from penstock.schedule.table import PLACEMENTS, Action, Cell, Table, actions_of
+from penstock.schedule.table import AHEAD_MARK, FROZEN_MARK, PLACEMENTS, TEACHER_MARK, Action, Cell, Table, actions_of
 
 MAX_CSV_BYTES = 2**25  # of a file
 MAX_TABLE_CELLS, MAX_TABLE_ROWS = 500_000, 10_000
@@ -69,7 +69,8 @@ def parse_csv_cells(name: str, text: str) -> list[list[str]]:
 def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placement = None) -> Schedule:
     """Return a schedule with these rows; the numbers of stages, microbatches and slices follow from the actions.
 
-    `rows`: the cells of each rank: an action, a pair of actions that may overlap, or the text of either.
+    `rows`: the cells of each rank: an action, a pair of actions that may overlap, the text of either, or the mark of a stage
+    (see `Table.csv_rows`).
     `placement`: `loop`, `V`, or the rank of every stage; by default a stage is on the first rank that has an action of it.
 
     Raises ScheduleError for text that is not an action, and for a stage without actions.
@@ -77,7 +78,8 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
         >>> from_rows("mine", [["0F0", "0B0"], ["1F0", "1B0"]]).placement
         (0, 1)
     """
-    cells = [list(_parse_row(name, rank, row)) for rank, row in enumerate(rows)]
+    marks: dict[str, set[int]] = {FROZEN_MARK: set(), TEACHER_MARK: set(), AHEAD_MARK: set()}
+    cells = [list(_parse_row(name, rank, row, marks)) for rank, row in enumerate(rows)]
     table = tuple(tuple(action for cell in row for action in actions_of(cell)) for row in cells)
     overlaps = frozenset(cell for row in cells for cell in row if not isinstance(cell, Action))
     stages = 1 + max((action.stage for row in table for action in row), default=-1)
@@ -94,12 +96,31 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
         if placement not in PLACEMENTS:
             raise ScheduleError(f"unknown placement {placement!r}: use {' or '.join(PLACEMENTS)}, or the rank of every stage")
         placement = PLACEMENTS[placement](stages, len(table))
-    return Schedule(name, tuple(placement), microbatches, table, overlaps, slices)
+    teachers = marks[TEACHER_MARK] | marks[AHEAD_MARK]
+    if len(teachers) > 1:
+        raise ScheduleError(f"{name} has teachers from stages {', '.join(map(str, sorted(teachers)))} on: mark one at most")
+    return Schedule(
+        name,
+        tuple(placement),
+        microbatches,
+        table,
+        overlaps,
+        slices,
+        frozenset(marks[FROZEN_MARK]),
+        next(iter(teachers), None),
+        bool(marks[AHEAD_MARK]),
+    )
 
 
-def _parse_row(name: str, rank: int, row: Iterable[Cell | str]) -> Iterator[Cell]:
-    """Yield the cells of a rank's row. Raises ScheduleError, with row and cell, for text that is not an action."""
+def _parse_row(name: str, rank: int, row: Iterable[Cell | str], marks: dict[str, set[int]]) -> Iterator[Cell]:
+    """Yield the cells of a rank's row, and put the stages that have a mark into `marks`.
+
+    Raises ScheduleError, with row and cell, for text that is not an action.
+    """
     for number, value in enumerate(row):
+        if isinstance(value, str) and (mark := _STAGE_MARK.fullmatch(value.strip())):
+            marks[mark[2]].add(int(mark[1]))
+            continue
         try:
             yield from parse_pytorch_csv_cell(value) if isinstance(value, str) else (value,)
         except ScheduleError as error:
@@ -150,6 +171,7 @@ def _placement_from_rows(name: str, table: Sequence[Sequence[Action]], stages: i
     return [homes[stage] for stage in range(stages)]
 
 
+_STAGE_MARK = re.compile(rf"([0-9]{{1,9}})({FROZEN_MARK}|{AHEAD_MARK}|{TEACHER_MARK})")
 _OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 _SHARDING_CELL = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)[0-9]*")  # PyTorch's cells for sharded weights
 

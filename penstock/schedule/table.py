@@ -5,7 +5,7 @@ import enum
 import gc
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -85,6 +85,8 @@ class Action(NamedTuple):
         raise ScheduleError(f"cannot read {quoted} as an action: {expected}{_why_no_action(text)}")
 
 
+FROZEN_MARK, TEACHER_MARK, AHEAD_MARK = "FROZEN", "TEACHER", "TEACHER_AHEAD"  # of stages, in a CSV table
+
 OverlappedPair = tuple[Action, Action]  # two actions that may run at the same time
 Cell = Action | OverlappedPair  # one entry of a rank's row
 Skip = tuple[int, int]  # (stage, later stage that is not the next one)
@@ -100,41 +102,80 @@ def cell_text(cell: Cell) -> str:
     return str(cell) if isinstance(cell, Action) else f"{{{cell[0]} {cell[1]}}}"
 
 
-def receiving_stages(num_stages: int, skips: Collection[Skip] = ()) -> dict[Kind, list[list[int]]]:
-    """Return kind -> stage -> the stages that receive that action's result, ascending: outputs go forward, gradients back."""
-    forward, backward, nowhere = ([list[int]() for _ in range(num_stages)] for _ in range(3))
-    for start, end in sorted({*pairwise(range(num_stages)), *skips}):
+class Chains(NamedTuple):
+    """The chains that stages form: one of `num_stages` that are all trained, if nothing else is said."""
+
+    num_stages: int  # of all chains
+    forward_only: frozenset[int] = frozenset()  # stages that have F only: they owe no backward and get no gradient
+    teacher: int | None = None  # the first stage of a second, frozen model, which ends with the last stage; it reads the batch
+    ahead: bool = False  # the teacher's forwards are of the next batch; else the loss of this one waits for its outputs
+
+    def links(self, skips: Collection[Skip] = ()) -> list[Skip]:
+        """Return the (stage, receiving stage) between which outputs go forward, ascending, those to the loss last."""
+        links = sorted({*pairwise(range(self.num_stages)), *skips})
+        if self.teacher is None:
+            return links
+        links.remove((self.teacher - 1, self.teacher))
+        return links if self.ahead else [*links, (self.num_stages - 1, self.teacher - 1)]
+
+
+def receiving_stages(stages: int | Chains, skips: Collection[Skip] = ()) -> dict[Kind, list[list[int]]]:
+    """Return kind -> stage -> the stages that receive that action's result, ascending: outputs go forward, gradients back.
+
+    `stages`: their number, or the chains that they form.
+    """
+    chains = Chains(stages) if isinstance(stages, int) else stages
+    forward, backward, nowhere = ([list[int]() for _ in range(chains.num_stages)] for _ in range(3))
+    for start, end in chains.links(skips):
         forward[start].append(end)
-        backward[end].append(start)
+        if not chains.forward_only & {start, end}:
+            backward[end].append(start)
     return {Kind.F: forward, Kind.B: backward, Kind.I: backward, Kind.W: nowhere}
 
 
+def sending_stages(stages: int | Chains, skips: Collection[Skip] = ()) -> dict[Kind, list[list[int]]]:
+    """Return kind -> stage -> the stages whose results that action receives, ascending: the reverse of `receiving_stages`."""
+    senders = {}
+    for kind, receivers in receiving_stages(stages, skips).items():
+        senders[kind] = [list[int]() for _ in receivers]
+        for sender, ends in enumerate(receivers):
+            for receiver in ends:
+                senders[kind][receiver].append(sender)
+    return senders
+
+
 def dependencies(
-    action: Action, num_stages: int, skips: Collection[Skip] = (), slices: int = 1
+    action: Action, stages: int | Chains, skips: Collection[Skip] = (), slices: int = 1
 ) -> Iterator[tuple[Action, ...]]:
     """Yield what `action` waits for: for each dependency, the alternatives that satisfy it (I stands for B).
 
     F(s,m) waits for F(s-1,m). B or I(s,m) waits for F(s,m), and for B or I(s+1,m). W(s,m) waits for I(s,m). With a skip (s,t),
     F(t,m) also waits for F(s,m), and B or I(s,m) for B or I(t,m). All of these are of one slice. With K `slices`, a token
     attends to earlier ones: F(s,m,k) also waits for F(s,m,k-1), and B or I(s,m,k) for B or I(s,m,k+1).
+
+    `stages`: their number, or the chains that they form. A teacher's first F waits for nothing; unless it runs ahead, the
+    last F of the trained model, which computes the loss, also waits for the teacher's last.
     """
     kind, stage, microbatch, slice_ = action
+    num_stages, frozen, teacher, ahead = Chains(stages) if isinstance(stages, int) else stages
     if kind is Kind.F:
-        if stage > 0:
+        if stage > 0 and stage != teacher:
             yield (Action(Kind.F, stage - 1, microbatch, slice_),)
         for start, end in skips:
             if end == stage:
                 yield (Action(Kind.F, start, microbatch, slice_),)
+        if teacher is not None and stage == teacher - 1 and not ahead:
+            yield (Action(Kind.F, num_stages - 1, microbatch, slice_),)
         if slice_:
             yield (Action(Kind.F, stage, microbatch, slice_ - 1),)
     elif kind is Kind.W:
         yield (Action(Kind.I, stage, microbatch, slice_),)
     else:
         yield (Action(Kind.F, stage, microbatch, slice_),)
-        if stage < num_stages - 1:
+        if stage < num_stages - 1 and stage + 1 not in frozen:
             yield Action(Kind.B, stage + 1, microbatch, slice_), Action(Kind.I, stage + 1, microbatch, slice_)
         for start, end in skips:
-            if start == stage:
+            if start == stage and end not in frozen:
                 yield Action(Kind.B, end, microbatch, slice_), Action(Kind.I, end, microbatch, slice_)
         if slice_ < slices - 1:
             yield Action(Kind.B, stage, microbatch, slice_ + 1), Action(Kind.I, stage, microbatch, slice_ + 1)
@@ -164,11 +205,15 @@ class Table:
     actions: tuple[tuple[Action, ...], ...]  # rank -> its actions, in order
     overlaps: frozenset[OverlappedPair] = frozenset()  # adjacent actions that may run at the same time
     slices: int = 1  # K, the slices of a microbatch along its sequence
+    forward_only: frozenset[int] = frozenset()  # frozen stages at the model's beginning, which have F only; see `Chains`
+    teacher: int | None = None  # the first stage of a second model, all of whose stages have F only
+    ahead: bool = False  # the teacher's forwards are of the next batch
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", tuple(self.placement))
         object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
         object.__setattr__(self, "overlaps", frozenset(self.overlaps))
+        object.__setattr__(self, "forward_only", frozenset(self.forward_only))
 
     @property
     def ranks(self) -> int:
@@ -184,6 +229,17 @@ class Table:
     def stages(self) -> int:
         """The number of stages, S: the same as `num_stages`."""
         return self.num_stages
+
+    @property
+    def num_trained_stages(self) -> int:
+        """The number of stages of the model that is trained, without those of a teacher."""
+        return self.num_stages if self.teacher is None else self.teacher
+
+    @cached_property
+    def chains(self) -> Chains:
+        """The chains that the stages form: what waits for what."""
+        of_teacher = range(self.num_trained_stages, self.num_stages)
+        return Chains(self.num_stages, self.forward_only.union(of_teacher), self.teacher, self.ahead)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages on `rank`, ascending."""
@@ -206,6 +262,15 @@ class Table:
             overlaps=frozenset(pair for pair in self.overlaps if all(map(is_included, pair))),
         )
 
+    def with_cells(self, rows: Iterable[Iterable[Cell]]) -> Self:
+        """Return a table of the same stages and microbatches with these cells on each rank."""
+        cells = [tuple(row) for row in rows]
+        return replace(
+            self,
+            actions=tuple(tuple(action for cell in row for action in actions_of(cell)) for row in cells),
+            overlaps=frozenset(cell for row in cells for cell in row if not isinstance(cell, Action)),
+        )
+
     def cells(self, rank: int) -> Iterator[Cell]:
         """Yield the cells of `rank` in order: single actions, and actions that may overlap as a pair."""
         row = iter(self.actions[rank])
@@ -217,11 +282,25 @@ class Table:
         return frozenset(first for first, _ in self.overlaps)
 
     def csv_rows(self) -> list[list[str]]:
-        """Return the cells of every rank in PyTorch's compute-only form: `2F3`, `(2F3;5B1)OVERLAP_F_B`."""
+        """Return the cells of every rank in PyTorch's compute-only form: `2F3`, `(2F3;5B1)OVERLAP_F_B`.
+
+        A row begins with a mark for each of its stages with which a teacher begins, `4TEACHER` or `4TEACHER_AHEAD`, and that
+        are frozen, `0FROZEN`.
+        """
         return [
-            [str(cell) if isinstance(cell, Action) else f"({cell[0]};{cell[1]})OVERLAP_F_B" for cell in self.cells(rank)]
+            [
+                *self._stage_marks(rank),
+                *(str(cell) if isinstance(cell, Action) else f"({cell[0]};{cell[1]})OVERLAP_F_B" for cell in self.cells(rank)),
+            ]
             for rank in range(self.ranks)
         ]
+
+    def _stage_marks(self, rank: int) -> Iterator[str]:
+        for stage in self.stages_of(rank):
+            if stage in self.forward_only:
+                yield f"{stage}{FROZEN_MARK}"
+            if stage == self.teacher:
+                yield f"{stage}{AHEAD_MARK if self.ahead else TEACHER_MARK}"
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write `csv_rows` to the file at `path`, a line for each rank. Raises OSError if it cannot be written."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from penstock.schedule.schedule import Schedule, from_rows
+from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Action, Cell, Kind, OverlappedPair
 
 
@@ -12,9 +12,7 @@ def with_full_backwards(schedule: Schedule) -> Schedule:
     They are not merged if another rank waits for I's gradient: it would also wait for W. A proved table stays proved: B has the
     place and the inputs of I, and only this rank waits for it.
     """
-    return from_rows(
-        schedule.name, [list(_cells_with_full_backwards(schedule, rank)) for rank in range(schedule.ranks)], schedule.placement
-    )
+    return schedule.with_cells(_cells_with_full_backwards(schedule, rank) for rank in range(schedule.ranks))
 
 
 def _cells_with_full_backwards(schedule: Schedule, rank: int) -> Iterator[Cell]:
@@ -24,7 +22,9 @@ def _cells_with_full_backwards(schedule: Schedule, rank: int) -> Iterator[Cell]:
         cell = cells[at]
         at += 1
         if isinstance(cell, Action) and cell.kind is Kind.I and cell._replace(kind=Kind.W) in cells[at : at + 1]:
-            stays = cell.stage == 0 or schedule.placement[cell.stage - 1] == rank  # I's gradient is needed by no other rank
+            earlier = cell.stage - 1
+            # I's gradient is needed by no other rank.
+            stays = earlier < 0 or earlier in schedule.forward_only or schedule.placement[earlier] == rank
             cell, at = (cell._replace(kind=Kind.B), at + 1) if stays else (cell, at)
         yield cell
 
@@ -38,7 +38,7 @@ def with_overlapped_pairs(table: Schedule, makespan_of: Callable[[Schedule], flo
             if pair and tries > 0:
                 tries -= 1
                 row[at : at + 2] = [pair]
-                candidate = from_rows(table.name, rows, table.placement)
+                candidate = table.with_cells(rows)
                 if (shorter := makespan_of(candidate)) <= best:
                     table, best = candidate, shorter
                 else:

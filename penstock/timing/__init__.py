@@ -5,6 +5,7 @@
 `timeline`       events with their causes and their memory: one record for planned and measured steps
 `simulate`       costs, when every action runs at these, and when replicas have averaged their gradients
 `list_schedule`  a table from a priority: which ready action a free rank runs first
+`teacher`        a table with the forwards of a second, frozen model in its idle time
 `measurement`    the costs of a measured step's actions, and predictions for other tables at these costs
 `replay`         a measured step with shorter actions and faster messages
 """

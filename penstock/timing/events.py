@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.schedule.memory import ActivationSize
-from penstock.schedule.table import Action, OverlappedPair, Skip, dependencies, receiving_stages
+from penstock.schedule.table import Action, Chains, OverlappedPair, Skip, dependencies, receiving_stages
 
 
 class Event(NamedTuple):
@@ -63,6 +63,7 @@ class TimelineEvents:
     message_bytes: float = 0.0  # of the largest message; 0: unknown
     microbatch_sizes: tuple[float, ...] = ()  # microbatch -> elements of its largest input; empty: unknown
     pairs_send_together: bool = False  # the engine hands over what both of an overlapped pair made once both have run
+    chains: Chains | None = None  # of the stages, where some have F only; None: one chain, all trained
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -97,7 +98,7 @@ class TimelineEvents:
     def needed_events(self, event: Event) -> Iterator[Event]:
         """Yield the events that must end before `event` starts."""
         at = self._at
-        for options in dependencies(event.action, self.num_stages, self.skips, self.slices):
+        for options in dependencies(event.action, self.chains or self.num_stages, self.skips, self.slices):
             yield from [at[action] for action in options if action in at]
 
     def last_remote_need(self, cell: Iterable[Event]) -> Event | None:
@@ -113,7 +114,7 @@ class TimelineEvents:
     def arrivals(self) -> dict[tuple[Action, int], Arrival]:
         """The arrival of every message to another rank, by (action, receiving stage), at the costs of messages."""
         home = {event.action.stage: event.rank for event in self.events}
-        receivers = receiving_stages(self.num_stages, [skip for skip in self.skips if skip[1] < self.num_stages])
+        receivers = receiving_stages(self.chains or self.num_stages, [skip for skip in self.skips if skip[1] < self.num_stages])
         channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
         queue_began: dict[tuple[int, int], Event] = {}
         arrivals = {}

@@ -228,6 +228,7 @@ def simulate_until_deadlock(schedule: Table, costs: Costs = Costs()) -> Timeline
         schedule.overlaps,
         {skip: message_costs[skip] for skip in costs.skips},
         microbatch_factors=tuple(costs.factors_by_microbatch(schedule.microbatches)) if costs.microbatch_factors else (),
+        chains=schedule.chains if schedule.chains.forward_only else None,
     )
 
 
@@ -325,7 +326,7 @@ def _cells_in_slice_order(schedule: Table, rank: int) -> Iterator[Cell]:
     done_actions = set[Action]()
     for cell in schedule.cells(rank):
         for action in actions_of(cell):
-            for options in dependencies(action, schedule.num_stages, slices=schedule.slices):
+            for options in dependencies(action, schedule.chains, slices=schedule.slices):
                 if options[0].stage == action.stage and options[0].slice != action.slice and done_actions.isdisjoint(options):
                     return
         done_actions.update(actions_of(cell))
@@ -344,7 +345,7 @@ def _work_by_kind_and_stage(schedule: Table, costs: Costs) -> dict[Kind, list[_A
         for kind, stage_costs in costs.action_costs_by_microbatch(stages, schedule.microbatches).items()
     }
     for kind, stage in product((Kind.F, Kind.B, Kind.W), range(stages)):  # so that a step sends in the order of the stages
-        for makers in dependencies(Action(kind, stage, 0), stages, costs.skips):
+        for makers in dependencies(Action(kind, stage, 0), schedule.chains, costs.skips):
             times: ReadyTimes = [None] * (schedule.microbatches * schedule.slices)
             for waiting_kind in (Kind.B, Kind.I) if kind is Kind.B else (kind,):
                 works[waiting_kind][stage].needs += (times,)

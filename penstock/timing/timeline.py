@@ -1,12 +1,12 @@
 """The timeline: one record for planned and measured steps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import ClassVar
 
 from penstock.lazy import lazy_method
-from penstock.schedule.memory import changes_memory_at_end, memory_after_actions, peaks_in_flight
+from penstock.schedule.memory import ActivationSize, changes_memory_at_end, memory_after_actions, peaks_in_flight
 from penstock.schedule.table import Action
 from penstock.timing.causes import Cause, Idle, critical_path, idle_times
 from penstock.timing.events import Event, TimelineEvents
@@ -80,7 +80,12 @@ class Timeline(TimelineEvents):
     @cached_property
     def peak_in_flight(self) -> tuple[float, ...]:
         """The most (stage, microbatch) activations in flight at once on every rank; each of K slices counts 1/K."""
-        return peaks_in_flight(map(self._actions, range(self.ranks)), self.slices)
+        frozen = self.chains.forward_only if self.chains else ()
+        rows = (
+            [tuple([action for action in cell if action.stage not in frozen]) for cell in self._actions(rank)]
+            for rank in range(self.ranks)
+        )
+        return peaks_in_flight(rows, self.slices)
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
@@ -101,7 +106,15 @@ class Timeline(TimelineEvents):
 
     def memory_after_actions(self, rank: int) -> Iterator[tuple[Action, float]]:
         """Yield each action of `rank` with the memory of its activations after it; of a pair the forward counts first."""
-        return memory_after_actions(self._actions(rank), self.activation_sizes, self.microbatch_factors, self.slices)
+        return memory_after_actions(self._actions(rank), self._sizes, self.microbatch_factors, self.slices)
+
+    @cached_property
+    def _sizes(self) -> Sequence[ActivationSize]:
+        """The sizes of activations by stage; nothing of stages that have F only. Empty: one each."""
+        if self.chains is None:
+            return self.activation_sizes
+        sizes = self.activation_sizes or [ActivationSize()] * self.chains.num_stages
+        return [ActivationSize(0, 0) if stage in self.chains.forward_only else size for stage, size in enumerate(sizes)]
 
     def _actions(self, rank: int) -> Iterator[tuple[Action, ...]]:
         return (tuple([event.action for event in cell]) for cell in self.cells(rank))

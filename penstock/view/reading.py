@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.schedule import Action, ActivationSize, Event, Improvement, MeasuredTimeline, MessageCost, ScheduleError, Timeline
-from penstock.schedule.table import dependencies
+from penstock.schedule.table import Chains, dependencies
 from penstock.view.data.timeline import Data
 from penstock.view.record import FORMAT, TIMELINE_FILE, Record
 
@@ -107,9 +107,18 @@ def _timeline(name: str, data: Data) -> MeasuredTimeline:
         message_bytes,
         tuple(map(float, data.get("microbatch_sizes", ()))),
         bool(data.get("pairs_send_together")),
+        _read_chains(data.get("chains")),
     )
     check_timeline(timeline)
     return timeline
+
+
+def _read_chains(data: Data | None) -> Chains | None:
+    if data is None:
+        return None
+    teacher = data["teacher"]
+    frozen = frozenset(map(int, data["forward_only"]))
+    return Chains(int(data["num_stages"]), frozen, None if teacher is None else int(teacher), bool(data["ahead"]))
 
 
 def _finding(data: Data) -> Improvement:
@@ -137,7 +146,9 @@ def _check_order(timeline: Timeline, stages: int) -> None:
         if event.action in predecessors:
             raise ValueError(f"{event.action} occurs twice")
         predecessors[event.action] = {
-            action for group in dependencies(event.action, stages, timeline.skips, timeline.slices) for action in group
+            action
+            for group in dependencies(event.action, timeline.chains or stages, timeline.skips, timeline.slices)
+            for action in group
         }
     neighbours = [pair for row in timeline.rows for pair in pairwise(row)]
     for previous, event in neighbours:
@@ -154,6 +165,9 @@ def _check_order(timeline: Timeline, stages: int) -> None:
 
 
 def _check_amounts(timeline: Timeline, stages: int) -> None:
+    chains = timeline.chains or Chains(stages)
+    if chains.num_stages != stages or not 0 < (stages if chains.teacher is None else chains.teacher) <= stages:
+        raise ValueError(f"its chains have {chains.num_stages} stages, and a teacher from {chains.teacher} on, of {stages}")
     numbers = chain(
         *timeline.message_costs,
         *timeline.activation_sizes,

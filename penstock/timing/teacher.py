@@ -1,0 +1,241 @@
+"""Tables with a second, frozen model, a teacher: its forwards are placed where the ranks of the first would be idle.
+
+Each rank keeps the order of its own actions. A free rank runs a forward of the teacher if its next own action can wait that
+long: until the latest time at which it may start for the whole step to end in time. Of two that cannot wait the more urgent
+one goes first. The end that the ranks aim at is raised, from the least that the work allows, until they reach it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count, pairwise, product
+
+from penstock.errors import ScheduleError, is_whole_number
+from penstock.schedule.proof import check_table
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.table import Action, Cell, Kind, actions_of, dependencies, pause_garbage_collection
+from penstock.timing.simulate import Costs, simulate
+
+MAX_PLACED_CELLS = 20_000  # of all tables that are tried
+MIN_TARGETS = 4  # tried ends of the step
+TARGET_RANGE = 1.5  # the last, in terms of the first
+ROUNDING = 1e-9  # of a sum of times
+
+
+@pause_garbage_collection()
+def with_teacher(
+    schedule: Schedule, stages: int | Sequence[int] | None = None, ahead: bool = True, costs: Costs | None = None
+) -> Schedule:
+    """Return `schedule` with the forwards of a second, frozen model on the same ranks, a teacher's: stages that have F only.
+
+    `stages`: of the teacher: their number T, placed as the last T of the model's; or the rank of each. By default as many as
+    the model's, on the same ranks. They are numbered after the model's. The last one is where the model's last is, since the
+    loss takes the outputs of both.
+    `ahead`: the forwards are of the next batch and run in this step's idle time; else they are of this batch, and the loss of
+    each microbatch waits for the teacher's output.
+    `costs`: of the actions and messages of all stages, the teacher's behind the model's, by which the forwards are placed; by
+    default all equal. The actions of the model keep their order on each rank, so that its gradients keep their bits.
+
+    In the result `teacher` is the number of the teacher's first stage. `verify`, `simulate`, `to_csv` and `Schedule.from_csv`
+    know such tables. A table of your own has a teacher too: from rows whose teacher's first stage has a mark, `4TEACHER` or
+    `4TEACHER_AHEAD`, as `Table.csv_rows` writes it.
+
+        table = with_teacher(build("1f1b", ranks=4, microbatches=8))
+        table.teacher, table.stages  # 4, 8
+        simulate(table).makespan  # 35.0, and 33.0 without a teacher
+
+    Raises ScheduleError for a table that is not complete, has a teacher already or slices, and for stages that end elsewhere.
+    """
+    costs = costs or Costs()
+    if schedule.teacher is not None:
+        raise ScheduleError(f"{schedule.name} has a teacher already, from stage {schedule.teacher} on: give the table without")
+    placement = (*schedule.placement, *_teacher_placement(schedule, stages))
+    name = f"{schedule.name} with a teacher" + (" ahead" if ahead else "")
+    table = replace(schedule, name=name, placement=placement, teacher=schedule.stages, ahead=ahead)
+    forwards = [
+        [
+            Action(Kind.F, stage, microbatch)
+            for microbatch in range(table.microbatches)
+            for stage in range(schedule.stages, table.stages)
+            if placement[stage] == rank
+        ]
+        for rank in range(table.ranks)
+    ]
+    cells = [list(schedule.cells(rank)) for rank in range(table.ranks)]
+    check_table(table.with_cells([*row, *more] for row, more in zip(cells, forwards, strict=True)))
+
+    tables = [_fastest(table, cells, forwards, costs)]
+    if not ahead:  # the last loss is late, and nothing but backwards follows it
+        tables.append(_fastest(table, [list(_with_last_in_halves(row, table.microbatches)) for row in cells], forwards, costs))
+    return min(tables, key=lambda candidate: simulate(candidate, costs).makespan)
+
+
+def _with_last_in_halves(row: Sequence[Cell], microbatches: int) -> Iterator[Cell]:
+    """Yield the cells of a rank with the last microbatch's backward as I and W, so that the next rank waits for I alone."""
+    for cell in row:
+        if isinstance(cell, Action) and cell.kind is Kind.B and cell.microbatch == microbatches - 1 and cell.stage:
+            yield from (cell._replace(kind=Kind.I), cell._replace(kind=Kind.W))
+        else:
+            yield cell
+
+
+def _fastest(table: Schedule, cells: Sequence[Sequence[Cell]], forwards: Sequence[Sequence[Action]], costs: Costs) -> Schedule:
+    """Return the fastest table of those that the rules of `_Placing` make for several ends of the step."""
+    placing = _Placing(table, cells, forwards, costs)
+    end, fastest, makespan = placing.own_end, table, float("inf")
+    rules = list(product((True, False), repeat=2))
+    targets = max(MIN_TARGETS, MAX_PLACED_CELLS // (len(rules) * len(placing.tails)))
+    for _ in range(targets):
+        for rule in rules:
+            rows = placing.rows(end, *rule)
+            if sum(map(len, rows)) < sum(map(len, (*cells, *forwards))):
+                continue  # an action waits for a forward that no rule lets run
+            candidate = table.with_cells(rows)
+            if (shorter := simulate(candidate, costs).makespan) < makespan:
+                fastest, makespan = candidate, shorter
+        if makespan <= max(placing.least_end, end) * (1 + ROUNDING):
+            break
+        end *= TARGET_RANGE ** (1 / targets)
+    return fastest
+
+
+def _teacher_placement(schedule: Schedule, stages: int | Sequence[int] | None) -> Sequence[int]:
+    """Return the rank of each stage of the teacher."""
+    if stages is None:
+        return schedule.placement
+    if not is_whole_number(stages):
+        return tuple(stages) if isinstance(stages, Sequence) else ()
+    if not 1 <= int(stages) <= schedule.stages:
+        raise ScheduleError(
+            f"{schedule.name} with stages={stages} of a teacher: give 1 to {schedule.stages}, or a list with the rank of each"
+        )
+    return schedule.placement[-int(stages) :]
+
+
+class _Placing:
+    """What the ranks run, and how long each action leaves until the end of the step."""
+
+    def __init__(
+        self, table: Schedule, cells: Sequence[Sequence[Cell]], forwards: Sequence[Sequence[Action]], costs: Costs
+    ) -> None:
+        self.table, self.cells, self.forwards, self.overlap = table, cells, forwards, costs.overlap
+        self.action_costs = costs.action_costs_by_microbatch(table.stages, table.microbatches)
+        self.message_costs = costs.message_costs(table.stages)
+
+        # 1. What each action waits for, and who waits for it.
+        rows: list[list[Cell]] = [list(row) for row in (*cells, *forwards)]
+        self.cell_of = {action: cell for row in rows for cell in row for action in actions_of(cell)}
+        self.followers: dict[Cell, list[tuple[Cell, float]]] = {cell: [] for row in rows for cell in row}
+        self.num_inputs = dict.fromkeys(self.followers, 0)
+        for action, cell in self.cell_of.items():
+            for options in dependencies(action, table.chains, costs.skips, table.slices):
+                maker = next((self.cell_of[option] for option in options if option in self.cell_of), cell)
+                if maker != cell:
+                    self.followers[maker].append((cell, self._message_time(options[0], action)))
+                    self.num_inputs[cell] += 1
+
+        # 2. The least time from the start of each to the end of the step. A cell waits for the one before it in its row.
+        next_cells = {first: second for row in rows for first, second in pairwise(row)}
+        self.tails: dict[Cell, float] = {}
+        order = self._in_order(rows)
+        for cell in reversed(order):
+            ways = [self.tails[follower] + message for follower, message in self.followers[cell]]
+            ways += [self.tails[next_cells[cell]]] if cell in next_cells else []
+            self.tails[cell] = self._time(cell) + max(ways, default=0.0)
+        self.own_end = max(self.tails[cell] for row in cells for cell in row)
+        heads = dict.fromkeys(order, 0.0)
+        for cell in order:
+            for follower, message in self.followers[cell]:
+                heads[follower] = max(heads[follower], heads[cell] + self._time(cell) + message)
+
+        # 3. The least end of the step: each rank waits for its first input, works, and others end after it.
+        both = [[*row, *more] for row, more in zip(cells, forwards, strict=True)]
+        self.least_end = max(
+            min(map(heads.__getitem__, row))
+            + sum(map(self._time, row))
+            + min(self.tails[cell] - self._time(cell) for cell in row)
+            for row in both
+        )
+
+    def _time(self, cell: Cell) -> float:
+        times = [self.action_costs[kind][stage][microbatch] for kind, stage, microbatch, _ in actions_of(cell)]
+        return (sum(times) - (self.overlap * min(times) if len(times) > 1 else 0.0)) / self.table.slices
+
+    def _message_time(self, maker: Action, receiver: Action) -> float:
+        low, high = sorted((maker.stage, receiver.stage))
+        if self.table.placement[low] == self.table.placement[high]:
+            return 0.0
+        return sum(self.message_costs[low, high])
+
+    def _in_order(self, rows: Sequence[Sequence[Cell]]) -> list[Cell]:
+        """Return all cells, each after those that it waits for. Raises ScheduleError if they wait for each other."""
+        waits_for, order = dict(self.num_inputs), list[Cell]()
+        places = {cell: (row, index) for row, cells in enumerate(rows) for index, cell in enumerate(cells)}
+        positions = [0] * len(rows)
+        runnable = list(range(len(rows)))
+        while runnable:
+            number = runnable.pop()
+            row = rows[number]
+            while positions[number] < len(row) and not waits_for[cell := row[positions[number]]]:
+                positions[number] += 1
+                order.append(cell)
+                for follower, _ in self.followers[cell]:
+                    waits_for[follower] -= 1
+                    follower_row, index = places[follower]
+                    if not waits_for[follower] and index == positions[follower_row]:
+                        runnable.append(follower_row)
+        if len(order) < len(places):
+            raise ScheduleError(f"{self.table.name} deadlocks (see verify)")
+        return order
+
+    def rows(self, end: float, is_eager: bool, urgent_first: bool) -> list[list[Cell]]:
+        """Return the row of each rank, if the step is to end at `end`.
+
+        `is_eager`: a forward of the teacher may delay an action of the model that is ready, if that can wait.
+        `urgent_first`: it may delay one that cannot, if itself it can wait less.
+        """
+        ranks = range(self.table.ranks)
+        rows: list[list[Cell]] = [[] for _ in ranks]
+        own: list[list[Cell]] = [list(row) for row in self.cells]
+        teacher: list[list[Cell]] = [list(row) for row in self.forwards]
+        waits_for, ready_times, free = dict(self.num_inputs), dict.fromkeys(self.followers, 0.0), [0.0] * len(ranks)
+        events, numbers = [(0.0, rank, rank) for rank in ranks], count(len(ranks))
+
+        while events:
+            now, _, rank = heappop(events)
+            if free[rank] > now:
+                continue
+            firsts = {actions_of(cell)[0].stage: cell for cell in reversed(teacher[rank])}.values()  # of each stage
+            candidates = (*own[rank][:1], *firsts)
+            ready = [cell for cell in candidates if not waits_for[cell] and ready_times[cell] <= now]
+            chosen = self._choose(own[rank][:1], ready, end - now, is_eager, urgent_first)
+            if chosen is None:
+                continue
+            (own if own[rank] and chosen == own[rank][0] else teacher)[rank].remove(chosen)
+            rows[rank].append(chosen)
+            free[rank] = now + self._time(chosen)
+            heappush(events, (free[rank], next(numbers), rank))
+            for follower, message in self.followers[chosen]:
+                waits_for[follower] -= 1
+                ready_times[follower] = max(ready_times[follower], free[rank] + message)
+                home = self.table.placement[actions_of(follower)[0].stage]
+                heappush(events, (ready_times[follower], next(numbers), home))
+        return rows
+
+    def _choose(
+        self, own: Sequence[Cell], ready: Sequence[Cell], left: float, is_eager: bool, urgent_first: bool
+    ) -> Cell | None:
+        """Return what a rank runs next of the `ready` cells: its `own` next one or a forward of the teacher; None if it waits.
+
+        `left`: the time to the end of the step.
+        """
+        forward = max((cell for cell in ready if cell not in own), key=self.tails.__getitem__, default=None)
+        if not own:
+            return forward
+        own_is_ready = own[0] in ready
+        if forward is not None:
+            fits = left - self._time(forward) >= self.tails[own[0]] * (1 - ROUNDING)
+            is_urgent = urgent_first and self.tails[forward] > self.tails[own[0]]
+            if is_urgent or (fits and (is_eager or not own_is_ready)):
+                return forward
+        return own[0] if own_is_ready else None

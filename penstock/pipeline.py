@@ -6,7 +6,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from penstock import comms
 from penstock.batch.call import Call
 from penstock.comms.control_group import ControlGroup, shared_control_group
 from penstock.comms.topology import Topology
-from penstock.engine.build import PlanLike, build_engine, materialise_stages, parse_arguments
+from penstock.engine.build import PlanLike, build_engine, materialise_stages, parse_arguments, table_of_arguments
 from penstock.engine.clock import measure_own_clock_skew
 from penstock.engine.hints import ModuleMisuseHints, add_backward_hint
 from penstock.engine.last_step import LastStep
@@ -38,12 +39,14 @@ from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import mesh_position
 from penstock.mesh.sampler import GroupSampler, ReplicaSampler
 from penstock.mesh.tensor_parallel import TensorParallelPlan
+from penstock.partition.balance import Balance
 from penstock.partition.materialise import Init
 from penstock.plan.grouping import Cost, Limit
 from penstock.plan.list_order import comparable_order, microbatch_order
 from penstock.plan.microbatch_costs import MicrobatchCosts
+from penstock.plan.recut import MeasuredCut, fastest_cut, measurement_of_steps
 from penstock.randomness import preserve_generator_state
-from penstock.rebuild import Redistribution, merge_arguments
+from penstock.rebuild import MEASURED, NOT_CUT, RECUT_CALL, Redistribution, merge_arguments
 from penstock.schedule.catalog import all_build_options
 from penstock.schedule.schedule import Schedule, ScheduleRule
 from penstock.stage.attention import attention_context
@@ -446,7 +449,7 @@ class Pipeline(ModuleMisuseHints):
         schedule: str | Schedule | ScheduleRule | None = None,
         microbatches: int | None = None,
         *,
-        cuts: Sequence[str] | None = None,
+        cuts: Sequence[str] | Literal["measured"] | None = None,
         optimizer: Any = None,
         **options: Any,
     ) -> Any:
@@ -461,8 +464,10 @@ class Pipeline(ModuleMisuseHints):
         schedule, microbatches
             As for `Pipeline`; by default unchanged.
         cuts
-            The names at which each stage but the first begins. By default unchanged if they were given; a measured cut is
-            chosen again.
+            The names at which each stage but the first begins. By default unchanged if they were given; if an example was, a
+            cut is chosen again. "measured": the cut that is fastest at the times of the last steps (up to five, the first of a
+            kind not counted), whether layers are heavy or a rank is slow. If it would make the step less than 1 % shorter and
+            nothing else changes, this pipeline is returned as it is. See docs/howto/slow-step.md.
         optimizer
             The optimizer of this rank's `pipe.parameters()`, or a list of several. Each parameter stays in its group, on
             whichever rank it is. The object stays the same: schedulers and scalers that refer to it remain valid.
@@ -475,19 +480,25 @@ class Pipeline(ModuleMisuseHints):
         `pipe.stages`' modules, as by compiling them, must be made again.
 
         Raises, on every rank and before anything changes: ScheduleError and MismatchError as `Pipeline`; MismatchError for
-        optimizers that differ between ranks, hooks that would be lost, and parameters in shards (`fsdp`, `tp`). Unless there
-        is an axis dp, this pipeline can be used on then. Raises the error of a checkpoint in the background, as `step`.
+        optimizers that differ between ranks, hooks that would be lost, and parameters in shards (`fsdp`, `tp`); PenstockError
+        for "measured" before two steps have run. Unless there is an axis dp, this pipeline can be used on then. Raises the
+        error of a checkpoint in the background, as `step`.
         """
         self._engine.settle_background_save()
         changes = {"schedule": schedule, "microbatches": microbatches, "cuts": cuts, "slices": options.pop("slices", None)}
         changes = options | {name: value for name, value in changes.items() if value is not None}
         redistribution: Any = None
         try:
-            with self.collective("rebuild()"):
+            with self.collective(f'rebuild(cuts="{MEASURED}")' if cuts == MEASURED else "rebuild()") as control:
                 self._check_not_ended()
                 self._parameters.check_initialised()
                 arguments = merge_arguments(self._arguments, changes)
                 optimizers = optimizer_list(optimizer, "rebuild()", self.topology.world_size)
+                if cuts == MEASURED:
+                    cut = self._fastest_cut(control, arguments)
+                    if changes.keys() == {"cuts"} and not cut.is_notable:
+                        return self if optimizer is None else (self, optimizer)
+                    arguments["cuts"] = cut.cuts
                 was_trained = self._has_optimizer or self.step_count > 0
                 redistribution = Redistribution(self._original, self.stages, optimizers, self._cuts_tokens, was_trained)
                 pipe = Pipeline(redistribution, **arguments)
@@ -499,6 +510,28 @@ class Pipeline(ModuleMisuseHints):
         pipe.step_count = self.step_count
         self._end("this pipeline was rebuilt: use the one that rebuild() returned")
         return pipe if optimizer is None else (pipe, optimizer)
+
+    def _fastest_cut(self, control: ControlGroup, arguments: Mapping[str, Any]) -> MeasuredCut:
+        """Return the cut that rank 0 finds for a pipeline of these `arguments`, from the last steps of all ranks."""
+        cuttable = self._original.cuttable
+        if cuttable is None:
+            raise MismatchError(NOT_CUT)
+        options = {name: arguments[name] for name in all_build_options() if name in arguments}
+        table = table_of_arguments(SimpleNamespace(**{**arguments, "options": options}), self.topology.world_size)
+        engine, position = self._engine, self.position
+        offset = measure_own_clock_skew(control, engine.clock_ids).offset
+        times = self._observers.recent_steps.times(position.pipeline.rank, offset)
+        steps_of_ranks = control.all_gather_value(times, "to measure their steps")
+
+        cut = None
+        if position.world.rank == 0:
+            pipelines = [ranks for shards in position.pipelines for ranks in shards]
+            measured = measurement_of_steps(steps_of_ranks, pipelines, self.schedule.name)
+            costs, cost_kind = cuttable.unit_costs(self.topology.device)
+            names = cuttable.unit_order
+            balance = Balance(tuple(names), tuple(costs), (0, *map(names.index, self.cuts)), cost_kind)
+            cut = fastest_cut(measured, balance, table)
+        return cast(MeasuredCut, control.all_gather_value(cut, "to choose the cut")[0])
 
     def train(self, mode: bool = True) -> "Pipeline":
         """Set training or evaluation mode of this rank's modules, as `nn.Module.train`. `step` does not change it."""
@@ -549,7 +582,8 @@ class Pipeline(ModuleMisuseHints):
     @property
     def last(self) -> LastStep:
         """The last step: `report`, `metrics()`, `timeline()`, `clock_error`, and `lines()`."""
-        return LastStep(self._engine, self._observers.memory, self.collective)
+        recut_call = "" if self._original.cuttable is None else RECUT_CALL
+        return LastStep(self._engine, self._observers.memory, self.collective, recut_call)
 
     @property
     def report(self) -> StepReport | None:

@@ -35,6 +35,9 @@ from penstock.torch_private import has_gradient_hooks, has_hooks, tree_leaves, t
 
 WAIT_REASON = "to rebuild the pipeline"
 MAX_MESSAGE_BYTES = 2**28
+MEASURED = "measured"  # the cuts that are chosen by the times of the last steps
+RECUT_CALL = f'pipe.rebuild(cuts="{MEASURED}")'
+NOT_CUT = "cuts= are for a model that was cut, but this pipeline was given its stages"
 
 # -- arguments of the next pipeline ---------------------------------------------------------------------------------------
 
@@ -234,7 +237,7 @@ class Redistribution:
         """Return the model for the next pipeline to cut, at `cuts` if given; None if its stages stay as they are."""
         cuttable = self._original.cuttable
         if cuttable is None and cuts is not None:
-            raise MismatchError("cuts= are for a model that was cut, but this pipeline was given its stages")
+            raise MismatchError(NOT_CUT)
         return None if cuttable is None else cuttable.with_cuts(cuts)
 
     @torch.no_grad()

@@ -114,10 +114,7 @@ def parse_arguments(
         vars(config).update({name: getattr(plan, name) for name in PLAN_ARGUMENTS})
 
     slices, num_slices = parse_slices(config.slices)
-    if num_slices > 1 and isinstance(config.schedule, str) and not config.schedule.endswith(".csv"):
-        config.options = {**config.options, "slices": num_slices}
-    microbatches = DEFAULT_MICROBATCHES if config.microbatches is None else config.microbatches
-    schedule = build_table(config.schedule, num_ranks, microbatches, config.options)
+    schedule = table_of_arguments(config, num_ranks)
     if config.microbatches not in (None, schedule.microbatches):
         raise MismatchError(
             f"microbatches={config.microbatches}, but the table {schedule.name} has {schedule.microbatches}: leave out "
@@ -233,6 +230,15 @@ def check_options(options: Iterable[str], schedule: Any, arguments: Iterable[str
             raise MismatchError(f"a Pipeline has no argument {name}{guess}, and {source} {takes}")
 
 
+def table_of_arguments(config: Any, num_ranks: int) -> Schedule:
+    """Return the table that a pipeline of these arguments runs; raises as `build_table`. `config`: has them as attributes."""
+    microbatches = DEFAULT_MICROBATCHES if config.microbatches is None else config.microbatches
+    _, num_slices = parse_slices(config.slices)
+    is_family = isinstance(config.schedule, str) and not config.schedule.endswith(".csv")
+    options = config.options | ({"slices": num_slices} if is_family and num_slices > 1 else {})
+    return build_table(config.schedule, num_ranks, microbatches, options)
+
+
 def build_table(
     schedule: str | Schedule | ScheduleRule, num_ranks: int, microbatches: int, options: dict[str, Any]
 ) -> Schedule:
@@ -308,7 +314,7 @@ def build_engine(
 
     def build_larger(microbatches: int) -> Program:
         """Return the proved program of a list of more microbatches. Raise MismatchError if the schedule has no such table."""
-        larger = build_table(arguments.schedule, config.schedule.ranks, microbatches, arguments.options)
+        larger = table_of_arguments(SimpleNamespace(**{**vars(arguments), "microbatches": microbatches}), config.schedule.ranks)
         if larger.microbatches < microbatches:
             raise MismatchError(
                 f"a list of {microbatches} microbatches does not fit {larger.name}, a table of {larger.microbatches}: give at "

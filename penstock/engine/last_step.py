@@ -14,12 +14,19 @@ from penstock.timing.events import Event, MessageCost
 
 
 class LastStep:
-    """Report, metrics and timeline of the engine's last step: `pipe.last`. `collective`: the pipeline's."""
+    """Report, metrics and timeline of the engine's last step: `pipe.last`.
+
+    `collective`: the pipeline's. `recut_call`: the call that cuts its model anew, if it has one.
+    """
 
     def __init__(
-        self, engine: Engine, memory: MemoryObserver, collective: Callable[[str], AbstractContextManager[ControlGroup]]
+        self,
+        engine: Engine,
+        memory: MemoryObserver,
+        collective: Callable[[str], AbstractContextManager[ControlGroup]],
+        recut_call: str = "",
     ) -> None:
-        self._engine, self._memory, self._collective = engine, memory, collective
+        self._engine, self._memory, self._collective, self._recut_call = engine, memory, collective, recut_call
 
     @property
     def report(self) -> StepReport | None:
@@ -86,5 +93,6 @@ class LastStep:
             averaging=tuple([report.averaging[rank] for rank in ranks]) if position.num_ranks_per_stage > 1 else (),
             microbatch_sizes=result.microbatch_sizes,
             skips=dict.fromkeys(engine.programs.program.skips, MessageCost()),
+            recut_call=self._recut_call,
         )
         return timeline, report

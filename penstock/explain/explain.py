@@ -72,6 +72,7 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
         fastest=faster,
         fastest_in_same_memory=None if frugal is faster else frugal,
         num_steps=costs.num_steps,
+        recut_call=timeline.recut_call,
         repairs=(
             *_faster_messages(timeline, costs),
             *_ascending_order(costs, predicted_step),

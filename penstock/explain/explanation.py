@@ -72,6 +72,7 @@ class Explanation:
     fastest: Alternative | None  # the fastest of them, if notably faster than the table that ran
     fastest_in_same_memory: Alternative | None  # the fastest of those that hold no more, if it is not `fastest`
     num_steps: int = 1  # steps whose medians are the costs
+    recut_call: str = ""  # that cuts the model anew; empty: unknown
     repairs: tuple[Improvement, ...] = ()  # faster messages, other orders of microbatches: the notably faster ones
     findings: tuple[Improvement, ...] = ()  # other causes of a longer step, from a trace of it
 
@@ -205,7 +206,8 @@ def _improvement_lines(explanation: Explanation) -> Iterator[str]:
     yield _straggler_text(explanation.straggler, predicted)
 
     if explanation.even_stages_seconds < (1 - NOTABLE_SHARE) * predicted:
-        yield f"another cut: {_compare(explanation.even_stages_seconds, predicted)} if all stages took the same"
+        call = f"; {explanation.recut_call} cuts anew" if explanation.recut_call else ""
+        yield f"another cut: {_compare(explanation.even_stages_seconds, predicted)} if all stages took the same{call}"
     else:
         yield "another cut: would gain nothing, the stages are as even as the table needs"
 

@@ -21,6 +21,7 @@ from penstock.guards.token_mixing import TokenMixingCheck
 from penstock.guards.unregistered_uses import RemoteParameterUseCheck
 from penstock.partition.attributes import AttributeSnapshot
 from penstock.plan.microbatch_costs import MicrobatchSamples
+from penstock.plan.recut import RecentSteps
 from penstock.stage.replication import NoReplication
 
 
@@ -31,6 +32,7 @@ class PipelineObservers(NamedTuple):
     gradient_factor: GradientFactorCheck
     memory: MemoryObserver
     samples: MicrobatchSamples
+    recent_steps: RecentSteps
     monitor: NonFiniteMonitor | None
 
 
@@ -53,7 +55,7 @@ def make_observers(
 
     gradient_factor = GradientFactorCheck(engine.parameters, rank, num_ranks)
     memory = MemoryObserver(engine.stages, table.slices)
-    samples = MicrobatchSamples(memory)
+    samples, recent_steps = MicrobatchSamples(memory), RecentSteps()
     cp_index = position.cp_index if position.cp_size > 1 else None
     names = comparison.names
     monitor = NonFiniteMonitor(control, engine.stages, engine.parameters, names) if arguments.on_nonfinite else None
@@ -70,13 +72,13 @@ def make_observers(
         SharedStateCheck(control, shared_objects, position, table.placement, engine.stages),
         TokenMixingCheck(engine.stages, engine.device, engine.layout, cp_index) if config.cut_context is not None else None,
         samples,
+        recent_steps,
         _make_loss_checks(engine, config),
         ProfilerRanges(),
         OutdatedUseRefusal(config.cuttable.model) if config.cuttable and num_ranks > 1 else None,
     ]
-    return PipelineObservers(
-        [observer for observer in observers if observer is not None], gradient_factor, memory, samples, monitor
-    )
+    every = [observer for observer in observers if observer is not None]
+    return PipelineObservers(every, gradient_factor, memory, samples, recent_steps, monitor)
 
 
 def _make_loss_checks(engine: Engine, config: PipelineConfig) -> LossChecks | None:

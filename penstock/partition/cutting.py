@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.partition import graph_stage
 from penstock.partition.attributes import AttributeSnapshot, hidden_attribute, restore_attributes_afterwards
-from penstock.partition.balance import PARAMETERS, Balance
+from penstock.partition.balance import PARAMETERS, SECONDS, Balance
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph, first_line
 from penstock.partition.unit_times import measure_unit_seconds, record_unit_inputs
@@ -200,8 +200,8 @@ class CuttableModel:
         if not 1 <= stages <= len(self.unit_order):
             count = len(self.unit_order)
             raise MismatchError(f"cannot cut {count} layers into {stages} stages: use 1 to {count} stages")
-        with restore_attributes_afterwards(self.model):
-            self.balance = self._best_balance(stages, device)
+        costs, cost_kind = self.unit_costs(device)
+        self.balance = Balance.best(self.unit_order, costs, stages, cost_kind)
         return [self.unit_order[start] for start in self.balance.starts[1:]]
 
     def _starts_of_cuts(self, cuts: Sequence[str], stages: int) -> list[str]:
@@ -217,14 +217,18 @@ class CuttableModel:
             )
         return starts
 
-    def _best_balance(self, stages: int, device: torch.device | None) -> Balance:
+    def unit_costs(self, device: torch.device | None = None) -> tuple[list[float], str]:
+        """Return the cost of every unit, and SECONDS if they are measured on the example; without one PARAMETERS.
+
+        They are measured once, on `device`; by default on the model's.
+        """
         modules = {name: self.model.get_submodule(name) for name in self.unit_order}
         if not self._has_example:
-            sizes = [1 + sum(parameter.numel() for parameter in module.parameters()) for module in modules.values()]
-            return Balance.best(self.unit_order, sizes, stages, PARAMETERS)
+            return [1 + sum(parameter.numel() for parameter in module.parameters()) for module in modules.values()], PARAMETERS
         if not self._unit_seconds:
-            self._unit_seconds = self._measure_units(modules, device)
-        return Balance.best(self.unit_order, [self._unit_seconds[module] for module in modules.values()], stages)
+            with restore_attributes_afterwards(self.model):
+                self._unit_seconds = self._measure_units(modules, device)
+        return [self._unit_seconds[module] for module in modules.values()], SECONDS
 
     def _measure_units(self, modules: dict[str, nn.Module], device: torch.device | None) -> dict[nn.Module, float]:
         try:

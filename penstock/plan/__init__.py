@@ -3,7 +3,8 @@
 `model_profile`     the cost of each layer of a model, for any number of rows; a JSON file
 `measuring`         profile a model by running each layer alone, as the engine would
 `overheads`         measure the engine's time for an action, and messages
-`estimating`        profile a model by counting operations, or from the measured steps of a run
+`estimating`        profile a model by counting operations
+`recut`             profile a model from the steps of a run, and a faster cut at these costs
 `stage_costs`       the cost of a stage of consecutive layers: time, activations, parameters
 `dependency_graph`  what the actions of a table wait for, in an order in which all can run
 `schedule_timer`    a fast makespan of one table for many costs

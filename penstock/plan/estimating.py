@@ -1,10 +1,6 @@
-"""Estimate a model's layers by counting their operations and the bytes that they keep; or take them from a run.
-
-From a run, a layer gets the share of its stage's measured time that it had when the layers were measured one by one.
-"""
+"""Estimate a model's layers by counting their operations and the bytes that they keep."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.errors import PenstockError
 from penstock.partition import CuttableModel
 from penstock.partition.attributes import restore_attributes_afterwards
-from penstock.partition.balance import Balance
 from penstock.partition.model_graph import first_line
 from penstock.partition.unit_times import RecordedUnit, replace_tensors_temporarily
 from penstock.plan.measuring import UnitWithTensorArguments, costs_in_layer_order, record_layer_inputs
 from penstock.plan.model_profile import LayerCost, ModelProfile
 from penstock.rows import unwrap_tree
-from penstock.schedule.table import Kind
-from penstock.timing.measurement import Measurement
 from penstock.torch_private import storage_key
 
 
@@ -124,23 +117,3 @@ def estimate_transformers(path: Path, tokens: int, speed: float) -> ModelProfile
 def _token_loss(output: Any, target: Tensor) -> Tensor:
     logits: Tensor = output.logits
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), target.to(logits.device).flatten())
-
-
-def profile_of_run(measured: Measurement, balance: Balance, parameters: Sequence[float], rows: int) -> ModelProfile:
-    """Return what the layers of `balance` took in steps with microbatches of `rows` rows. `parameters`: bytes of each layer's.
-
-    The engine's time for an action is in its layers'; what messages took is not: that is `measured.send`.
-    """
-    layers = []
-    times = measured.costs.action_costs(measured.schedule.num_stages)
-    sizes = measured.activation_sizes or ((0.0, 0.0),) * measured.schedule.num_stages
-    for stage, (start, end) in enumerate(pairwise((*balance.starts, len(balance.costs)))):
-        for place in range(start, end):
-            share = balance.costs[place] / balance.stage_costs[stage] if balance.stage_costs[stage] else 1 / (end - start)
-            forward, full, inputs, weights = (share * times[kind][stage] for kind in Kind)
-            extra = max(0.0, inputs + weights - full)  # that I and W take over B; each was measured in other actions
-            weights = min(weights, full)
-            activation, keep = (share * size for size in sizes[stage])
-            layer = LayerCost(balance.names[place], forward, full - weights, weights, activation, keep, parameters[place])
-            layers.append(layer._replace(split=extra))
-    return ModelProfile.from_layers(layers, rows)

@@ -164,11 +164,12 @@ def test_the_command_that_a_run_ends_with_writes_the_plan_that_it_tells(tmp_path
     folder = tmp_path / "a run"
     folder.mkdir()
     result = advice(TrainConfig(ranks=2, microbatches=4, batch=8), folder, balance, dict.fromkeys("abcdef", 1e6), measured)
-    words = r"planner: (\S+) on 2 ranks, (\d+) micro.*: (\S+) ms, .*; penstock (.*) plan.json"
-    name, count, step, command = re.findall(words, result)[0]
-    run(monkeypatch, *shlex.split(command), tmp_path / "plan.json")
-    found = load(tmp_path / "plan.json")
+    words = r"planner: (\S+) on 2 ranks, (\d+) micro.*: (\S+) ms, .*; penstock train (.*) goes on with it"
+    name, count, step, options = re.findall(words, result)[0]
+    assert shlex.split(options) == ["--resume", str(folder), "--plan", str(folder / "better_plan.json"), "--steps", "200"]
+    found = load(folder / "better_plan.json")
     assert (found.schedule.name, str(found.microbatches), f"{1e3 * found.seconds:.4g}") == (name, count, step)
+    assert re.fullmatch(r'the cut: (pipe.rebuild\(cuts=\["[b-f]"\]\): .* ms, .*% less|no other cut .*)', result.splitlines()[0])
 
 
 @pytest.mark.slow

@@ -286,6 +286,11 @@ def test_a_cut_that_is_even_enough_is_told_so():
     assert "another cut: would gain nothing, the stages are as even as the table needs" in str(explain(timeline))
 
 
+def test_a_pipeline_s_own_step_has_the_call_that_cuts_anew():
+    timeline = replace(slowed("1f1b", 2, 5), recut_call='pipe.rebuild(cuts="measured")')
+    assert 'if all stages took the same; pipe.rebuild(cuts="measured") cuts anew\n' in str(explain(timeline))
+
+
 def test_microbatches_of_unlike_sizes_are_predicted_as_they_are_and_a_better_order_is_named() -> None:
     """As measured: 1F1B on four ranks, the longest microbatches first and sixth."""
     table = build("1f1b", ranks=4, microbatches=8)

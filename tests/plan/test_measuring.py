@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.model import GPT, GPTConfig
 from penstock.partition.balance import Balance
 from penstock.plan import LayerCost, estimate, estimate_transformers, load, measure, measuring, plan
-from penstock.plan.estimating import profile_of_run
+from penstock.plan.recut import profile_of_run
 from penstock.plan.stage_costs import LayerChain
 from penstock.schedule import Kind, Measurement
 

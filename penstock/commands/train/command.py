@@ -76,7 +76,8 @@ class TrainCommand(TrainConfig):
             saved |= {"plan": None}
         if "--schedule" in typed:
             saved |= {"stages_per_rank": None, "group_size": None}
-        return cls(**{**saved, "data": saved["data"] and Path(saved["data"]), "out": Path(saved["out"])})
+        resumed = cls(**{**saved, "data": saved["data"] and Path(saved["data"]), "out": Path(saved["out"])})
+        return _defaults_for_table(resumed, typed.get("--plan") or "")
 
 
 def _defaults_for_table(defaults: TrainCommand, path: str) -> TrainCommand:

@@ -211,6 +211,7 @@ HEADS = 4
 PIXELS = 64  # of an image of a digit
 HELD_OUT = 0.05  # share of a text
 SETTINGS, PLAN, REPORT = "run.json", "plan.json", "report.txt"  # file names in the folder of a run
+BETTER_PLAN = "better_plan.json"  # there too, at the end, if there is one
 # A resumed run must keep these options.
 FIXED_OPTIONS = ("model", "data", "batch", "learning_rate", "optimizer", "layers", "width", "context", "dropout", "seed")
 

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from penstock.checkpoint.files import manifest
-from penstock.commands.train.config import PLAN, TrainConfig
+from penstock.commands.train.config import BETTER_PLAN, PLAN, TrainConfig
 from penstock.commands.train.setup import set_up, task
 from penstock.comms.system import count_cores
 from penstock.comms.topology import init_distributed
@@ -24,8 +24,8 @@ from penstock.explain.explanation import NOTABLE_SHARE
 from penstock.launcher.launch import launch
 from penstock.partition.balance import Balance
 from penstock.plan import ModelProfile, Overheads, Plan, load, measure, measure_overheads, parse_memory_size, plan
-from penstock.plan.estimating import profile_of_run
 from penstock.plan.model_profile import COSTS_FILE
+from penstock.plan.recut import fastest_cut, profile_of_run
 from penstock.schedule import Measurement, Timeline
 from penstock.schedule.memory import format_bytes
 
@@ -170,15 +170,20 @@ def compare_with_plan(config: TrainConfig, timelines: Sequence[Timeline]) -> str
 
 
 def advice(config: TrainConfig, folder: Path, balance: Balance, parameters: Mapping[str, float], measured: Measurement) -> str:
-    """Plan with a run's measured costs, within the memory that it uses. Return a line about a better plan.
+    """Return lines about a faster cut of the table that ran, and about a better plan within the memory that it uses.
 
-    Write the costs to the run's `folder`, for `penstock plan --costs`. `parameters`: bytes of each layer.
+    Write to the run's `folder` its costs, for `penstock plan --costs`, and the better plan. `parameters`: bytes of each layer.
     """
     batch, sizes = config.batch // config.dp, [parameters[name] for name in balance.names]
     layers = profile_of_run(measured, balance, sizes, -(-batch // config.microbatches))
     layers.save(folder / COSTS_FILE)
     if config.ranks * config.dp > count_cores() and config.device != "cuda":
         return "the planner: `--plan auto` tries whether fewer ranks, which do not share cores, are faster"
+    return f"the cut: {fastest_cut(measured, balance)}\n{_planner_advice(config, folder, layers, measured)}".rstrip()
+
+
+def _planner_advice(config: TrainConfig, folder: Path, layers: ModelProfile, measured: Measurement) -> str:
+    batch = config.batch // config.dp
     with suppress(PenstockError):  # the table is of no family
         send = float(f"{fmean(measured.message_seconds or (0.0,)):.4g}")  # as it is printed
         planned = partial(plan, layers, config.ranks, batch=batch, effort="quick", send=send)
@@ -186,9 +191,9 @@ def advice(config: TrainConfig, folder: Path, balance: Balance, parameters: Mapp
         memory = math.ceil(max(plans_of_run(memory=UNLIMITED_BYTES)[0].peak_memory))
         best, predicted_step = planned(memory=memory)[0], measured.predict(measured.schedule).makespan
         if best.seconds < (1 - NOTABLE_SHARE) * predicted_step:
+            best.save(folder / BETTER_PLAN)
             less = f"{1e3 * best.seconds:.4g} ms, {1 - best.seconds / predicted_step:.1%} less"
-            options = f"--ranks {config.ranks} --batch {batch} --memory {memory} --send {1e3 * send:g} --effort quick"
-            command = f"penstock plan --costs {quote(str(folder))} {options} --out plan.json"
-            return f"the planner: {_table(best)}: {less}; {command} writes it"
+            paths = f"--resume {quote(str(folder))} --plan {quote(str(folder / BETTER_PLAN))}"
+            return f"the planner: {_table(best)}: {less}; penstock train {paths} --steps {2 * config.steps} goes on with it"
         return f"the planner: no cut, schedule or microbatches in the same memory would be {NOTABLE_SHARE:.0%} faster"
     return ""

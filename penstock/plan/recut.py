@@ -1,0 +1,204 @@
+"""The costs of a model's layers in the steps that ran, and a faster cut at these costs: `pipe.rebuild(cuts="measured")`.
+
+A step shows what each stage takes, not which of its layers takes it, nor whether layers are heavy or a rank is slow:
+
+    seconds of a layer on a rank = cost of the layer / speed of the rank
+
+If the layers were measured one by one, their costs are in proportion to that, and a rank is slow if its stages take more than
+their layers' share. Otherwise all ranks count as equally fast, and a stage's layers share its time as they share its
+parameters. Either way the cut that ran takes what was measured, so a second call corrects what the first assumed wrongly.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from statistics import fmean, median
+from typing import NamedTuple
+
+from penstock.engine.clock import ActionClock
+from penstock.engine.observers import ObservedStep, Observer
+from penstock.errors import PenstockError
+from penstock.explain.explanation import NOTABLE_SHARE
+from penstock.partition.balance import SECONDS, Balance, balanced_starts
+from penstock.plan.model_profile import LayerCost, ModelProfile
+from penstock.plan.partition_search import Limits, PartitionSearch
+from penstock.plan.schedule_timer import ScheduleTimer
+from penstock.plan.stage_costs import LayerChain
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.table import Action, Kind
+from penstock.timing.events import Event
+from penstock.timing.measurement import Measurement
+from penstock.timing.timeline import Timeline
+
+MAX_STEPS, MAX_ACTIONS = 5, 2000  # of a rank, the newest, that are measured
+SEARCHED_ACTIONS = 400_000  # that are timed to improve a cut
+
+# -- the steps that ran ----------------------------------------------------------------------------------------------------
+
+
+class StepTimes(NamedTuple):
+    """When each action of one rank ran in one step."""
+
+    events: Sequence[Event]
+    microbatch_sizes: Sequence[int]
+
+
+class RecentSteps(Observer):
+    """Keeps this rank's last training steps. The first of a kind, which is slower, does not count."""
+
+    def __init__(self) -> None:
+        self._steps = deque[tuple[list[Action], ActionClock, list[int]]](maxlen=MAX_STEPS)
+
+    def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
+        """Keep the step's actions and its clock."""
+        agreed = step.agreed
+        if agreed.has_backward and not agreed.is_new:
+            sizes = [piece.elements for piece in agreed.pieces if piece.slice == 0]
+            self._steps.append(([line.action for line in agreed.program.lines], step.clock, sizes))
+
+    def times(self, rank: int, clock_offset: float) -> list[StepTimes]:
+        """Return the last steps with the same actions as the last one. `clock_offset`: from here to rank 0."""
+        times = list[StepTimes]()
+        last_actions = self._steps[-1][0] if self._steps else []
+        for actions, clock, sizes in reversed(self._steps):
+            if actions != last_actions or (times and (1 + len(times)) * len(actions) > MAX_ACTIONS):
+                break
+            clock.offset = clock_offset
+            intervals = zip(actions, clock.intervals(), strict=True)
+            times.append(StepTimes([Event(rank, action, *interval) for action, interval in intervals], sizes))
+        return times[::-1]
+
+
+def measurement_of_steps(
+    steps_of_ranks: Sequence[Sequence[StepTimes]], pipelines: Sequence[Sequence[int]], name: str
+) -> Measurement:
+    """Return the costs of the last steps: of each stage in the pipeline where it takes longest.
+
+    `steps_of_ranks`: `RecentSteps.times` of every rank. `pipelines`: the ranks of each. Raises PenstockError without a step.
+    """
+    num_steps = min(map(len, steps_of_ranks))
+    if not num_steps:
+        raise PenstockError(
+            'cuts="measured" has no step to measure yet: run two steps first (the first of a kind, which is slower, does not '
+            "count)"
+        )
+    measurements = []
+    for ranks in pipelines:
+        timelines = [
+            Timeline(
+                f"{name}, measured",
+                tuple(tuple(steps_of_ranks[rank][-number].events) for rank in ranks),
+                microbatch_sizes=tuple(steps_of_ranks[ranks[0]][-number].microbatch_sizes),
+            )
+            for number in range(num_steps, 0, -1)
+        ]
+        measurements.append(Measurement.from_timelines(*timelines))
+    seconds = {kind: tuple(map(max, zip(*(value.seconds[kind] for value in measurements), strict=True))) for kind in Kind}
+    return replace(measurements[0], seconds=seconds)
+
+
+# -- costs of layers, speeds of ranks --------------------------------------------------------------------------------------
+
+
+def profile_of_run(measured: Measurement, balance: Balance, parameters: Sequence[float], rows: int) -> ModelProfile:
+    """Return what the layers of `balance` took in steps with microbatches of `rows` rows. `parameters`: bytes of each layer's.
+
+    The engine's time for an action is in its layers'; what messages took is not: that is `measured.send`.
+    """
+    layers = []
+    times = measured.costs.action_costs(measured.schedule.num_stages)
+    sizes = measured.activation_sizes or ((0.0, 0.0),) * measured.schedule.num_stages
+    for stage, (start, end) in enumerate(pairwise((*balance.starts, len(balance.costs)))):
+        for place in range(start, end):
+            share = balance.costs[place] / balance.stage_costs[stage] if balance.stage_costs[stage] else 1 / (end - start)
+            forward, full, inputs, weights = (share * times[kind][stage] for kind in Kind)
+            extra = max(0.0, inputs + weights - full)  # that I and W take over B; each was measured in other actions
+            weights = min(weights, full)
+            activation, keep = (share * size for size in sizes[stage])
+            layer = LayerCost(balance.names[place], forward, full - weights, weights, activation, keep, parameters[place])
+            layers.append(layer._replace(split=extra))
+    return ModelProfile.from_layers(layers, rows)
+
+
+def rank_speeds(measured: Measurement, balance: Balance) -> tuple[float, ...]:
+    """Return the speed of every rank: the cost of its layers by the time that they took, 1 for the median rank.
+
+    All are 1 if the layers of `balance` were not measured one by one.
+    """
+    table = measured.schedule
+    if balance.cost_kind != SECONDS:
+        return (1.0,) * table.ranks
+    speeds = []
+    for rank in range(table.ranks):
+        stages = table.stages_of(rank)
+        seconds = sum(measured.seconds[kind][stage] for kind in (Kind.F, Kind.B) for stage in stages)
+        speeds.append(sum(balance.stage_costs[stage] for stage in stages) / seconds if seconds else 1.0)
+    usual = median(speeds)
+    return tuple(speed / usual if speed else 1.0 for speed in speeds)
+
+
+# -- the cut ---------------------------------------------------------------------------------------------------------------
+
+
+class MeasuredCut(NamedTuple):
+    """The fastest cut found at the costs of the last steps; its `str` is a line to paste."""
+
+    cuts: tuple[str, ...]  # the layer that each stage but the first begins with
+    seconds: float  # of a step, predicted
+    seconds_now: float  # of a step with the cut that ran, predicted in the same way; infinite for another number of stages
+
+    @property
+    def gain(self) -> float:
+        """The share of the step that would be saved."""
+        return 1 - self.seconds / self.seconds_now if self.seconds_now else 0.0
+
+    @property
+    def is_notable(self) -> bool:
+        """Whether the gain is large enough to be worth a rebuild."""
+        return self.gain >= NOTABLE_SHARE
+
+    def __str__(self) -> str:
+        """Return the call that makes the cut, with what it gains; or that no cut gains enough."""
+        if not self.is_notable:
+            return f"no other cut would make the step {NOTABLE_SHARE:.0%} shorter, the best {max(0.0, self.gain):.1%}"
+        names = ", ".join(f'"{name}"' for name in self.cuts)
+        return f"pipe.rebuild(cuts=[{names}]): {1e3 * self.seconds:.4g} ms, {self.gain:.1%} less"
+
+
+def fastest_cut(measured: Measurement, balance: Balance, table: Schedule | None = None) -> MeasuredCut:
+    """Return the fastest cut found for `table`, by default the one that ran. Memory is not limited.
+
+    `balance`: the layers with their costs, and the cut that ran. Raises MismatchError for more stages than layers.
+    """
+    table = table or measured.schedule
+    speeds, slices = rank_speeds(measured, balance), table.slices
+    without_engine = dict.fromkeys(Kind, (0.0,) * measured.schedule.num_stages)
+    [sample] = profile_of_run(replace(measured, engine_seconds=without_engine), balance, [0.0] * len(balance.costs), 1).samples
+
+    speed_of_layer = [
+        speeds[measured.schedule.placement[stage]]
+        for stage, (start, end) in enumerate(pairwise((*balance.starts, len(balance.costs))))
+        for _ in range(start, end)
+    ]
+    layers = [
+        layer._replace(**{name: slices * speed * getattr(layer, name) for name in (*LayerCost._fields[1:4], "split")})
+        for layer, speed in zip(sample.layers, speed_of_layer, strict=True)
+    ]
+
+    limits = Limits(
+        (math.inf,) * table.ranks,
+        send=fmean(measured.message_seconds or (0.0,)),
+        action=fmean(measured.engine_seconds[Kind.F] + measured.engine_seconds[Kind.B]),
+        speeds=speeds,
+    )
+    search = PartitionSearch(LayerChain(layers), ScheduleTimer(table), limits)
+    found = [search.evaluate(tuple(balanced_starts([layer.seconds for layer in layers], table.num_stages)))]
+    seconds_now = math.inf
+    if table.num_stages == len(balance.starts):
+        found.append(search.evaluate(balance.starts))
+        seconds_now = found[-1].seconds
+    best = min((search.improve(partition, SEARCHED_ACTIONS, Random(0)) for partition in found), key=lambda cut: cut.seconds)
+    return MeasuredCut(tuple(balance.names[start] for start in best.starts[1:]), best.seconds, seconds_now)

@@ -304,7 +304,9 @@ class ShowCommand(SimulationOptions):
         record, lines = load_record(self.schedule, self.stages_per_rank)
         microbatches = len({event.action.microbatch for event in record.usual.events})
         check_size(self.schedule, (record.usual.ranks, microbatches), self.ranks, self.microbatches)
-        timelines = {f"{record.name}, {record.label}": record.usual} | ({"planned": record.planned} if record.planned else {})
+        timelines = {f"{record.name}, {record.label}": record.usual} | (
+            {"predicted": record.predicted} if record.predicted else {}
+        )
         for label, timeline in timelines.items():
             picture = draw(timeline, terminal_width(), use_colors(), list(timelines.values()), record.unit)
             lines += [label, picture, summary(timeline, record.unit)]

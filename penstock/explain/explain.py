@@ -30,7 +30,7 @@ from penstock.timing.measurement import Measurement, find_gaps
 from penstock.timing.replay import replay
 from penstock.timing.timeline import Timeline
 
-STRAGGLER_SHARE = 0.05  # of a rank's planned time: a rank that is slower by less is not named
+STRAGGLER_SHARE = 0.05  # of the time of a rank's share: a rank that is slower by less is not named
 SLOW_MESSAGE_SHARE = 0.25  # of the usual forward's time: a message that takes less is not named
 MIN_BYTES_FOR_SPEED = 1_000_000  # of a message; the speed of a smaller one says little but latency
 SLOW_LINK_FACTOR = 2  # times the usual message between other ranks: a link above this is slow
@@ -153,8 +153,8 @@ def _compare_with_share(measurement: Measurement, rank: int, predicted_step: flo
 
     fair = replace(measurement, seconds={kind: shared(times) for kind, times in measurement.seconds.items()})
     actions = table.actions[rank]
-    took, planned = (sum(measured.seconds[kind][stage] for kind, stage, *_ in actions) for measured in (measurement, fair))
-    if took - planned <= STRAGGLER_SHARE * planned:
+    took, fair_seconds = (sum(measured.seconds[kind][stage] for kind, stage, *_ in actions) for measured in (measurement, fair))
+    if took - fair_seconds <= STRAGGLER_SHARE * fair_seconds:
         return None
     times = {
         kind: (
@@ -164,7 +164,7 @@ def _compare_with_share(measurement: Measurement, rank: int, predicted_step: flo
         for kind in dict.fromkeys(action.kind for action in actions)
     }
     shorter = fair.predict(table)
-    return Straggler(rank, (took - planned) / len(actions), times, predicted_step - shorter.makespan, shorter)
+    return Straggler(rank, (took - fair_seconds) / len(actions), times, predicted_step - shorter.makespan, shorter)
 
 
 def _faster_messages(timeline: Timeline, measurement: Measurement) -> Iterator[Improvement]:

@@ -1,4 +1,4 @@
-"""A plan: the partition and table to run, its predicted step, and why it is not faster."""
+"""A plan: the partition and table to run, its planned step, and why it is not faster."""
 
 import json
 import math
@@ -28,7 +28,7 @@ FORMAT = "penstock plan 1"
 class Plan:
     """A partition, a table, and the stages to recompute: `Pipeline(model, loss_fn, plan=plan)` runs it. Seconds and bytes.
 
-    `seconds` is the predicted time of a step. `bound` is a lower bound for any partition, table and recomputation with these
+    `seconds` is the planned time of a step. `bound` is a lower bound for any partition, table and recomputation with these
     ranks and microbatches; `why` says why the step takes longer. `peak_memory` has the bytes of
     every rank: activations, parameters, gradients, optimizer state and messages.
     """

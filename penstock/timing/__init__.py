@@ -2,7 +2,7 @@
 
 `events`         the events of a step, and what follows directly from them
 `causes`         why a rank is idle, and the chain of events that decides how long the step takes
-`timeline`       events with their causes and their memory: one record for planned and measured steps
+`timeline`       events with their causes and their memory: one record for simulated and measured steps
 `simulate`       costs, when every action runs at these, and when replicas have averaged their gradients
 `list_schedule`  a table from a priority: which ready action a free rank runs first
 `teacher`        a table with the forwards of a second, frozen model in its idle time

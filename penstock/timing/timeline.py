@@ -1,4 +1,4 @@
-"""The timeline: one record for planned and measured steps."""
+"""The timeline: one record for simulated and measured steps."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property

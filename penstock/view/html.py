@@ -47,14 +47,14 @@ def _data(record: Record) -> Data:
     if not is_huge(record.usual):
         return with_event_columns(record.data())
     step = {"label": record.label, "timeline": sums_data(record.usual)}
-    return {"name": record.name, "unit": record.unit, "planned": None, "steps": [step], "usual": 0, "verdict": None}
+    return {"name": record.name, "unit": record.unit, "predicted": None, "steps": [step], "usual": 0, "verdict": None}
 
 
 def with_event_columns(record: Data) -> Data:
     """Return a record's data with the events of each rank as columns, which is half as long and faster to parse."""
-    planned, verdict = record["planned"], record["verdict"]
+    predicted, verdict = record["predicted"], record["verdict"]
     return record | {
-        "planned": planned and _columnar(planned),
+        "predicted": predicted and _columnar(predicted),
         "steps": [step | {"timeline": _columnar(step["timeline"])} for step in record["steps"]],
         "verdict": verdict
         and verdict | {"findings": [finding | {"timeline": _columnar(finding["timeline"])} for finding in verdict["findings"]]},

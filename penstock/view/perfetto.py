@@ -3,7 +3,7 @@
 Each rank is a process. Its tracks are: actions (a second one for actions that overlap), idle times with their causes, one or
 more for the messages sent to it (from when they were made to when they arrived, as far as is known), and a counter of its
 memory, in bytes if that was measured. The time between steps precedes a measured step. An arrow leads from each sender to its
-receiver. The planned timeline, if any, has processes of its own. If the unit of time is not a second, it is shown as a
+receiver. The predicted timeline, if any, has processes of its own. If the unit of time is not a second, it is shown as a
 millisecond.
 """
 
@@ -34,9 +34,9 @@ def trace(record: Record) -> str:
         label = f"{record.name}, {step['label']}" if len(data["steps"]) > 1 else record.name
         events += _Writer(step["timeline"], label, "rank", 1, begin, scale, arrow_ids).events()
         begin += 1.1 * step["timeline"]["makespan"]
-    if data["planned"] is not None:
-        name = f"{record.name}, planned"
-        events += _Writer(data["planned"], name, "planned, rank", 1 + ranks, 0.0, scale, arrow_ids).events()
+    if data["predicted"] is not None:
+        name = f"{record.name}, predicted"
+        events += _Writer(data["predicted"], name, "predicted, rank", 1 + ranks, 0.0, scale, arrow_ids).events()
     metadata = {json.dumps(event, sort_keys=True): event for event in events if event["ph"] == "M"}  # without repetition
     trace_events = [*metadata.values(), *(event for event in events if event["ph"] != "M")]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events}, separators=(",", ":")) + "\n"

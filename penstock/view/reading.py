@@ -55,7 +55,7 @@ def read(text: str | bytes, file: str) -> Record:
             raise ValueError("it is no JSON object")
         if data.get("format") != FORMAT:
             raise ValueError(_format_error(data))
-        name, planned = str(data["name"]), data["planned"]
+        name, predicted = str(data["name"]), data["predicted" if "predicted" in data else "planned"]  # in files of 0.2
         steps = tuple(_timeline(name, step["timeline"]) for step in data["steps"])
         if not steps:
             raise ValueError("it has no steps")
@@ -64,8 +64,8 @@ def read(text: str | bytes, file: str) -> Record:
         findings = tuple(
             _finding(finding) for finding in (data.get("verdict") or {}).get("findings", ()) if finding.get("from_trace")
         )
-        plan = None if planned is None else _timeline(name, planned)
-        return Record(steps, plan, str(data["unit"]), labels, layers, findings)
+        prediction = None if predicted is None else _timeline(name, predicted)
+        return Record(steps, prediction, str(data["unit"]), labels, layers, findings)
     except RecursionError as error:
         raise PenstockError(f"{file} is not a timeline that Penstock wrote: it is nested too deeply") from error
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, ScheduleError) as error:

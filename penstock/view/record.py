@@ -16,10 +16,10 @@ TIMELINE_FILE = "timeline.json"  # in the folder of a run
 
 @dataclass(frozen=True)
 class Record:
-    """The timelines of one or several steps in order, and a planned timeline to compare them with."""
+    """The timelines of one or several steps in order, and a predicted timeline to compare them with."""
 
     steps: tuple[Timeline, ...]
-    planned: Timeline | None = None
+    predicted: Timeline | None = None
     unit: str = ""  # of time: "s", or "" for the unit of the costs
     labels: tuple[str, ...] = ()  # the names of the steps
     layers: tuple[float, ...] = ()  # share of the model on each stage; empty if equal
@@ -65,7 +65,7 @@ class Record:
             "name": self.name,
             "unit": self.unit,
             "layers": self.layers,
-            "planned": None if self.planned is None else timeline_data(self.planned),
+            "predicted": None if self.predicted is None else timeline_data(self.predicted),
             "steps": [
                 {"label": label, "timeline": timeline_data(step)}
                 for label, step in zip(self._labels(), self.steps, strict=True)
@@ -81,15 +81,15 @@ class Record:
 
 def save(
     timeline: Timeline | Sequence[Timeline],
-    planned: Timeline | None,
+    predicted: Timeline | None,
     path: str | PathLike[str],
     labels: Sequence[str] = (),
     layers: Sequence[float] = (),
 ) -> None:
     """Write the measured timelines of one or several steps, in seconds, to the JSON file `path`.
 
-    `planned`: a timeline in seconds to compare them with. `labels`: names of the steps. `layers`: the share of the model on
+    `predicted`: a timeline in seconds to compare them with. `labels`: names of the steps. `layers`: the share of the model on
     each stage, if they differ.
     """
     steps = (timeline,) if isinstance(timeline, Timeline) else tuple(timeline)
-    Record(steps, planned, "s", tuple(labels), tuple(layers)).save(path)
+    Record(steps, predicted, "s", tuple(labels), tuple(layers)).save(path)

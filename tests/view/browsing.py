@@ -63,7 +63,7 @@ def place(browser, action, of="timeline"):
     """The middle of an action from the middle of its chart, in pixels."""
     return browser.execute_script(
         "const c = page.charts[0], b = c.record[arguments[1]].blocks.get(arguments[0]), r = c.rows[b.rank];"
-        "const y = arguments[1] === 'planned' ? r.planned + PLANNED_HEIGHT / 2 : c.topOf(b) + c.heightOf(b) / 2;"
+        "const y = arguments[1] === 'predicted' ? r.predicted + PREDICTED_HEIGHT / 2 : c.topOf(b) + c.heightOf(b) / 2;"
         "c.host.scrollIntoView({block: 'center'});"
         "return [Math.round(c.x((b.start + b.end) / 2) - c.host.offsetWidth / 2), Math.round(y - c.host.offsetHeight / 2)]",
         action,

@@ -74,11 +74,11 @@ def test_memory_that_is_known_in_bytes_is_a_curve_below_each_rank():
     assert texts[-1] == "memory of activations, and its peak"
 
 
-def test_the_planned_row_stands_below_the_measured_one_on_the_same_axis():
+def test_the_predicted_row_stands_below_the_measured_one_on_the_same_axis():
     schedule = build("1f1b", ranks=4, microbatches=8)
     drawn = figure(Record((measured(schedule, 1),), simulate(schedule, COSTS), "s"))
     texts = [shape.text for shape in drawn.shapes if isinstance(shape, Text)]
-    assert texts.count("planned") == 4
+    assert texts.count("predicted") == 4
     assert "time (ms)" in texts
     assert all(shape.x + shape.width <= drawn.width for shape in drawn.shapes if isinstance(shape, Box))
 

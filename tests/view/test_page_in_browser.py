@@ -25,8 +25,8 @@ def folder(tmp_path_factory):
     """The pages under test."""
     folder = tmp_path_factory.mktemp("pages")
     schedule = build("1f1b", ranks=4, microbatches=8)
-    steps, planned = tuple(measured(schedule, seed) for seed in range(3)), simulate(schedule, COSTS)
-    (folder / "measured.html").write_text(page([Record(steps, planned, "s")]))
+    steps, predicted = tuple(measured(schedule, seed) for seed in range(3)), simulate(schedule, COSTS)
+    (folder / "measured.html").write_text(page([Record(steps, predicted, "s")]))
     step = steps[0]
     rows = tuple(tuple(event._replace(sent=event.end + 1e-4) for event in row) for row in step.rows)
     known = replace(
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
         memory_unit="bytes",
         between_steps=(0.02, 0.01, 0.01, 0.01),
     )
-    weighed = replace(planned, activation_sizes=known.activation_sizes, memory_unit="bytes")
+    weighed = replace(predicted, activation_sizes=known.activation_sizes, memory_unit="bytes")
     (folder / "weighed.html").write_text(page([Record((known,), weighed, "s")]))
     (folder / "weighed_or_not.html").write_text(page([Record((known,)), Record((step,))]))
     plan = simulate(schedule)
@@ -62,10 +62,10 @@ def test_hovering_over_an_action_tells_its_times_and_what_it_waited_for(visit):
     move_to(browser, *place(browser, "1B0")).perform()
     text = tip(browser)
     assert text.startswith("1B0 backward\nstage 1, microbatch 0, rank 1\nmeasured\n")
-    assert "planned\n20 ms, from 82 ms to 102 ms\ndifference\n" in text
+    assert "predicted\n20 ms, from 82 ms to 102 ms\ndifference\n" in text
     assert "longer, starts" in text
     assert "of rank 2" in text.split("waited\n")[1]
-    move_to(browser, *place(browser, "1B0", "planned")).perform()
+    move_to(browser, *place(browser, "1B0", "predicted")).perform()
     assert tip(browser) == text  # the same action
     move_to(browser, -600, 0).perform()
     assert tip(browser) == ""
@@ -194,7 +194,7 @@ def test_lanes_can_be_left_out_and_the_theme_changed(visit):
     whole = height()
     browser.find_element(By.ID, "show-memory").click()
     assert height() == whole - 4 * 33
-    browser.find_element(By.ID, "show-planned").click()
+    browser.find_element(By.ID, "show-predicted").click()
     assert height() == whole - 4 * (33 + 17)
     color = lambda: browser.execute_script("return [getComputedStyle(document.body).backgroundColor, page.colors.panel]")  # noqa: E731
     light = color()
@@ -291,7 +291,7 @@ def test_memory_in_bytes_sending_and_the_time_between_steps_are_told(visit):
     assert (figures["memory of activations, at most"], figures["between steps, before this one"]) == ("6 MB", "20 ms")
     legend = [element.text for element in browser.find_elements(By.CSS_SELECTOR, ".legend li")]
     assert any(label.startswith("between steps, of all time") for label in legend)
-    assert legend[-1] == "memory of activations (dashed: planned)"
+    assert legend[-1] == "memory of activations (dashed: predicted)"
     assert any(label.startswith("idle by sending") for label in legend)
     ActionChains(browser, duration=20).click(browser.find_element(By.CSS_SELECTOR, ".chart")).send_keys(
         Keys.ARROW_RIGHT

@@ -171,9 +171,7 @@ def test_each_sentence_of_the_verdict_lights_up_what_it_is_about_and_draws_the_s
     sentences = browser.find_elements(By.CSS_SELECTOR, ".finding")
     assert [sentence.text for sentence in sentences] == [finding.text for finding in verdict]
     assert sentences[0].text.startswith("rank 1 is slow: ")
-    shown = (
-        "const c = page.charts[0]; return c.alternative && [c.alternative.timeline.data.makespan, c.rows[0].plannedHeight > 0]"
-    )
+    shown = "const c = page.charts[0], a = c.alternative; return a && [a.timeline.data.makespan, c.rows[0].predictedHeight > 0]"
     for sentence, finding in zip(sentences, verdict, strict=True):
         sentence.click()
         drawn(browser)

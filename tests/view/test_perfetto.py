@@ -86,7 +86,7 @@ def test_perfetto_finds_every_rank_as_busy_as_the_timeline_and_as_long_idle(reco
         assert row.depth == 0  # no slice lies on another
         slices.setdefault((row.process, row.track.split(",")[0]), []).append((row.ts, row.ts + row.dur))
     scale = 1e9 if record.unit else 1e6  # to nanoseconds
-    for name, steps in [("rank", record.steps), *([("planned, rank", [record.planned])] if record.planned else [])]:
+    for name, steps in [("rank", record.steps), *([("predicted, rank", [record.predicted])] if record.predicted else [])]:
         for rank in range(steps[0].ranks):
             rounding = 2 * sum(len(step.rows[rank]) for step in steps)
             busy = scale * sum(step.busy[rank] for step in steps)
@@ -115,7 +115,7 @@ def test_perfetto_draws_an_arrow_for_every_message(record, processor):
     expected: Counter = Counter()
     data = record.data()
     timelines = [(step["timeline"], "rank") for step in data["steps"]]
-    for timeline, name in [*timelines, *([(data["planned"], "planned, rank")] if data["planned"] else [])]:
+    for timeline, name in [*timelines, *([(data["predicted"], "predicted, rank")] if data["predicted"] else [])]:
         for rank, row in enumerate(timeline["ranks"]):
             for event in row["events"]:
                 for message in event.get("receives", ()):

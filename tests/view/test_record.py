@@ -60,10 +60,10 @@ def test_a_timeline_as_plain_data_says_when_why_and_what_was_held():
 def test_what_is_saved_is_loaded_again_with_all_that_follows_from_it(tmp_path, name, options):
     schedule = build(name, ranks=3, microbatches=5, **options)
     costs = Costs(forward=1, send=0.5, size=3, bandwidth=2, act=4, keep=1, overlap=0.5)
-    planned = simulate(schedule, costs)
+    predicted = simulate(schedule, costs)
     steps = [measured(schedule, 1), measured(schedule, 2)]
     path = tmp_path / "timeline.json"
-    save(steps, planned, path, ["step 10", "step 20"])
+    save(steps, predicted, path, ["step 10", "step 20"])
     again = load(tmp_path)
     assert (again.name, again.unit, again.label) == (steps[0].name, "s", "step 20")
     for step, before in zip(again.steps, steps, strict=True):  # measured times are kept to the nanosecond
@@ -73,14 +73,23 @@ def test_what_is_saved_is_loaded_again_with_all_that_follows_from_it(tmp_path, n
         )
         assert [event.action for event in step.critical_path] == [event.action for event in before.critical_path]
         assert step.causes == pytest.approx(before.causes, abs=1e-7)
-    save(again.steps, again.planned, tmp_path / "again.json", again.labels)
+    save(again.steps, again.predicted, tmp_path / "again.json", again.labels)
     assert load(tmp_path / "again.json") == again
-    assert again.planned is not None
-    assert again.planned.events == planned.events
-    assert again.planned.causes == planned.causes
-    assert again.planned.peak_memory == planned.peak_memory
-    assert again.planned.critical_path == planned.critical_path
-    assert again.planned.message_costs == planned.message_costs
+    assert again.predicted is not None
+    assert again.predicted.events == predicted.events
+    assert again.predicted.causes == predicted.causes
+    assert again.predicted.peak_memory == predicted.peak_memory
+    assert again.predicted.critical_path == predicted.critical_path
+    assert again.predicted.message_costs == predicted.message_costs
+
+
+def test_a_file_of_0_2_in_which_the_predicted_step_is_called_planned_is_read(tmp_path):
+    schedule = build("1f1b", ranks=2, microbatches=4)
+    save(measured(schedule, 1), simulate(schedule, Costs()), path := tmp_path / "timeline.json")
+    saved, data = load(path), json.loads(path.read_text())
+    data["planned"] = data.pop("predicted")
+    path.write_text(json.dumps(data))
+    assert load(path) == saved
 
 
 def test_what_was_measured_besides_is_loaded_again_and_older_files_without_it_too(tmp_path):

@@ -42,14 +42,14 @@ def test_show_writes_every_picture_it_is_asked_for(tmp_path):
     assert [file.read_bytes()[:9] for file in files] == [b"<!doctype", b'{"display', b"<svg xmln", b"\x89PNG\r\n\x1a\n\x00"]
 
 
-def test_show_draws_a_run_as_it_was_measured_and_planned_at_one_scale(run, tmp_path):
+def test_show_draws_a_run_as_it_was_measured_and_predicted_at_one_scale(run, tmp_path):
     done = penstock("show", run, "--html", tmp_path / "run.html")
     lines = done.stdout.splitlines()
     assert lines[0] == "1f1b, measured, step 20", done.stderr
     assert lines[1].startswith("rank 0 |F0")
     assert lines[3].startswith("makespan 16")
     assert " ms, bubble " in lines[3]
-    assert lines[5] == "planned"
+    assert lines[5] == "predicted"
     assert len(lines[6]) < len(lines[1])  # it is shorter
     assert "step 10" in (tmp_path / "run.html").read_text()
     again = penstock("show", run / "timeline.json")

@@ -215,11 +215,11 @@ def test_a_drag_in_the_picture_can_be_given_up_and_beside_the_actions_it_pans(st
 def load_run(studio, folder):
     (folder / "timeline.json").write_text(run_of())
     studio.find_element("id", "load-run-file").send_keys(str(folder / "timeline.json"))
-    until(lambda: studio.execute_script("return page.records[0].planned !== null"))
+    until(lambda: studio.execute_script("return page.records[0].predicted !== null"))
     settle(studio)
 
 
-def test_over_a_measured_run_the_planned_row_is_dragged(studio, tmp_path):
+def test_over_a_measured_run_the_predicted_row_is_dragged(studio, tmp_path):
     load_run(studio, tmp_path)
     before = row(studio, 0).split()
     drag_in_picture(studio, before[1], before[0], 0.1)
@@ -264,16 +264,16 @@ def test_a_table_is_saved_and_loaded(studio):
     assert [row(studio, rank) for rank in range(4)] == before
 
 
-def test_a_measured_run_is_laid_over_what_is_planned(studio, tmp_path):
+def test_a_measured_run_is_laid_over_what_is_predicted(studio, tmp_path):
     load_run(studio, tmp_path)
     assert studio.find_element("id", "forward").get_attribute("value") != "1"
-    assert "planned" in studio.find_element("css selector", ".figures").text
+    assert "predicted" in studio.find_element("css selector", ".figures").text
     before = picture(studio)
     slide(studio, "schedule", "gpipe")
     assert picture(studio) != before
     studio.find_element("id", "remove-run").click()
     settle(studio)
-    assert studio.execute_script("return page.records[0].planned") is None
+    assert studio.execute_script("return page.records[0].predicted") is None
     assert studio.find_element("id", "forward").get_attribute("value") == "1"
 
 
@@ -285,7 +285,7 @@ def test_a_run_of_other_sizes_is_not_drawn_beside_and_its_stages_are_priced_toge
     assert said.endswith("%.")
     slide(studio, "ranks", 3)
     assert "The run had 2 ranks and 4 microbatches, this table has 3 and 4" in studio.find_element("id", "run").text
-    assert studio.execute_script("return page.records[0].planned") is None
+    assert studio.execute_script("return page.records[0].predicted") is None
     slide(studio, "forward", 30)  # twice the mean
     stages = studio.execute_script("return studio.state.costs.stages")
     assert [round(stages[stage]["forward"]) for stage in "01"] == [20, 40]

@@ -76,7 +76,7 @@ class TrainConfig:
     least: int | None = None
     """Start again without the ranks that failed, with this many or more; by default all ranks start again."""
     timeline: bool = True
-    """Write timeline.html to the run's folder: the last steps, measured and planned."""
+    """Write timeline.html to the run's folder: the last steps, measured and predicted."""
     watch: bool = False
     """Serve the run's page while it trains: loss, speed, bubble, memory, timeline."""
     out: Path = Path("runs")

@@ -1,7 +1,7 @@
 """A timeline as JSON data: the one form that files hold and that every picture is drawn from.
 
     {"format": "penstock timeline 1", "name": "1f1b", "unit": "s", "layers": [],
-     "planned": TIMELINE or null, "steps": [{"label": "step 7", "timeline": TIMELINE}, ..], "usual": 0,
+     "predicted": TIMELINE or null, "steps": [{"label": "step 7", "timeline": TIMELINE}, ..], "usual": 0,
      "verdict": null or {"text": "rank 1 is slow: ..", "basis": "at the medians of 3 steps", "findings": [
                  {"about": "straggler", "text": "rank 1 is slow: ..", "gain": 0.1, "rank": 1,
                   "name": "1f1b, predicted", "timeline": TIMELINE}, ..],

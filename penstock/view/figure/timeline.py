@@ -1,6 +1,6 @@
 """Draw a timeline as a figure for a paper.
 
-It has a row for each rank, the planned row below it if there is a plan, memory if it is known in bytes, an axis and a legend.
+It has a row for each rank, the predicted row below it if there is one, memory if it is known in bytes, an axis and a legend.
 Colours also differ in lightness, and causes of idle time in their hatch, so that they differ in print. Each stage of a rank has
 its own shade of a kind's colour, the same as on a page. If actions are denser than pixels, each time bin shows the shares of
 its kinds and causes, stacked.
@@ -44,7 +44,7 @@ CAUSE_COLORS = {
 }
 CAUSE_HATCHES = {"fill": ".", "order": "x", "imbalance": "/", "drain": "-", "communication": "\\", "sending": "|"}
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward (input)", "W": "backward (weights)"}
-LABEL_WIDTH, ROW_HEIGHT, PLANNED_HEIGHT, ROW_GAP = 58.0, 20.0, 12.0, 7.0
+LABEL_WIDTH, ROW_HEIGHT, PREDICTED_HEIGHT, ROW_GAP = 58.0, 20.0, 12.0, 7.0
 TITLE_HEIGHT, MIN_WIDTH = 20.0, 120.0  # of the whole figure, at the usual size of texts
 SLICE_HEIGHT, SLICE_COLOR = 3.0, "#f2a7c3"  # of the mark of an action's slice
 MEMORY_HEIGHT, MEMORY_COLOR = 14.0, "#b3bac4"  # of the curve of a rank's activation memory
@@ -87,8 +87,8 @@ def _figure(record: Record, extras: Collection[str], width: float, style: Figure
             f"{record.name} has more actions than a figure has pixels: it shows their shares alone, leave out {options}"
         )
     timeline = _data(record.usual, dense)
-    planned = None if record.planned is None else _data(record.planned, dense)
-    duration = max(timeline["makespan"], planned["makespan"] if planned else 0) or 1
+    predicted = None if record.predicted is None else _data(record.predicted, dense)
+    duration = max(timeline["makespan"], predicted["makespan"] if predicted else 0) or 1
     scale = (width - LABEL_WIDTH - PADDING) / duration
     shapes: list[Shape] = []
     y = PADDING
@@ -106,10 +106,10 @@ def _figure(record: Record, extras: Collection[str], width: float, style: Figure
         shapes += _slice_marks(row, scale, y + ROW_HEIGHT, num_slices) if num_slices > 1 else ()
         tops.append(y)
         y += ROW_HEIGHT
-        if planned and rank < len(planned["ranks"]):
-            shapes.append(Text(LABEL_WIDTH - 8, y + 2 + PLANNED_HEIGHT / 2, "planned", TEXT_SIZE - 2.5, "end", MUTED_COLOR))
-            shapes += _row(planned["ranks"][rank], planned, scale, y + 2, PLANNED_HEIGHT, "none")
-            y += 2 + PLANNED_HEIGHT
+        if predicted and rank < len(predicted["ranks"]):
+            shapes.append(Text(LABEL_WIDTH - 8, y + 2 + PREDICTED_HEIGHT / 2, "predicted", TEXT_SIZE - 2.5, "end", MUTED_COLOR))
+            shapes += _row(predicted["ranks"][rank], predicted, scale, y + 2, PREDICTED_HEIGHT, "none")
+            y += 2 + PREDICTED_HEIGHT
         if memory:
             peak = format_memory(timeline["peak_memory"][rank], timeline["memory_unit"])
             shapes.append(Text(LABEL_WIDTH - 8, y + 2 + MEMORY_HEIGHT / 2, peak, TEXT_SIZE - 2.5, "end", MUTED_COLOR))
@@ -119,7 +119,7 @@ def _figure(record: Record, extras: Collection[str], width: float, style: Figure
     if "path" in extras or "arrows" in extras:
         shapes += _marks(timeline, scale, tops, extras)
     shapes += _axis(duration, scale, y, record.unit)
-    legend = list(_legend(timeline, planned, width, y + 34, memory, num_stages, num_slices)) if style.legend else []
+    legend = list(_legend(timeline, predicted, width, y + 34, memory, num_stages, num_slices)) if style.legend else []
     height = max((shape.y for shape in legend), default=y + 14) + 14
     return Figure(record.name, width, height, (*shapes, *legend))
 
@@ -250,10 +250,10 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def _legend(
-    timeline: Data, planned: Data | None, width: float, y: float, memory: bool, num_stages: int, num_slices: int
+    timeline: Data, predicted: Data | None, width: float, y: float, memory: bool, num_stages: int, num_slices: int
 ) -> Iterator[Box | Text]:
     """Draw the legend of the kinds and causes that occur, of stages' shades and slices' marks, over several lines if needed."""
-    timelines = [timeline, *([planned] if planned else [])]
+    timelines = [timeline, *([predicted] if predicted else [])]
     rows = [row for value in timelines for row in value["ranks"]]
     kinds, causes = {_kind(event) for row in rows for event in row["events"]}, {idle[2] for row in rows for idle in row["idle"]}
     parts = {part for row in rows if "sums" in row for part in row["sums"]["parts"]}  # not hatched

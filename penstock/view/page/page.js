@@ -5,7 +5,7 @@ const TOO_MANY_ACTIONS = ", too many to show one by one: the sums of each rank, 
 class Page {
   constructor(records) {
     this.records = records;
-    this.options = {planned: true, memory: true, path: true, fit: true, select: false, hues: false, sort: "rank"};
+    this.options = {predicted: true, memory: true, path: true, fit: true, select: false, hues: false, sort: "rank"};
     this.duration = Math.max(...records.map((record) => record.makespan)) || 1;
     this.view = {from: 0, to: this.duration};
     this.followedMicrobatch = null; // its number

@@ -15,7 +15,7 @@ function toolbar(page, extraTools = []) {
   const sort = element("select", {id: "sort", "aria-label": "Order of the ranks", change: () => { page.setOption("sort", sort.value); page.finder.say(sort.value === "idle" ? listIdleShares(page.charts[0]) : ""); }},
     ...Object.entries(ORDERS).map(([value, text]) => element("option", {value}, text)));
   const checks = [
-    ...(page.records.some((record) => record.planned) ? [check("planned", "Planned")] : []),
+    ...(page.records.some((record) => record.predicted) ? [check("predicted", "Predicted")] : []),
     ...(page.records.some(({timeline}) => timeline.blocks.size) ? [check("memory", "Memory"), check("path", "Critical path"),
       check("hues", "Microbatches", "Each microbatch has a hue; lightness shows the kind")] : []),
     check("select", "Select", "Drag selects time and ranks, as with Shift"),

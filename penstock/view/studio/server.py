@@ -42,7 +42,7 @@ def read_page_file(name: str) -> str:
 def page(opened: OpenedFile | None = None) -> str:
     """Return the page. It contains the answer for the first table, so that it draws at once."""
     first_answer = answer(FIRST_QUESTION)
-    record = {"name": first_answer["name"], "unit": "", "planned": None}
+    record = {"name": first_answer["name"], "unit": "", "predicted": None}
     substitutions = {
         "styles": "\n".join(f'<link rel="stylesheet" href="{name}">' for name in STYLES),
         "scripts": "\n".join(f'<script src="{name}"></script>' for name in (*DRAWING_SCRIPTS, *STUDIO_SCRIPTS)),

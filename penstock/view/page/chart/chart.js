@@ -25,7 +25,7 @@ class Chart {
   }
 
   /** The step drawn below this one, {name, timeline}: the alternative if there is one, else the plan. */
-  get comparison() { return this.alternative || (this.record.planned && {name: "planned", timeline: this.record.planned}); }
+  get comparison() { return this.alternative || (this.record.predicted && {name: "predicted", timeline: this.record.predicted}); }
 
   /** Compute the layout, after a change of width, step or options. */
   layout() {
@@ -95,7 +95,7 @@ class Chart {
   drawRow(row) {
     const {rank} = row, {comparison} = this;
     drawLane(this, this.record.timeline, rank, row.main, row.height, true, 1);
-    if (row.planned && comparison.timeline.ranks[rank]) drawLane(this, comparison.timeline, rank, row.planned, row.plannedHeight, false, this.alternative ? 0.85 : 0.62);
+    if (row.predicted && comparison.timeline.ranks[rank]) drawLane(this, comparison.timeline, rank, row.predicted, row.predictedHeight, false, this.alternative ? 0.85 : 0.62);
     if (row.memory) drawMemory(this, row);
   }
 
@@ -116,7 +116,7 @@ class Chart {
     const row = this.rowAt(y);
     if (!row || y < row.top - 1) return {};
     if (x < this.gutter) return {label: row.rank};
-    const inComparison = row.planned && y >= row.planned && y < row.planned + row.plannedHeight;
+    const inComparison = row.predicted && y >= row.predicted && y < row.predicted + row.predictedHeight;
     if (!inComparison && y > row.main + row.height) return {};
     const timeline = inComparison ? this.comparison.timeline : this.record.timeline, lane = timeline.ranks[row.rank], time = this.timeAt(x);
     if (!lane) return {};

@@ -8,7 +8,7 @@ function drawLabels(chart, row) {
   c.font = `600 ${chart.gutter > 60 && row.height > 11 ? 12 : 11}px system-ui, sans-serif`;
   const name = `${row.folded ? "▸ " : ""}rank ${row.rank}`;
   if (row.hasLabel) c.fillText(c.measureText(name).width < right ? name : String(row.rank), right, row.main + row.height / 2);
-  if (row.planned && row.plannedHeight >= 8) drawSmallLabel(chart, chart.comparison.name, row.planned + row.plannedHeight / 2);
+  if (row.predicted && row.predictedHeight >= 8) drawSmallLabel(chart, chart.comparison.name, row.predicted + row.predictedHeight / 2);
   if (row.memory) {
     const peak = timeline.formatMemory(timeline.data.peak_memory[row.rank]), long = `peak ${peak}`;
     drawSmallLabel(chart, smallTextWidth(c, long) < right - 2 ? long : peak, row.memory + row.memoryHeight / 2);

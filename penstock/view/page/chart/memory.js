@@ -2,9 +2,9 @@
 
 function drawMemory(chart, row) {
   const {context: c, page: {colors, options}, record: {timeline}} = chart;
-  const comparison = chart.comparison?.timeline, planned = comparison?.data.memory_unit === timeline.data.memory_unit ? comparison : null;
+  const comparison = chart.comparison?.timeline, predicted = comparison?.data.memory_unit === timeline.data.memory_unit ? comparison : null;
   const sameUnit = chart.page.records.map((record) => record.timeline).filter(({data}) => data.memory_unit === timeline.data.memory_unit);
-  const maximum = Math.max(timeline.peak, planned ? planned.peak : 0, ...sameUnit.map(({peak}) => peak)) || 1; // one scale for all charts of the page
+  const maximum = Math.max(timeline.peak, predicted ? predicted.peak : 0, ...sameUnit.map(({peak}) => peak)) || 1; // one scale for all charts of the page
   const base = row.memory + row.memoryHeight, y = (held) => base - (held / maximum) * (row.memoryHeight - 2);
   c.strokeStyle = c.fillStyle = colors.shade;
   traceCurve(chart, timeline.ranks[row.rank].memory, y, base);
@@ -15,11 +15,11 @@ function drawMemory(chart, row) {
   c.lineWidth = 1.25;
   traceCurve(chart, timeline.ranks[row.rank].memory, y, base);
   c.stroke();
-  if (planned && planned.ranks[row.rank] && options.planned) {
+  if (predicted && predicted.ranks[row.rank] && options.predicted) {
     c.setLineDash([3, 3]);
     c.strokeStyle = colors.ink;
     c.lineWidth = 1;
-    traceCurve(chart, planned.ranks[row.rank].memory, y, base);
+    traceCurve(chart, predicted.ranks[row.rank].memory, y, base);
     c.stroke();
     c.setLineDash([]);
   }

@@ -1,6 +1,6 @@
-// One record: its steps, its planned timeline, and its largest deviations and waits.
+// One record: its steps, its predicted timeline, and its largest deviations and waits.
 
-/** The steps of a record, each prepared on first use, and the planned timeline. */
+/** The steps of a record, each prepared on first use, and the predicted timeline. */
 class TimelineRecord {
   constructor(data) {
     this.name = data.name;
@@ -8,10 +8,10 @@ class TimelineRecord {
     this.labels = data.steps.map((step) => step.label);
     this.stepData = data.steps.map((step) => step.timeline);
     this.timelines = new Map();
-    this.planned = data.planned && new Timeline(data.planned);
+    this.predicted = data.predicted && new Timeline(data.predicted);
     this.verdict = data.verdict;
     this.step = data.usual ?? this.stepData.length - 1;
-    this.makespan = Math.max(data.planned ? data.planned.makespan : 0, ...this.stepData.map((step) => step.makespan));
+    this.makespan = Math.max(data.predicted ? data.predicted.makespan : 0, ...this.stepData.map((step) => step.makespan));
   }
 
   get timeline() {
@@ -20,7 +20,11 @@ class TimelineRecord {
   }
 
   /** The label of the main lane of each rank. */
-  get timesLabel() { return this.unit === "s" && this.labels[this.step] !== "planned" ? "measured" : "planned"; }
+  get timesLabel() {
+    const label = this.labels[this.step];
+    if (this.unit === "s") return ["planned", "predicted"].includes(label) ? label : "measured";
+    return "planned";
+  }
 
   /** Format a time: `12.3 ms` if the unit is a second, else the number. */
   formatTime(value, signed = false) {
@@ -30,14 +34,14 @@ class TimelineRecord {
     return `${sign}${roundDigits(value * factor)} ${unit}`;
   }
 
-  /** Return the `count` actions whose duration differs most from the planned one. */
+  /** Return the `count` actions whose duration differs most from the predicted one. */
   deviations(count) {
     const found = [];
     for (const block of this.timeline.blocks.values()) {
-      const planned = this.planned && this.planned.blocks.get(block.text);
-      if (planned) {
-        const longer = block.end - block.start - (planned.end - planned.start);
-        found.push({block, planned, longer, later: block.start - planned.start});
+      const predicted = this.predicted && this.predicted.blocks.get(block.text);
+      if (predicted) {
+        const longer = block.end - block.start - (predicted.end - predicted.start);
+        found.push({block, predicted, longer, later: block.start - predicted.start});
       }
     }
     return found.sort((a, b) => Math.abs(b.longer) - Math.abs(a.longer)).slice(0, count);

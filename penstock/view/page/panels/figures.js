@@ -5,8 +5,8 @@ const BUBBLE_TEXT = "the idle share of the busiest rank: what would remain if ev
 const BETWEEN_TEXT = "from the end of the step before to the start of this one: the optimizer, the next batch, other work of the loop";
 
 function figureList(record) {
-  const {data} = record.timeline, planned = record.planned && record.planned.data;
-  const comparison = (value) => (planned ? [element("dd", {class: "comparison"}, `planned ${value(planned)}`)] : []);
+  const {data} = record.timeline, predicted = record.predicted && record.predicted.data;
+  const comparison = (value) => (predicted ? [element("dd", {class: "comparison"}, `predicted ${value(predicted)}`)] : []);
   const figure = (term, value, title = "") => element("div", title ? {title} : {}, element("dt", {}, term), element("dd", {}, value(data)), ...comparison(value));
   return element("dl", {class: "figures"},
     figure("makespan", ({makespan}) => record.formatTime(makespan)),
@@ -59,7 +59,7 @@ function barPart(paint, share, title) {
 /** Return bars of the shares of all ranks' time, as long as the steps; `longestStep`: the makespan that fills the width, if given. */
 function timeShares(record, longestStep = 0) {
   const {timeline} = record, bars = [[record.timesLabel, timeline, ""]];
-  if (record.planned) bars.push(["planned", record.planned, " thin"]);
+  if (record.predicted) bars.push(["predicted", record.predicted, " thin"]);
   const longest = Math.max(longestStep, ...bars.map(([, step]) => step.data.makespan)) || 1;
   const parts = (step) => [...kindShares(step), ...step.causes.map((cause) => [cause, step.data.causes[cause]])];
   const partName = (part) => KIND_NAMES[part] || `idle by ${part}`;
@@ -87,7 +87,7 @@ function legend(record) {
     ...(betweenSteps ? [item("between", "between steps, of all time", [element("b", {}, percent(betweenSteps))], BETWEEN_TEXT)] : []),
     ...(timeline.path.length ? [item("path", "critical path", [])] : []),
     item("hues", "microbatches, each in its hue; lightness shows the kind", []),
-    ...(timeline.blocks.size ? [item("memory", `${timeline.data.memory_unit ? "memory of activations" : "activations held"}${record.planned ? " (dashed: planned)" : ""}`, [])] : []));
+    ...(timeline.blocks.size ? [item("memory", `${timeline.data.memory_unit ? "memory of activations" : "activations held"}${record.predicted ? " (dashed: predicted)" : ""}`, [])] : []));
 }
 
 /** Return a sentence on the critical path: its time by kind, between actions, and by rank. */

@@ -12,11 +12,11 @@ function table(caption, heads, rows) {
 function stepTable(chart, page) {
   const {record} = chart, time = (value) => record.formatTime(value);
   const linkTo = (block) => element("button", {type: "button", click: () => { chart.host.focus(); page.select(chart, block); }}, block.text);
-  if (record.planned) {
-    const rows = record.deviations(MAX_ROWS).map(({block, planned, longer, later}) => [linkTo(block), String(block.rank), time(planned.end - planned.start),
+  if (record.predicted) {
+    const rows = record.deviations(MAX_ROWS).map(({block, predicted, longer, later}) => [linkTo(block), String(block.rank), time(predicted.end - predicted.start),
       time(block.end - block.start), record.formatTime(longer, true), record.formatTime(later, true)]);
     const caption = "Largest deviations from the plan";
-    return [element("h3", {}, caption), table(caption, ["action", "rank", "planned", "measured", "longer by", "starts later by"], rows)];
+    return [element("h3", {}, caption), table(caption, ["action", "rank", "predicted", "measured", "longer by", "starts later by"], rows)];
   }
   const rows = record.waits(MAX_ROWS).map((block) => {
     const source = record.timeline.blocks.get(block.waitedFor);

@@ -6,15 +6,15 @@ function definitionList(rows) { return element("dl", {}, ...rows.flatMap(([term,
 
 function formatInterval(record, {start, end}) { return `${record.formatTime(end - start)}, from ${record.formatTime(start)} to ${record.formatTime(end)}`; }
 
-function formatDifference(record, time, longer, shorter) { return time === 0 ? "as planned" : `${record.formatTime(Math.abs(time))} ${time > 0 ? longer : shorter}`; }
+function formatDifference(record, time, longer, shorter) { return time === 0 ? "as predicted" : `${record.formatTime(Math.abs(time))} ${time > 0 ? longer : shorter}`; }
 
 /** Describe an action: its times, waits, messages, memory and slack. */
 function describeBlock(record, block) {
-  const planned = record.planned && record.planned.blocks.get(block.text), rows = [[record.timesLabel, formatInterval(record, block)]];
-  if (planned) {
-    rows.push(["planned", formatInterval(record, planned)]);
-    const longer = block.end - block.start - (planned.end - planned.start);
-    rows.push(["difference", `${formatDifference(record, longer, "longer", "shorter")}, starts ${formatDifference(record, block.start - planned.start, "later", "earlier")}`]);
+  const predicted = record.predicted && record.predicted.blocks.get(block.text), rows = [[record.timesLabel, formatInterval(record, block)]];
+  if (predicted) {
+    rows.push(["predicted", formatInterval(record, predicted)]);
+    const longer = block.end - block.start - (predicted.end - predicted.start);
+    rows.push(["difference", `${formatDifference(record, longer, "longer", "shorter")}, starts ${formatDifference(record, block.start - predicted.start, "later", "earlier")}`]);
   }
   if (block.waited > 0) {
     const source = record.timeline.blocks.get(block.waitedFor);

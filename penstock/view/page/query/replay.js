@@ -31,7 +31,7 @@ class Replay {
     this.computeDelays();
   }
 
-  /** Return {transmission, latency} of a message: as planned; else as measured, if waited for; else the border's median at most. */
+  /** Return {transmission, latency} of a message: as predicted; else as measured, if waited for; else the border's median at most. */
   messageCost(source, receiver, {arrived}, latencies) {
     const {borders, skips, microbatch_factors: factors} = this.timeline.data, low = Math.min(source.stage, receiver.stage), high = Math.max(source.stage, receiver.stage);
     if (borders.length) {

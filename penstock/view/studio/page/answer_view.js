@@ -38,9 +38,9 @@ class AnswerView {
     const line = document.getElementById("run"), {ranks, microbatches, name, timeline, stopped} = answer;
     line.hidden = !measured || !timeline || stopped;
     if (line.hidden) return;
-    const time = timeFormatter("s"), gain = timeline.makespan / measured.planned - 1;
+    const time = timeFormatter("s"), gain = timeline.makespan / measured.predicted - 1;
     line.textContent = matchingRun(answer, measured)
-      ? `At the ${measured.source}'s costs ${name} takes ${time(timeline.makespan)}, the ${measured.source}'s table, ${measured.name}, ${time(measured.planned)}: ${Math.abs(gain) < 5e-4 ? "the same" : `${gain > 0 ? "+" : "−"}${percent(Math.abs(gain))}`}.`
+      ? `At the ${measured.source}'s costs ${name} takes ${time(timeline.makespan)}, the ${measured.source}'s table, ${measured.name}, ${time(measured.predicted)}: ${Math.abs(gain) < 5e-4 ? "the same" : `${gain > 0 ? "+" : "−"}${percent(Math.abs(gain))}`}.`
       : `${name} takes ${time(timeline.makespan)} at the costs of the ${measured.source}'s layers. The ${measured.source} had ${measured.ranks} ranks and ${measured.microbatches} microbatches, this table has ${ranks} and ${microbatches}: it is drawn alone.`;
   }
 
@@ -57,8 +57,8 @@ class AnswerView {
     this.chartEditor.answer = null;
     if (!timeline) return; // the last chart stays, pale
     if (stopped) timeline.critical_path = []; // an incomplete step has none
-    const recordOf = (data) => new TimelineRecord({name: data.name, unit, planned: null, steps: [{label: "planned", timeline: data.timeline}]});
-    const record = measured ? new TimelineRecord({...measured, planned: timeline}) : recordOf(answer), compared = comparison?.timeline && !comparison.stopped && recordOf(comparison);
+    const recordOf = (data) => new TimelineRecord({name: data.name, unit, predicted: null, steps: [{label: "planned", timeline: data.timeline}]});
+    const record = measured ? new TimelineRecord({...measured, predicted: timeline}) : recordOf(answer), compared = comparison?.timeline && !comparison.stopped && recordOf(comparison);
     const showsAll = page.view.to - page.view.from >= page.duration * (1 - 1e-9), selected = chart.selected?.text;
     Object.assign(page, {canResizeBlocks: false, durationBefore: null, records: [record]}); // actions are moved here
     Object.assign(chart, {record, hovered: null, selected: record.timeline.blocks.get(selected) || null});
@@ -84,6 +84,6 @@ function matchingRun({ranks, microbatches}, measured) {
 
 /** Return a function that formats times in `unit`. */
 function timeFormatter(unit) {
-  const record = new TimelineRecord({name: "", unit, planned: null, steps: []});
+  const record = new TimelineRecord({name: "", unit, predicted: null, steps: []});
   return (value) => record.formatTime(value);
 }

@@ -31,11 +31,11 @@ class ChartEditor {
     this.end = Math.max(0, ...answer.stuck.map(({end}) => end));
   }
 
-  /** The timeline that is edited: the planned one, if a measured run is above it. */
-  get timeline() { return this.chart.record.planned || this.chart.record.timeline; }
+  /** The timeline that is edited: the predicted one, if a measured run is above it. */
+  get timeline() { return this.chart.record.predicted || this.chart.record.timeline; }
   lane(rank) {
     const row = this.chart.rows[rank];
-    return this.chart.record.planned ? {top: row.planned, height: row.plannedHeight} : {top: row.main, height: row.height};
+    return this.chart.record.predicted ? {top: row.predicted, height: row.predictedHeight} : {top: row.main, height: row.height};
   }
 
   /** Return the block of an action and its box on the canvas; null if it is not in the chart. */
@@ -57,7 +57,7 @@ class ChartEditor {
 
   /** Return the cell under a point of the window as {rank, from}, its index in the row; null if there is none. */
   cellAt({clientX, clientY}) {
-    if (!this.answer || (this.chart.record.planned && !this.page.options.planned)) return null;
+    if (!this.answer || (this.chart.record.predicted && !this.page.options.predicted)) return null;
     const {left, top} = this.chart.host.getBoundingClientRect(), x = clientX - left, y = clientY - top;
     if (x < this.chart.gutter || y - this.chart.scrollOffset < AXIS_HEIGHT) return null;
     for (const {rank} of this.chart.rows) {
@@ -123,7 +123,7 @@ class ChartEditor {
   // ---- drawing over the blocks
 
   draw() {
-    if (!this.answer || (this.chart.record.planned && !this.page.options.planned)) return;
+    if (!this.answer || (this.chart.record.predicted && !this.page.options.predicted)) return;
     if (this.stuck.size) this.drawStuck();
     const {actions, waits} = this.answer.proof;
     for (const box of actions.map((name) => this.box(name)).filter(Boolean)) this.outline(box, ERROR_COLOR, 2.5);

@@ -150,7 +150,7 @@ class Studio {
     const {rows, placement, name, ranks, microbatches} = answer, table = {rows, placement, name};
     Object.assign(this.state, {loaded: source.run ? `${name} (${answer.source})` : name, base: table, table, ranks, microbatches}); // the controls keep this size
     if (answer.measured) {
-      const run = {record: answer.measured, source: answer.source, ranks, microbatches, name, planned: answer.timeline.makespan};
+      const run = {record: answer.measured, source: answer.source, ranks, microbatches, name, predicted: answer.timeline.makespan};
       Object.assign(this.state, {unit: "ms", costs: answer.costs, measured: run, ...(unit !== "ms" && {costsBeforeRun: costs})}); // restored when the run is removed
     }
     this.changed("costs");

@@ -39,7 +39,7 @@ def gpt(layers: int, width: int, seed: int) -> nn.Sequential:
     return GPT(GPTConfig(vocabulary=64, context=16, width=width, layers=layers, heads=4))
 
 
-def train(divergence: str = "forward", schedule: str = "1f1b", steps: int = 5) -> tuple[list[float], dict[str, Tensor]]:
+def train(divergence: str = "forward", schedule: str = "1f1b", *, steps: int = 5) -> tuple[list[float], dict[str, Tensor]]:
     """Return losses, and the weights of this rank's stages."""
     student, teacher = gpt(4, 32, seed=1), gpt(6, 64, seed=0)
     divergences = {"forward": forward, "reverse": reverse, "top_k": top_k}

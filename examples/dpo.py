@@ -36,7 +36,7 @@ class DPOLoss(nn.Module):
         return -nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1]).mean()
 
 
-def train(schedule: str = "1f1b", steps: int = 5) -> tuple[list[float], Any, dict[str, Tensor]]:
+def train(schedule: str = "1f1b", *, steps: int = 5) -> tuple[list[float], Any, dict[str, Tensor]]:
     """Return losses, rewards and weights, of this rank's stages. Rows 2n and 2n + 1 are pair n."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -35,7 +35,7 @@ class GRPOLoss(nn.Module):
         return -torch.min(ratio * advantages, ratio.clamp(1 - EPSILON, 1 + EPSILON) * advantages).mean()
 
 
-def train(schedule: str = "1f1b", rounds: int = 3, updates: int = 2) -> tuple[list[float], Any, dict[str, Tensor]]:
+def train(schedule: str = "1f1b", *, rounds: int = 3, updates: int = 2) -> tuple[list[float], Any, dict[str, Tensor]]:
     """Return the mean reward of each round, all ratios, and the weights of this rank's stages."""
     torch.manual_seed(0)
     model, loss_fn = GPT(GPTConfig(vocabulary=64, context=PROMPT + ANSWER, width=32, layers=4, heads=4)), GRPOLoss()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from penstock import comms
+from penstock.batch.ahead import AheadBatch
 from penstock.batch.call import Call
 from penstock.comms.control_group import ControlGroup, shared_control_group
 from penstock.comms.topology import Topology
@@ -27,6 +28,7 @@ from penstock.engine.model_partition import OriginalModel, partition_model
 from penstock.engine.optimizers import check_elementwise_optimizer, norm_type_of_caller, optimizer_list, optimizer_of_caller
 from penstock.engine.rank_comparison import compare_ranks
 from penstock.engine.report import StepReport, StepResult
+from penstock.engine.teacher import build_teacher
 from penstock.errors import LostRankError, MismatchError, PenstockError
 from penstock.explain.explain import MeasuredTimeline
 from penstock.generate import GenerationOptions, generate_text
@@ -136,6 +138,10 @@ class Pipeline(ModuleMisuseHints):
     reduction
         What `loss_fn` returns: `"mean"`, or `"sum"` over the rows. For a sum, the losses of all microbatches and replicas are
         added. See docs/howto/loss.md.
+    teacher
+        A second, frozen model, given as `model`: for distillation, or the reference of DPO. It gets the inputs of the model, in
+        evaluation mode and without a graph, in the ranks' idle time, and `loss_fn(output, target, teacher_output)` its outputs.
+        Its parameters are not the pipeline's. See docs/howto/teacher.md.
     rows_per_sample
         How many rows, one after the other, are one sample, and stay in one microbatch: 2 for pairs of (chosen, rejected).
 
@@ -171,6 +177,7 @@ class Pipeline(ModuleMisuseHints):
         slices: int | Sequence[int] = 1,
         reduction: Reduction = "mean",
         rows_per_sample: int = 1,
+        teacher: nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module] | None = None,
         **options: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "model")}
@@ -197,7 +204,8 @@ class Pipeline(ModuleMisuseHints):
             # 2. Check the arguments, then partition the model as rank 0 chooses.
             check_on_nonfinite(on_nonfinite)
             recut = redistribution.recut if redistribution else None
-            config = parse_arguments(model, arguments, self.topology.world_size, recut, self.position.cp_size)
+            axes = () if mesh is None else mesh.mesh_dim_names or ()
+            config = parse_arguments(model, arguments, self.topology.world_size, recut, self.position.cp_size, axes)
             self.schedule, self.rows_dim, self.seed = config.schedule, config.rows_dim, config.arguments.seed
             self.slices, self._cuts_tokens = config.slices, config.cut_context is not None
             with attention_context(config.cut_context):
@@ -226,7 +234,9 @@ class Pipeline(ModuleMisuseHints):
                 modules, unset_names = materialise_stages(partition, comparison, self.topology.device, self.seed, init)
 
             # 5. Connect them to those of other ranks.
-            self._engine = build_engine(self._control, self.position, config, partition, comparison, modules, unset_names)
+            built_teacher = None if teacher is None else build_teacher(self._control, self.position, config)
+            own = config, partition, comparison, modules, unset_names
+            self._engine = build_engine(self._control, self.position, *own, built_teacher)
             shared_tensors = outdated_weights.record_pipeline(
                 self._number,
                 self._original.stage_tensors(modules),
@@ -245,6 +255,7 @@ class Pipeline(ModuleMisuseHints):
         self.cuts = list(partition.starts)  # where each stage but the first begins; empty if the stages were given
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
 
+        self._announced: AheadBatch | None = None  # the next batch, for which the teacher has run
         self._run_step = self._engine.step
         if on_nonfinite is not None and self._observers.monitor is not None:
             self._run_step = NonFinitePolicy(self._engine, self._observers.monitor, on_nonfinite).step
@@ -260,6 +271,8 @@ class Pipeline(ModuleMisuseHints):
         scale: float = 1.0,
         losses: list[Tensor] | None = None,
         return_outputs: bool = False,
+        next_args: Sequence[Any] = (),
+        next_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run forward and backward of one batch, add gradients to the parameters' `.grad`, and return the loss on every rank.
@@ -281,6 +294,9 @@ class Pipeline(ModuleMisuseHints):
             one; NaN for a microbatch of weight 0. With replicas, the losses of this one.
         return_outputs
             Return (loss, outputs): the batch's outputs, detached, on the last stage's rank, None on the others.
+        next_args, next_kwargs
+            The args and kwargs of the next step, if the pipeline has a teacher: its forwards of that batch run in this step's
+            idle time. All ranks give them; on ranks that do not read the inputs the values may be None.
 
         The loss is the mean over the whole batch (the sum, with `reduction="sum"`), a detached scalar. A batch of fewer rows
         than microbatches is split into its rows.
@@ -296,10 +312,24 @@ class Pipeline(ModuleMisuseHints):
             "scale": scale != 1,
             "losses": losses is not None,
             "return_outputs": return_outputs,
+            "next_args": bool(next_args),
+            "next_kwargs": next_kwargs is not None,
         }
-        result = self._run(call._replace(options=[name for name, is_used in used.items() if is_used]))
+        call = call._replace(options=[name for name, is_used in used.items() if is_used])
+        result = self._run_with_teacher(call, next_args, next_kwargs or {})
         loss = add_backward_hint(result.loss)
         return (loss, result.joined_outputs(self.rows_dim)) if return_outputs else loss
+
+    def _run_with_teacher(self, call: Call, next_args: Sequence[Any], next_kwargs: Mapping[str, Any]) -> StepResult:
+        """Run a training step, in which the teacher may run for the next batch; before the first such step, for its own."""
+        batch, self._announced = self._announced, None
+        next_batch = AheadBatch(next_args, next_kwargs) if next_args or next_kwargs else None
+        if next_batch is not None and batch is None:
+            batch = AheadBatch(call.args, call.kwargs)
+            self._run(Call(call.name, False, (), {}, next_batch=batch))
+        result = self._run(call._replace(next_batch=next_batch, teacher_batch=batch))
+        self._announced = next_batch
+        return result
 
     def step_microbatches(
         self,

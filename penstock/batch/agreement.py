@@ -11,14 +11,15 @@ are made from the descriptions' values.
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import NamedTuple, TypeVar
 
 from penstock.batch.pieces import Piece, Shape, loss_shares, rows_dim_hint, token_lengths
 from penstock.comms.control_group import ControlGroup
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
-from penstock.schedule.rank_program import RankProgram, RankPrograms
+from penstock.schedule.rank_program import RankProgram, RankPrograms, TeacherForwards
+from penstock.schedule.table import Chains
 
 MAX_KINDS = 64  # of steps, whose descriptions and memory are remembered
 NUMBERS = 4  # of a row, before those of observers
@@ -43,6 +44,9 @@ class Description(NamedTuple):
     run_order: Sequence[int]  # position in the step -> index in the list; empty: as given
     target_rows: Sequence[int | None] | None
     token_counts: Sequence[Sequence[int]]  # if tokens are cut: those of each microbatch's rows, of inputs and of target
+    has_next_batch: bool = False  # whether a teacher runs for a next batch
+    has_teacher_batch: bool = False  # whether it has run for this one
+    next_inputs: Sequence[Shape] = ()  # of the next batch
 
 
 class GivenBatch(NamedTuple):
@@ -80,6 +84,12 @@ class Agreed(NamedTuple):
     num_microbatches: int
     kind: tuple[Sequence[float], Sequence[frozenset[int]]]  # of all ranks, and the microbatches of share 0 of all replicas
     is_new: bool  # the first step of its kind: memory is measured, attention is checked
+    next_pieces: Sequence[Piece] = ()  # of the batch for which a teacher runs ahead
+
+    @property
+    def chains(self) -> Chains:
+        """Of the stages that run."""
+        return self.program.chains
 
 
 class Agreement:
@@ -180,15 +190,23 @@ class Agreement:
             token_shares = [share / (sums[number // slices] or share or 1.0) for number, share in enumerate(own_shares)]
             rated = zip(pieces, own_shares, token_shares, strict=True)
             pieces = [piece._replace(share=share, token_share=token_share) for piece, share, token_share in rated]
-        settings = hash_values_of(tuple([(row.call, row.mode, row.autocast, row.frozen) for row in descriptions]))
+        settings = hash_values_of(
+            tuple([(row.call, row.mode, row.autocast, row.frozen, row.has_teacher_batch) for row in descriptions])
+        )
+        next_pieces = [Piece(number, 0, (), shape.rows or 0, shape.elements) for number, shape in enumerate(own.next_inputs)]
+        teacher = self._teacher_forwards(has_loss and not own.has_teacher_outputs, len(own.order), len(next_pieces))
+        signatures = [
+            f"{settings} {own.inputs[microbatch].signature} {own_lengths[microbatch]} {number in skipped[index]}"
+            for number, microbatch in enumerate(own.order)
+        ]
+        if next_pieces:  # messages of a teacher's microbatch depend on the next batch
+            pairs = zip_longest(signatures, [shape.signature for shape in own.next_inputs])
+            signatures = [f"{settings} {signature} before {next_signature}" for signature, next_signature in pairs]
         return Agreed(
-            program=self.programs.select(descriptions[0].is_training, len(own.order), skipped[index]),
+            program=self.programs.select(descriptions[0].is_training, len(own.order), skipped[index], teacher=teacher),
             pieces=pieces,
             in_given_order=sorted(range(len(pieces)), key=lambda number: pieces[number][:2]),
-            signatures=[
-                f"{settings} {own.inputs[microbatch].signature} {own_lengths[microbatch]} {number in skipped[index]}"
-                for number, microbatch in enumerate(own.order)
-            ],
+            signatures=signatures,
             has_loss=has_loss,
             wants_losses=any(row.wants_losses for row in descriptions),
             forward_only=skipped[index],
@@ -198,7 +216,14 @@ class Agreement:
             num_microbatches=len(own.order),
             kind=(tuple([kind for kind, _ in hashes]), tuple(skipped)),
             is_new=False,
+            next_pieces=next_pieces,
         )
+
+    def _teacher_forwards(self, loss_waits: bool, num_microbatches: int, num_next: int) -> TeacherForwards | None:
+        """Return which forwards of the pipeline's teacher run in the step. `loss_waits`: the loss has no outputs yet."""
+        if not self.programs.has_teacher or not (loss_waits or num_next):
+            return None
+        return TeacherForwards(False, num_microbatches) if loss_waits else TeacherForwards(True, num_next)
 
     def _loss_shares(
         self,
@@ -225,6 +250,8 @@ class Agreement:
 
     def _check(self, descriptions: Sequence[Description], describe_given: Callable[[], GivenBatch], purpose: str) -> None:
         """Raise MismatchError if the ranks are not about to run the same step, or were given batches that do not fit."""
+        announced = [f"gets {'a' if rank.has_next_batch else 'no'} next batch" for rank in descriptions]
+        check_equal(announced, "do not all get next_args= or next_kwargs=, in which the values may be None")
         modes = "have models in different modes (call model.train() or model.eval() on all ranks)"
         check_equal([f"is in {rank.mode}" for rank in descriptions], modes)
         check_equal([f"is in {rank.autocast}" for rank in descriptions], "are not all in the same torch.autocast")
@@ -291,6 +318,8 @@ class _Replica(NamedTuple):
     target_rows: Sequence[int | None] | None
     token_counts: Sequence[Sequence[int]]  # the tokens of each microbatch; several if inputs and target differ
     num_seeds: int
+    next_inputs: Sequence[Shape]
+    has_teacher_outputs: bool
 
     @classmethod
     def merge(cls, ranks: Sequence[Description]) -> "_Replica":
@@ -300,7 +329,9 @@ class _Replica(NamedTuple):
         order = next((rank.run_order for rank in ranks if rank.run_order), range(len(inputs)))
         tokens = [*dict.fromkeys(tuple(counts) for rank in ranks for counts in rank.token_counts)]
         input_rows = [shape.rows for shape in inputs]
-        return cls(inputs, input_rows, order, target_rows, tokens, max(rank.num_seeds for rank in ranks))
+        next_inputs: Sequence[Shape] = next((rank.next_inputs for rank in ranks if rank.next_inputs), ())
+        num_seeds, has_outputs = max(rank.num_seeds for rank in ranks), all(rank.has_teacher_batch for rank in ranks)
+        return cls(inputs, input_rows, order, target_rows, tokens, num_seeds, next_inputs, has_outputs)
 
     @property
     def rows(self) -> Sequence[int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batch.agreement import Description, GivenBatch, LocalDescription, hash_values_of
+from penstock.batch.ahead import AheadBatch
 from penstock.batch.pieces import (
     Layout,
     Microbatches,
@@ -63,6 +64,13 @@ class Call(NamedTuple):
     wants_outputs: bool = False  # on the last stage's rank
     mode: str = "training mode"  # of the model that was cut, in training
     options: Sequence[str] = ()  # the keywords that were given and that the call takes as its own
+    next_batch: AheadBatch | None = None  # whose teacher's forwards run in this step; not in training, nothing else runs
+    teacher_batch: AheadBatch | None = None  # this batch, if its teacher's forwards have run before
+
+    @property
+    def is_for_teacher_alone(self) -> bool:
+        """Whether nothing of the trained model runs."""
+        return self.next_batch is not None and not self.is_training
 
     @property
     def inputs(self) -> Any:
@@ -81,6 +89,7 @@ class LocalBatch(NamedTuple):
     first_microbatch: int | None  # of this replica, for random numbers; None until all ranks' lists are known
     seed: int | None  # of this step's random numbers; None for torch's generator
     description: LocalDescription
+    next_inputs: Sequence[Any] = ()  # as `inputs`, of the batch for which a teacher runs ahead
 
     def first_piece(self) -> Piece:
         """Return what the first stage's rank knows of its first piece by itself."""
@@ -122,6 +131,7 @@ class CallReader:
     token_parts: int | Sequence[int]
     seed: int | None
     has_loss: bool
+    teacher: Sequence[Tensor] | None  # its parameters on this rank; None if the pipeline has none
     loss_weight: Callable[[Any], Any] | None
     forward: "ModelForward | None"
 
@@ -131,10 +141,15 @@ class CallReader:
         Raises MismatchError for inputs or a target that do not fit.
         """
         check_options(call)
+        self._check_teacher(call)
         rank, placement = self.position.pipeline.rank, self.schedule.placement
-        inputs, target = _NOT_READ, _NOT_READ
+        inputs, next_inputs, target = _NOT_READ, _NOT_READ, _NOT_READ
         order: Sequence[int] = ()
-        if rank == placement[0]:
+        if rank == placement[0] and (next_call := _call_of_next_batch(call)):
+            next_inputs = self._read_inputs(next_call)
+        if rank == placement[0] and not call.is_for_teacher_alone:
+            if call.teacher_batch is not None:
+                call.teacher_batch.check_is_batch(call.args, call.kwargs, call.name)
             inputs = self._read_inputs(call)
             order = call.order_rule(inputs.shapes) if call.order_rule is not None else range(len(inputs.rows or ()))
         if rank == placement[-1] and (call.is_training or call.target is not None):
@@ -142,10 +157,10 @@ class CallReader:
 
         autocast = _describe_autocast(self.position.pipeline.device)
         frozen = hash_values_of(requires_grad)
-        settings = (call.name, call.mode, autocast, frozen, call.losses is not None, len(target.loss_weights))
-        batch_hash = hash_values_of(
-            (settings, inputs.signature, target.signature, len(inputs.rows or ()), len(target.rows or ()))
-        )
+        wants = call.losses is not None, call.next_batch is not None, call.teacher_batch is not None
+        settings = (call.name, call.mode, autocast, frozen, *wants, len(target.loss_weights))
+        parts = [(part.signature, len(part.rows or ())) for part in (inputs, target, next_inputs)]
+        batch_hash = hash_values_of((settings, *parts))
         list_hash = 0
         if call.is_list:
             arguments = call.order, call.limit, tuple(order)
@@ -158,16 +173,30 @@ class CallReader:
             order,
             inputs.lengths,
             self.schedule.slices if self.token_parts != 1 else 1,
-            None if call.is_list and replica else replica * num_seeds,
+            # A teacher's forward may be the first action: the first of the model does not run early.
+            None if (call.is_list and replica) or self.teacher is not None else replica * num_seeds,
             mix_seed(self.seed, call.steps_before) if call.is_training and self.seed is not None else None,
             LocalDescription(
                 batch_hash,
                 list_hash,
-                partial(self._describe, call, inputs, target, order, autocast, str(frozen)),
+                partial(self._describe, call, inputs, target, next_inputs, order, autocast, str(frozen)),
                 partial(self._describe_given, call, inputs, target),
                 target.loss_weights,
             ),
+            next_inputs.pieces,
         )
+
+    def _check_teacher(self, call: Call) -> None:
+        """Raise MismatchError for a next batch without a teacher, and for a teacher that has changed since it ran ahead."""
+        if call.next_batch is not None and self.teacher is None:
+            raise MismatchError(
+                f"{call.name} was given next_args= or next_kwargs=, for which a teacher runs ahead, but the pipeline has none: "
+                "leave them out, or give Pipeline(.., teacher=model)"
+            )
+        if call.teacher_batch is not None:
+            call.teacher_batch.check_same_teacher(self.teacher or ())
+        if call.next_batch is not None:
+            call.next_batch.begin_forwards(self.teacher or ())
 
     # -- cutting -------------------------------------------------------------------------------------------------------
 
@@ -252,13 +281,19 @@ class CallReader:
     # -- describing ----------------------------------------------------------------------------------------------------
 
     def _describe(
-        self, call: Call, inputs: _Part, target: _Part, order: Sequence[int], autocast: str, frozen: str
+        self,
+        call: Call,
+        inputs: _Part,
+        target: _Part,
+        next_inputs: _Part,
+        order: Sequence[int],
+        autocast: str,
+        frozen: str,
     ) -> Description:
         shapes: Sequence[Shape] | None = inputs.shapes if inputs.rows is not None else None
         if inputs.rows is not None and not call.is_list:
-            num_rows, elements = sum(filter(None, inputs.rows)), count_elements(call.inputs, self.layout.rows_dim)
-            signatures = {rows: f"{rows} of {inputs.signature}" for rows in inputs.rows}
-            shapes = [Shape(rows, elements * (rows or 0) // num_rows, signatures[rows]) for rows in inputs.rows]
+            shapes = self._shapes_of_batch(call, inputs)
+        next_call = _call_of_next_batch(call)
         return Description(
             call.name,
             call.is_training,
@@ -275,7 +310,17 @@ class CallReader:
             list(order) if call.order_rule is not None else (),
             target.rows,
             [_sums(part.lengths) for part in (inputs, target) if part.lengths],
+            call.next_batch is not None,
+            call.teacher_batch is not None,
+            self._shapes_of_batch(next_call, next_inputs) if next_call and next_inputs.rows is not None else (),
         )
+
+    def _shapes_of_batch(self, call: Call, inputs: _Part) -> Sequence[Shape]:
+        """Return the shape of each microbatch of a batch that was split by rows."""
+        rows_of = inputs.rows or ()
+        num_rows, elements = sum(filter(None, rows_of)), count_elements(call.inputs, self.layout.rows_dim)
+        signatures = {rows: f"{rows} of {inputs.signature}" for rows in rows_of}
+        return [Shape(rows, elements * (rows or 0) // num_rows, signatures[rows]) for rows in rows_of]
 
     def _describe_given(self, call: Call, inputs: _Part, target: _Part) -> GivenBatch:
         rows_dim = self.layout.rows_dim
@@ -289,6 +334,12 @@ class CallReader:
             shapes(call.inputs, "the batch", inputs.rows is not None),
             shapes(call.target, "the target", target.rows is not None),
         )
+
+
+def _call_of_next_batch(call: Call) -> Call | None:
+    """Return the call as if it were for the next batch; None if it has none."""
+    batch = call.next_batch
+    return None if batch is None else call._replace(args=batch.args, kwargs=batch.kwargs, is_list=False, options=())
 
 
 def _sums(lengths: Sequence[Sequence[int]]) -> tuple[int, ...]:

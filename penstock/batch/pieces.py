@@ -332,6 +332,17 @@ def check_output_rows(output: Any, num_rows: int, rows_dim: int) -> None:
             )
 
 
+def check_teacher_rows(output: Any, num_rows: int, rows_dim: int) -> None:
+    """Raise MismatchError if a tensor of a teacher's output of a microbatch has other rows than its `num_rows`."""
+    for path, leaf in tree_flatten_with_path(output)[0]:
+        rows = _count_leaf_rows(leaf, rows_dim)
+        if rows is not None and (rows == WITHOUT_ROWS_DIM or rows % num_rows):
+            raise MismatchError(
+                f"the teacher's output{keystr(path)} of shape {tuple(leaf.shape)} does not have the {num_rows} rows of the "
+                f"microbatch in dimension {rows_dim}, so that the loss cannot compare it with the model's: let it keep rows"
+            )
+
+
 def check_output_tokens(output: Any, num_tokens: int, sequence_dim: int) -> None:
     """Raise MismatchError unless all outputs of a slice have its `num_tokens`, along which they are to be joined."""
     for path, leaf in tree_flatten_with_path(output)[0]:

@@ -30,6 +30,7 @@ from penstock.schedule import (
     script_from_compute_comms_csv,
     simulate,
     verify,
+    with_teacher,
 )
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.schedule import read_csv_cells
@@ -197,6 +198,8 @@ class ShowCommand(SimulationOptions):
 
     schedule: tyro.conf.Positional[str] = "1f1b"
     """Name that `penstock schedules` lists, folder of a run or of traces, or file."""
+    teacher: bool = False
+    """Add a second, frozen model of as many stages, whose forwards of the next batch run in the idle time."""
     table: bool = False
     """Print the table too."""
     csv: Optional[str] = None
@@ -251,6 +254,14 @@ class ShowCommand(SimulationOptions):
             files = write([record], *pictures, self._figure_style())
             print("\n".join([*lines, *(f"wrote {path}" for path in files)]))
 
+    def build_and_verify(self, source: str) -> tuple[Schedule, str]:
+        """Return the schedule and its proof, with a teacher if that is asked for."""
+        schedule, proof = super().build_and_verify(source)
+        if not self.teacher:
+            return schedule, proof
+        schedule = with_teacher(schedule, costs=self.costs())
+        return schedule, str(verify(schedule))
+
     def _figure_style(self) -> FigureStyle:
         return FigureStyle(self.figure_width, self.font_size, self.labels, self.title, self.legend)
 
@@ -268,7 +279,7 @@ class ShowCommand(SimulationOptions):
             raise
         timeline, lines = self.simulate_with_options(schedule), [proof, *([str(schedule)] if self.table else [])]
         lines += [draw(timeline, terminal_width(), use_colors()), summary(timeline)]
-        if (parts := schedule.stages / schedule.ranks) > 1:
+        if (parts := schedule.num_trained_stages / schedule.ranks) > 1:
             rank_costs = self.simulate_with_options(schedule, parts)
             most = max(rank_costs.peak_memory)
             result = f"makespan {rank_costs.makespan:g}, memory at most {most:g} microbatches on a rank"
@@ -299,8 +310,8 @@ class ShowCommand(SimulationOptions):
 
     def _load_record(self) -> tuple[Record, list[str]]:
         """Load the run, timeline or traces. Return the record and the lines to print."""
-        if self.table or self.csv is not None:
-            raise PenstockError(f"{self.schedule} is a timeline, not a table: leave out --table and --csv")
+        if self.table or self.teacher or self.csv is not None:
+            raise PenstockError(f"{self.schedule} is a timeline, not a table: leave out --table, --csv and --teacher")
         record, lines = load_record(self.schedule, self.stages_per_rank)
         microbatches = len({event.action.microbatch for event in record.usual.events})
         check_size(self.schedule, (record.usual.ranks, microbatches), self.ranks, self.microbatches)

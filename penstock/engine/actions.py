@@ -8,9 +8,18 @@ from torch import Tensor
 
 from penstock.batch.agreement import Agreed
 from penstock.batch.call import Call, LocalBatch
-from penstock.batch.pieces import Layout, Piece, check_output_rows, check_output_tokens, join, scalars_to_floats
+from penstock.batch.pieces import (
+    Layout,
+    Piece,
+    check_output_rows,
+    check_output_tokens,
+    check_teacher_rows,
+    join,
+    scalars_to_floats,
+)
 from penstock.comms.control_group import WaitError
 from penstock.comms.process_groups import is_transport_error
+from penstock.engine.loss import TargetWithTeacher
 from penstock.engine.report import MicrobatchLosses
 from penstock.errors import MismatchError, PenstockError, StageError
 from penstock.mesh.context_parallel import ContextParallelAttention
@@ -97,7 +106,12 @@ class StepActions:
 
     def forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run a forward. Return a message for each receiver; none on the last stage, whose output becomes the loss."""
+        if action.stage > self.last_stage:
+            return self._teacher_forward(action, values)
         agreed, number = self.agreed, action.index_among_slices(self.batch.num_slices)
+        teacher_outputs = self.call.teacher_batch.outputs if self.call.teacher_batch else {}
+        if action.stage == self.last_stage and agreed.chains.loss_waits:
+            *values, teacher_outputs[number] = values
         stage, piece, counts = self.stages[action.stage], agreed.pieces[number], action.microbatch not in agreed.forward_only
         has_backward = self.call.is_training and counts
 
@@ -116,8 +130,28 @@ class StepActions:
             self._keep_output(number, piece, output)
         if self.batch.targets and counts:
             has_weight = piece.share > 0  # if not, other tokens of its rows do
-            self.losses[number] = stage.loss(number, output, self.batch.target_of(piece), has_backward, has_weight)
+            target = self.batch.target_of(piece)
+            if number in teacher_outputs:
+                target = TargetWithTeacher(target, teacher_outputs[number])
+            self.losses[number] = stage.loss(number, output, target, has_backward, has_weight)
         return ()
+
+    def _teacher_forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
+        """Run a forward of the teacher. Return its messages; the last output of one that runs ahead waits for the next step."""
+        chains, number, stage = self.agreed.chains, action.microbatch, self.stages[action.stage]
+        piece = (self.agreed.next_pieces if chains.ahead else self.agreed.pieces)[number]
+        if action.stage == chains.teacher:
+            values = self.batch.next_inputs[number] if chains.ahead else self.batch.inputs_of(action)
+
+        output = stage.forward(number, values, with_backward=False)
+        if action.stage < chains.num_stages - 1:
+            return messages_of(stage, output)
+        if piece.rows:
+            check_teacher_rows(output, piece.rows, self.layout.rows_dim)
+        if chains.ahead:
+            assert self.call.next_batch is not None
+            self.call.next_batch.outputs[number] = output
+        return () if chains.ahead else (output,)
 
     def _forward(
         self, action: Action, number: int, piece: Piece, values: Sequence[Any], has_backward: bool, is_split: bool

@@ -5,6 +5,7 @@ flows. `Pipeline.__init__` has the order of the steps.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, get_args
@@ -17,10 +18,11 @@ from penstock import partition, torch_private
 from penstock.batch.call import CallReader, ModelForward, first_stage_signature, kwargs_with_position_ids
 from penstock.batch.pieces import Layout, count_tokens, parse_slices
 from penstock.comms.control_group import ControlGroup
-from penstock.engine.loss import check_reduction
+from penstock.engine.loss import check_reduction, loss_with_teacher
 from penstock.engine.model_partition import ModelPartition, check_can_be_cut
 from penstock.engine.rank_comparison import RankComparisonResult
 from penstock.engine.step import Engine
+from penstock.engine.teacher import Teacher, check_teacher, check_teacher_placement
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.parallelize import parallelize_stages
 from penstock.mesh.position import MeshPosition
@@ -33,7 +35,7 @@ from penstock.schedule.proof import verify
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.schedule import Schedule, ScheduleRule, from_rows, from_rule, read_csv_cells
 from penstock.schedule.table import Table
-from penstock.schedule.transform import with_full_backwards
+from penstock.schedule.transform import with_full_backwards, without_teacher
 from penstock.stage.attention import AttentionContext, AttentionWhileTracing, attention_context
 from penstock.stage.connections import stage_connections
 from penstock.stage.rank_parameters import RankParameters
@@ -41,11 +43,13 @@ from penstock.stage.recompute import Recompute
 from penstock.stage.replication import Replication
 from penstock.stage.stage import Stage
 from penstock.stage.tied_parameters import TiedParameters
+from penstock.timing.teacher import with_teacher
 
 DEFAULT_MICROBATCHES = 8
 PLAN_ARGUMENTS = ("schedule", "microbatches", "cuts", "recompute")  # of a pipeline, which a plan replaces
 UNCHANGEABLE = {  # arguments of a pipeline that `rebuild` does not take -> why
     **dict.fromkeys(("model", "example_args", "example_kwargs", "init", "rows_dim"), "the model stays the one it was cut from"),
+    "teacher": "the ranks have its stages already",
     **dict.fromkeys(("topology", "mesh", "data_parallel", "tensor_parallel"), "the ranks stay where they are"),
 }
 Modules = dict[int, nn.Module]  # by stage
@@ -78,6 +82,7 @@ class PipelineConfig(NamedTuple):
     plan_layers: Sequence[str]  # that a plan was made for
     slices: int | Sequence[int]  # of a microbatch's tokens, or their lengths
     cut_context: AttentionContext | None  # while the model is cut, if its tokens will be: into slices, or over ranks
+    table_with_teacher: Schedule | None  # as the user gave it
 
     @property
     def equal_options(self) -> dict[str, Any]:
@@ -96,10 +101,12 @@ def parse_arguments(
     num_ranks: int,
     recut: Callable[[Sequence[str] | None], partition.CuttableModel | None] | None,
     cp_size: int,
+    mesh_axes: Sequence[str] = (),
 ) -> PipelineConfig:
     """Check the arguments of `Pipeline`, build its schedule and prove it.
 
     `recut`: gives the model, cut at other `cuts`, to `rebuild`. `cp_size`: the number of ranks that share a sequence's tokens.
+    `mesh_axes`: the axes of the mesh.
 
     Raises MismatchError for an argument of another kind than `Pipeline` takes, ScheduleError for a table that cannot be proved.
     """
@@ -115,6 +122,10 @@ def parse_arguments(
 
     slices, num_slices = parse_slices(config.slices)
     schedule = table_of_arguments(config, num_ranks)
+    table_with_teacher = None if schedule.teacher is None else schedule
+    if table_with_teacher is not None:
+        verify(schedule)
+        schedule = without_teacher(schedule)
     if config.microbatches not in (None, schedule.microbatches):
         raise MismatchError(
             f"microbatches={config.microbatches}, but the table {schedule.name} has {schedule.microbatches}: leave out "
@@ -128,6 +139,12 @@ def parse_arguments(
         raise MismatchError("slices and an axis cp cut the same tokens: use slices=1, or a mesh without cp")
     cut_context = AttentionWhileTracing(schedule.slices > 1) if cp_size > 1 or schedule.slices > 1 else None
 
+    if config.teacher is not None:
+        check_teacher(model, config.teacher, config.loss_fn, schedule, mesh_axes)
+        if table_with_teacher is not None:
+            check_teacher_placement(table_with_teacher)
+    elif table_with_teacher is not None:
+        raise MismatchError(f"{table_with_teacher.name} is a table with a teacher: give Pipeline(.., teacher=model)")
     if not is_whole_number(config.sequence_dim, 0):
         raise MismatchError(f"sequence_dim is the dimension that has the tokens, 0 or more, not {config.sequence_dim!r}")
     if not is_whole_number(config.rows_per_sample, 1):
@@ -142,7 +159,8 @@ def parse_arguments(
     with attention_context(cut_context):
         cuttable = recut(config.cuts) if recut else partition.as_cuttable(model, *cutting, rows_dim)
     plan_layers = () if plan is None else plan.layers
-    return PipelineConfig(config, schedule, program, rows_dim, recompute, cuttable, plan_layers, slices, cut_context)
+    settings = recompute, cuttable, plan_layers, slices, cut_context, table_with_teacher
+    return PipelineConfig(config, schedule, program, rows_dim, *settings)
 
 
 def _example_with_position_ids(model: nn.Module, config: Any) -> dict[str, Any]:
@@ -297,6 +315,7 @@ def build_engine(
     comparison: RankComparisonResult,
     modules: Modules,
     unset_names: set[str],
+    teacher: Teacher | None = None,
 ) -> Engine:
     """Return this rank's engine: its stages, in memory as `modules`, connected to those of other ranks. All ranks call it.
 
@@ -325,6 +344,17 @@ def build_engine(
     program = prove(config.schedule, config.program)
     table = program.schedule
 
+    def add_teacher(student: Table, ahead: bool) -> Program:
+        """Return the proved program of a table of the model and the teacher's forwards."""
+        assert isinstance(student, Schedule)
+        assert teacher is not None
+        given = config.table_with_teacher
+        if given is not None and (given.ahead, given.microbatches) == (ahead, student.microbatches):
+            both = with_full_backwards(given)
+        else:
+            both = with_full_backwards(with_teacher(student, teacher.table.placement, ahead))
+        return verify(both, skips=model_partition.skips | teacher.skips(student.stages)).program
+
     # 2. Replication, then stages. A rank that fails before this exchange is heard by the others here.
     parallelism = arguments.tensor_parallel, arguments.data_parallel
     replications = parallelize_stages(
@@ -332,6 +362,8 @@ def build_engine(
     )
     control.all_gather_value(None, "to build the pipeline")
     stages = _build_stages(config, model_partition, comparison, modules, replications, table, position)
+    if teacher is not None:
+        stages |= teacher.make_stages(position.pipeline.device, table.stages)
 
     # 3. RankParameters, and those that stages share.
     tied = TiedParameters(model_partition.tied, table.placement, modules, names, aliases, position.pipeline)
@@ -349,10 +381,11 @@ def build_engine(
         position.cp_size if position.cp_size > 1 else config.slices,
         arguments.seed,
         arguments.loss_fn is not None,
+        None if teacher is None else [parameter for module in teacher.modules.values() for parameter in module.parameters()],
         arguments.loss_weight,
         ModelForward(modules[0], later_keywords) if 0 in modules else None,
     )
-    programs = RankPrograms(program, position.pipeline.rank, build_larger)
+    programs = RankPrograms(program, position.pipeline.rank, build_larger, add_teacher if teacher else None)
     return Engine(control, position, programs, reader, stages, parameters, tied, arguments.reduction, comparison.clock_ids)
 
 
@@ -367,12 +400,15 @@ def _build_stages(
 ) -> dict[int, Stage]:
     """Return this rank's stages, ready to run `table`."""
     connections = stage_connections(table.stages, model_partition.skips, model_partition.tied)
+    loss_fn = config.arguments.loss_fn
+    if config.arguments.teacher is not None:
+        loss_fn = partial(loss_with_teacher, loss_fn)
     return {
         index: Stage(
             index,
             module,
             position.pipeline.device,
-            config.arguments.loss_fn if index == table.stages - 1 else None,
+            loss_fn if index == table.stages - 1 else None,
             layer_numbers=model_partition.layer_numbers.get(index),
             connections=connections[index],
             later_keywords=frozenset().union(*comparison.keywords[index + 1 :]),

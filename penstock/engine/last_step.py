@@ -10,7 +10,10 @@ from penstock.engine.report import StepReport
 from penstock.engine.step import Engine
 from penstock.errors import PenstockError
 from penstock.explain.explain import MeasuredTimeline
+from penstock.schedule.memory import ActivationSize
 from penstock.timing.events import Event, MessageCost
+
+NO_ACTIVATION = ActivationSize(0, 0)  # of a stage that has forwards only
 
 
 class LastStep:
@@ -81,13 +84,16 @@ class LastStep:
         rows, errors, sizes = zip(*[messages[rank] for rank in ranks], strict=True)
         engine.clock_error = max(errors)
 
-        table, report = engine.schedule, result.report
+        table, report, chains = engine.schedule, result.report, result.chains
         size_of_stage = {stage: size for rank_sizes in sizes for stage, size in rank_sizes.items()}
         all_measured = len(size_of_stage) == table.stages
         timeline = MeasuredTimeline(
             f"{table.name}, measured",
             rows,
-            activation_sizes=tuple(size_of_stage[stage] for stage in range(table.stages)) if all_measured else (),
+            activation_sizes=tuple(size_of_stage.get(stage, NO_ACTIVATION) for stage in range(chains.num_stages))
+            if all_measured
+            else (),
+            chains=chains if chains.forward_only else None,
             memory_unit="bytes" if all_measured else "",
             between_steps=tuple([report.between[rank] for rank in ranks]),
             averaging=tuple([report.averaging[rank] for rank in ranks]) if position.num_ranks_per_stage > 1 else (),

@@ -14,6 +14,23 @@ Reduction = Literal["mean", "sum"]
 DEFAULT_IGNORE_INDEX = -100  # of torch's losses
 
 
+class TargetWithTeacher(NamedTuple):
+    """What the loss of a pipeline with a teacher takes besides the model's output."""
+
+    target: Any
+    teacher_output: Any
+
+
+def loss_arguments(target: Any) -> tuple[Any, ...]:
+    """Return what a loss takes behind the model's output: the target, and a teacher's output if there is one."""
+    return tuple(target) if isinstance(target, TargetWithTeacher) else (target,)
+
+
+def loss_with_teacher(loss_fn: Callable[..., Any], output: Any, target: TargetWithTeacher) -> Any:
+    """Call `loss_fn(output, target, teacher_output)`."""
+    return loss_fn(output, *loss_arguments(target))
+
+
 def tokens(ignore_index: int = DEFAULT_IGNORE_INDEX, weight: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Return a `loss_weight` that counts the values of a target that are not ignored; with class weights, it sums theirs.
 

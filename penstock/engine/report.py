@@ -14,7 +14,7 @@ from penstock.batch.pieces import Piece, join
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.clock import ActionClock
 from penstock.mesh.position import MeshPosition
-from penstock.schedule.table import Action
+from penstock.schedule.table import Action, Chains
 from penstock.torch_private import foreach_multiply
 
 NO_LOSS = -1  # in place of a dtype
@@ -56,6 +56,7 @@ class StepResult(NamedTuple):
     clock: ActionClock  # and when
     kind: Any  # as all ranks know it
     microbatch_sizes: tuple[int, ...]  # elements of each microbatch's largest input, in the order that runs
+    chains: Chains  # of the table that ran
 
     def joined_outputs(self, rows_dim: int) -> Any:
         """Return the outputs of the whole batch, joined along its rows; None if there are none."""

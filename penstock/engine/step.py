@@ -269,7 +269,7 @@ class Engine:
         )
         self.observers.after(step, rows)
         sizes = tuple([piece.elements for piece in agreed.pieces if piece.slice == 0])
-        return StepResult(loss, loss_list, actions.joined_outputs(), step.report, ran, clock, agreed.kind, sizes)
+        return StepResult(loss, loss_list, actions.joined_outputs(), step.report, ran, clock, agreed.kind, sizes, agreed.chains)
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class Engine:
         groups = self.control.open_groups()
         if self._opened_channels is None or self._opened_channels[0] != self.control.times_closed:
             self.control.all_gather_row((), "to open their lines")  # raises if a rank is in another call
-            self._opened_channels = self.control.times_closed, Channels(self.programs.program, self.position.pipeline, groups)
+            self._opened_channels = self.control.times_closed, Channels(self.programs.links, self.position.pipeline, groups)
             self.agreement.forget()
         return self._opened_channels[1]
 

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batch.pieces import count_rows, microbatch_weights, nonempty_split_sizes, split
-from penstock.engine.loss import DEFAULT_IGNORE_INDEX, Reduction, loss_components, tokens, warn_of_inner_reduction
+from penstock.engine.loss import (
+    DEFAULT_IGNORE_INDEX,
+    Reduction,
+    loss_arguments,
+    loss_components,
+    tokens,
+    warn_of_inner_reduction,
+)
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.errors import warn_user
 from penstock.guards import is_power_of_two_or_zero, preserve_attributes
@@ -222,10 +229,11 @@ class RowwiseLossCheck:
                 first, second = self._copy_first_rows((output, target), num_rows, (half, half))
                 (both,) = self._copy_first_rows((output, target), num_rows, (2 * half,))
                 repeated = map_tensors(Tensor.clone, first)
-                losses = [self._loss_fn(*part) for part in (first, second, both, repeated)]
+                parts = [(part, loss_arguments(target)) for part, target in (first, second, both, repeated)]
+                losses = [self._loss_fn(part, *arguments) for part, arguments in parts]
             dtypes = [tensor.dtype for tensor in tensors([losses, both[0]])]
             has_16_bits = any(dtype in (torch.float16, torch.bfloat16) for dtype in dtypes)
-            self._half_rows, self._measured = half, (losses, [first[1], second[1]], has_16_bits)
+            self._half_rows, self._measured = half, (losses, [arguments[0] for _, arguments in parts[:2]], has_16_bits)
 
     def _copy_first_rows(self, tree: Any, num_rows: int, sizes: Sequence[int]) -> list[Any]:
         """Return copies of the first rows, in parts of these sizes."""

@@ -54,11 +54,12 @@ def make_observers(
         remote_parameters += engine.tied.parameters_of_other_owners()
 
     gradient_factor = GradientFactorCheck(engine.parameters, rank, num_ranks)
-    memory = MemoryObserver(engine.stages, table.slices)
-    samples, recent_steps = MicrobatchSamples(memory), RecentSteps()
+    stages = {index: stage for index, stage in engine.stages.items() if index < table.stages}  # without a teacher's
+    memory = MemoryObserver(stages, table.slices)
+    samples, recent_steps = MicrobatchSamples(memory), RecentSteps(table.stages)
     cp_index = position.cp_index if position.cp_size > 1 else None
     names = comparison.names
-    monitor = NonFiniteMonitor(control, engine.stages, engine.parameters, names) if arguments.on_nonfinite else None
+    monitor = NonFiniteMonitor(control, stages, engine.parameters, names) if arguments.on_nonfinite else None
 
     observers: list[Observer | None] = [
         AttributeCheck(config.cuttable.attributes) if config.cuttable else None,
@@ -69,8 +70,8 @@ def make_observers(
         RemoteParameterUseCheck(rank, modules, remote_parameters),
         monitor,
         memory,
-        SharedStateCheck(control, shared_objects, position, table.placement, engine.stages),
-        TokenMixingCheck(engine.stages, engine.device, engine.layout, cp_index) if config.cut_context is not None else None,
+        SharedStateCheck(control, shared_objects, position, table.placement, stages),
+        TokenMixingCheck(stages, engine.device, engine.layout, cp_index) if config.cut_context is not None else None,
         samples,
         recent_steps,
         _make_loss_checks(engine, config),

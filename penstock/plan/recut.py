@@ -47,9 +47,13 @@ class StepTimes(NamedTuple):
 
 
 class RecentSteps(Observer):
-    """Keeps this rank's last training steps. The first of a kind, which is slower, does not count."""
+    """Keeps this rank's last training steps. The first of a kind, which is slower, does not count.
 
-    def __init__(self) -> None:
+    `num_stages`: of the model. Actions of a teacher, which come behind, are left out.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
         self._steps = deque[tuple[list[Action], ActionClock, list[int]]](maxlen=MAX_STEPS)
 
     def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
@@ -68,7 +72,8 @@ class RecentSteps(Observer):
                 break
             clock.offset = clock_offset
             intervals = zip(actions, clock.intervals(), strict=True)
-            times.append(StepTimes([Event(rank, action, *interval) for action, interval in intervals], sizes))
+            events = [Event(rank, action, *interval) for action, interval in intervals if action.stage < self._num_stages]
+            times.append(StepTimes(events, sizes))
         return times[::-1]
 
 

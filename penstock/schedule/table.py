@@ -110,6 +110,11 @@ class Chains(NamedTuple):
     teacher: int | None = None  # the first stage of a second, frozen model, which ends with the last stage; it reads the batch
     ahead: bool = False  # the teacher's forwards are of the next batch; else the loss of this one waits for its outputs
 
+    @property
+    def loss_waits(self) -> bool:
+        """Whether the loss of each microbatch waits for a teacher's output in the same table."""
+        return self.teacher is not None and not self.ahead
+
     def links(self, skips: Collection[Skip] = ()) -> list[Skip]:
         """Return the (stage, receiving stage) between which outputs go forward, ascending, those to the loss last."""
         links = sorted({*pairwise(range(self.num_stages)), *skips})

@@ -1,6 +1,7 @@
 """Functions that make a table from another table."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Action, Cell, Kind, OverlappedPair
@@ -27,6 +28,13 @@ def _cells_with_full_backwards(schedule: Schedule, rank: int) -> Iterator[Cell]:
             stays = earlier < 0 or earlier in schedule.forward_only or schedule.placement[earlier] == rank
             cell, at = (cell._replace(kind=Kind.B), at + 1) if stays else (cell, at)
         yield cell
+
+
+def without_teacher(schedule: Schedule) -> Schedule:
+    """Return `schedule` without a teacher's stages and their forwards. A proved table stays proved."""
+    trained = schedule.num_trained_stages
+    alone = schedule.filter_actions(lambda action: action.stage < trained)
+    return replace(alone, placement=schedule.placement[:trained], teacher=None, ahead=False)
 
 
 def with_overlapped_pairs(table: Schedule, makespan_of: Callable[[Schedule], float], tries: int) -> Schedule:

@@ -56,6 +56,11 @@ class Measurement:
         border without one gets the median of the others.
         Raises ScheduleError for timelines of different tables, and if a stage ran no forward or no backward.
         """
+        if any(timeline.chains for timeline in timelines):
+            raise ScheduleError(
+                "costs are measured in steps whose stages all have backwards: give one of a pipeline without a teacher and "
+                "without frozen stages"
+            )
         tables = [executed_table(timeline) for timeline in timelines]
         if not tables or any(table.actions != tables[0].actions for table in tables):
             raise ScheduleError("costs are measured on one table: give one timeline, or several of the same table")

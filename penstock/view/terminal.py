@@ -21,6 +21,7 @@ COLOR = {
     Kind.W: "\033[30;43m",
     None: "\033[30;45m",
 }
+TEACHER_FILL, TEACHER_COLOR = ":", "\033[30;47m"  # of a second model's forwards
 RESET = "\033[0m"
 IDLE = "."
 ROUNDING_COLUMNS = 1e-9  # less is not idle time
@@ -39,8 +40,8 @@ def draw(timeline: Timeline, width: int = 80, color: bool = False, same_scale: S
     an action that has no other column. Of more than 64 ranks, only every n-th is drawn, and a line says so.
 
     If a rank has several stages, names begin with the stage: `2F3`. An overlapped pair is one block in braces, `{F3B1}`, or `&`
-    if it is narrow. `color`: mark kinds with ANSI colours. `same_scale`: timelines that must fit at the same scale. `unit`: of
-    time, as in `format_time`.
+    if it is narrow. Forwards of a teacher are in lower case, `f3::`. `color`: mark kinds with ANSI colours. `same_scale`:
+    timelines that must fit at the same scale. `unit`: of time, as in `format_time`.
     """
     timelines = (timeline, *same_scale)
     label = max(len(f"rank {drawn.ranks - 1} |") for drawn in timelines)
@@ -55,7 +56,7 @@ def draw(timeline: Timeline, width: int = 80, color: bool = False, same_scale: S
     for start in range(0, max(total, 1), columns):
         lines = []
         for rank, shown in rows.items():
-            blocks = _blocks(list(timeline.cells(rank)), shown[: start + columns], start, show_stage, color)
+            blocks = _blocks(timeline, list(timeline.cells(rank)), shown[: start + columns], start, show_stage, color)
             lines.append(f"rank {rank}".ljust(label - 1) + "|" + "".join(blocks))
         parts.append("\n".join(lines))
     notes = _notes(timeline, rows, 1 / scale if scale else 0.0, unit)
@@ -108,13 +109,20 @@ def _scale(timelines: Sequence[Timeline], columns: int) -> float:
     return columns_per_unit if columns_per_unit > 0.6 * fits else fits
 
 
-def _blocks(cells: Sequence[tuple[Event, ...]], shown: Columns, start: int, show_stage: bool, color: bool) -> list[str]:
+def _blocks(
+    timeline: Timeline, cells: Sequence[tuple[Event, ...]], shown: Columns, start: int, show_stage: bool, color: bool
+) -> list[str]:
     """Return the blocks of a row from column `start` on; one that began before has no name."""
     blocks: list[str] = []
+    teacher = timeline.chains.teacher if timeline.chains else None
     for number, run in groupby(shown[start:]):
         width = len(list(run))
         is_continued = not blocks and start > 0 and shown[start - 1] == number
-        blocks.append(IDLE * width if number is None else _block(cells[number], width, show_stage, color, not is_continued))
+        if number is None:
+            blocks.append(IDLE * width)
+        else:
+            is_teacher = teacher is not None and cells[number][0].action.stage >= teacher
+            blocks.append(_block(cells[number], width, show_stage, color, not is_continued, is_teacher))
     return blocks
 
 
@@ -161,13 +169,15 @@ def _kind(cell: tuple[Event, ...]) -> Kind | None:
     return cell[0].action.kind if len(cell) == 1 else None
 
 
-def _block(cell: tuple[Event, ...], width: int, show_stage: bool, color: bool, show_name: bool) -> str:
+def _block(
+    cell: tuple[Event, ...], width: int, show_stage: bool, color: bool, show_name: bool, is_teacher: bool = False
+) -> str:
     kind = _kind(cell)
     text = next(text for text in _texts(cell, show_stage) if len(text) <= width) if show_name else ""
     if not color:
-        return _pad(text, width, FILL[kind])
+        return _pad(text.lower(), width, TEACHER_FILL) if is_teacher else _pad(text, width, FILL[kind])
     gap = " " * (width > len(text))
-    return f"{COLOR[kind]}{_pad(text, width - len(gap), ' ')}{RESET}{gap}"
+    return f"{TEACHER_COLOR if is_teacher else COLOR[kind]}{_pad(text, width - len(gap), ' ')}{RESET}{gap}"
 
 
 def _texts(cell: tuple[Event, ...], show_stage: bool) -> Iterator[str]:

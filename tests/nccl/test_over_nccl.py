@@ -133,7 +133,7 @@ def test_a_rank_opens_its_lines_in_these_rounds(rank, monkeypatch):
     nothing = SimpleNamespace(wait=lambda: None)
     joined, everyone = Topology(rank, 4), SimpleNamespace(barrier=lambda: nothing)
     program = SimpleNamespace(links=[(a, b) for a in range(4) for b in (a - 1, a + 1) if 0 <= b < 4])
-    Channels(program, joined, SimpleNamespace(topology=joined, world_group=everyone, channels_count=count()))
+    Channels(program.links, joined, SimpleNamespace(topology=joined, world_group=everyone, channels_count=count()))
     assert opened == [f"0/{a}-{b}" for a, b in opening_order(program.links) if rank in (a, b)]
 
 

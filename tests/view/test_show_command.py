@@ -148,7 +148,7 @@ def test_a_schedule_beside_a_run_is_predicted_at_its_costs(run):
         ),
         (["show", "nowhere/traces"], "nowhere/traces has no timeline: there is no file nowhere/traces"),
         (["show", "x.json"], "x.json has no timeline: there is no file x.json"),
-        (["show", "RUN", "--table"], "is a timeline, not a table: leave out --table and --csv"),
+        (["show", "RUN", "--table"], "is a timeline, not a table: leave out --table, --csv and --teacher"),
         (["compare", "1f1b", "PLAN"], "1f1b is in units of its costs, and "),
         (["compare", "1f1b", "gpip"], "did you mean gpipe?"),
     ],

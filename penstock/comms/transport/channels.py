@@ -32,7 +32,7 @@ from penstock.comms.transport.message_spec import MessageSpec, TensorSpec
 from penstock.comms.transport.send_thread import SendFailure
 from penstock.comms.transport.spec_cache import MessageSpecCache
 from penstock.errors import PenstockError, ResourceError
-from penstock.schedule.program import Program, Transfer
+from penstock.schedule.program import Transfer
 from penstock.trees import flatten
 
 Sender = MemorySender | GroupSender
@@ -40,9 +40,12 @@ Receiver = MemoryReceiver | GroupReceiver
 
 
 class Channels:
-    """All channels of one rank for one pipeline. `groups`: None in a world of one, which has no channels."""
+    """All channels of one rank for one pipeline.
 
-    def __init__(self, program: Program, topology: Topology, groups: ProcessGroups | None) -> None:
+    `links`: (source, destination) of those of all ranks. `groups`: None in a world of one, which has no channels.
+    """
+
+    def __init__(self, links: Iterable[tuple[int, int]], topology: Topology, groups: ProcessGroups | None) -> None:
         self.outgoing: dict[int, SendChannel] = {}  # destination rank in the pipeline -> channel
         self.incoming: dict[int, ReceiveChannel] = {}  # source rank in the pipeline -> channel
         self.transports: dict[str, Sender | Receiver] = {}  # by the ranks at their ends, as `0-1`
@@ -53,7 +56,7 @@ class Channels:
 
         pending = self._pending = PendingSends(SendFailure(groups))
         rank, number = groups.topology.rank, next(groups.channels_count)
-        for source, destination in opening_order(program.links):  # in one order on all ranks: opening waits for the peer
+        for source, destination in opening_order(links):  # in one order on all ranks: opening waits for the peer
             sender, receiver = topology.get_global_rank(source), topology.get_global_rank(destination)
             name, key = f"{sender}-{receiver}", f"{number}/{sender}-{receiver}"
             with (

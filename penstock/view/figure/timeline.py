@@ -34,6 +34,7 @@ from penstock.view.terminal import format_memory
 
 KIND_COLORS = {"F": "#629ad9", "B": "#19653f", "I": "#0b838e", "W": "#d7b34e"}
 KIND_TEXT_COLORS = {"F": INK_COLOR, "B": "#ffffff", "I": "#ffffff", "W": INK_COLOR}
+TEACHER_COLOR = "#c9c2b6"  # of a second model's forwards
 CAUSE_COLORS = {
     "fill": "#fbfcfe",
     "order": "#dec1c6",
@@ -98,7 +99,7 @@ def _figure(record: Record, extras: Collection[str], width: float, style: Figure
     memory = (bool(timeline["memory_unit"]) or "memory" in extras) and not dense
     tops: list[float] = []
     num_slices = 1 + max((_slice(event) for row in timeline["ranks"] for event in row["events"]), default=0)
-    num_stages = max(len({_stage(event) for event in row["events"]}) for row in timeline["ranks"]) if timeline["ranks"] else 0
+    num_stages = max((len(_trained_stages(row, timeline)) for row in timeline["ranks"]), default=0)
     labels = style.labels if style.labels != "auto" or num_stages > 1 else "kind"
     for rank, row in enumerate(timeline["ranks"]):
         shapes.append(Text(LABEL_WIDTH - 8, y + ROW_HEIGHT / 2, f"rank {rank}", anchor="end"))
@@ -181,17 +182,38 @@ def _row(row: Data, timeline: Data, scale: float, y: float, height: float, label
         yield Box(
             LABEL_WIDTH + start * scale, y, (end - start) * scale, height, CAUSE_COLORS[cause], hatch=CAUSE_HATCHES[cause]
         )
-    stages = sorted({int(_stage(event)) for event in row["events"]})
+    stages = _trained_stages(row, timeline)
     for event in row["events"]:
-        kind, chunk = _kind(event), stages.index(int(_stage(event)))
+        kind, stage = _kind(event), int(_stage(event))
+        is_trained = stage in stages
+        chunk = stages.index(stage) if is_trained else 0
         x, bar_width = LABEL_WIDTH + event["start"] * scale, (event["end"] - event["start"]) * scale
         half = halves.get(event["action"])
         top, bar_height = (y, height) if half is None else (y + half * height / 2, height / 2)
-        yield Box(x, top, bar_width, bar_height, shade(kind, chunk), "#ffffff" if bar_width > 3 else "")
+        yield Box(
+            x,
+            top,
+            bar_width,
+            bar_height,
+            shade(kind, chunk) if is_trained else TEACHER_COLOR,
+            "#ffffff" if bar_width > 3 else "",
+        )
         size = min(TEXT_SIZE - 1.5, bar_height - 1)
         text = next((text for text in _texts(event["action"], labels) if len(text) * size * 0.6 + 2 < bar_width), None)
         if text is not None:
             yield Text(x + bar_width / 2, top + bar_height / 2, text, size, "middle", _text_color(kind, chunk))
+
+
+def _trained_stages(row: Data, timeline: Data) -> list[int]:
+    """Return the stages of a rank's row, ascending, without those of a teacher."""
+    first = _first_teacher_stage(timeline)
+    return sorted({stage for event in row.get("events", ()) if (stage := int(_stage(event))) < first})
+
+
+def _first_teacher_stage(timeline: Data) -> float:
+    """Return the stage with which a teacher begins; infinity if there is none."""
+    chains = timeline.get("chains")
+    return math.inf if chains is None or chains["teacher"] is None else int(chains["teacher"])
 
 
 def _slice_marks(row: Data, scale: float, y: float, num_slices: int) -> Iterator[Box]:
@@ -258,6 +280,8 @@ def _legend(
     kinds, causes = {_kind(event) for row in rows for event in row["events"]}, {idle[2] for row in rows for idle in row["idle"]}
     parts = {part for row in rows if "sums" in row for part in row["sums"]["parts"]}  # not hatched
     items = [(color, "", KIND_NAMES[kind]) for kind, color in KIND_COLORS.items() if kind in kinds | parts]
+    if any(_first_teacher_stage(value) < math.inf for value in timelines):
+        items.append((TEACHER_COLOR, "", "forward of the teacher"))
     items += [(color, CAUSE_HATCHES[cause], f"idle: {cause}") for cause, color in CAUSE_COLORS.items() if cause in causes]
     items += [(color, "", f"idle: {cause}") for cause, color in CAUSE_COLORS.items() if cause in parts]
     if memory:

@@ -1,0 +1,249 @@
+"""A second, frozen model in the ranks' idle time: the bits of one process that runs it without a graph before each loss."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from batched_launch import together
+from reference import assert_same, gradients, merged
+from torch import Tensor, nn
+
+import penstock as ps
+
+pytestmark = pytest.mark.ranks
+
+M, WIDTH, STEPS = 4, 6, 4
+ROWS = [9, 8, 3, 8]  # of the batch of each step: unequal pieces, and fewer rows than microbatches
+
+
+def student(layers: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(layers)])
+
+
+def teacher(layers: int = 12, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(1)
+    layer_list = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.GELU()) for _ in range(layers)]
+    return nn.Sequential(*layer_list).to(dtype)
+
+
+def loss_fn(output: Tensor, target: Tensor, teacher_output: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target) + nn.functional.mse_loss(output, teacher_output.float())
+
+
+class WithoutFirstRow(nn.Module):
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows[1:]
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(2)
+    return [(torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)) for rows in ROWS]
+
+
+def train(pipe: Any, announces: bool) -> dict[str, Any]:
+    """Train with AdamW; with `announces`, each step but the last gives the inputs of the next."""
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    losses, steps = [], batches()
+    for number, (inputs, target) in enumerate(steps):
+        next_args = (steps[number + 1][0],) if announces and number + 1 < len(steps) else ()
+        optimizer.zero_grad()
+        losses.append(pipe.step(inputs, target=target, next_args=next_args))
+        if number == 1:
+            pipe.eval(inputs, target=target)  # in between, with forwards of its own
+        optimizer.step()
+    found = {"losses": losses, "gradients": gradients(pipe.named_parameters()), "state": pipe.state_dict()}
+    found["actions"] = [str(event.action) for event in pipe.timeline().events]
+    return found
+
+
+def rank_trains(schedule: str, stages_per_rank: int, announces: bool) -> dict[str, Any]:
+    options = {} if schedule in ("1f1b", "gpipe", "zb-h1", "zb-v") else {"stages_per_rank": stages_per_rank}
+    pipe = ps.Pipeline(student(), loss_fn, schedule, M, seed=None, teacher=teacher(), **options)
+    pipe.train(False)  # dropout of the model off: the reference is one process; the teacher's is always off
+    return train(pipe, announces)
+
+
+def reference() -> dict[str, Any]:
+    model, frozen = student().eval(), teacher().eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for inputs, target in batches():
+        optimizer.zero_grad()
+        total, count = torch.zeros(()), min(M, len(inputs))
+        for rows, labels in zip(inputs.tensor_split(count), target.tensor_split(count), strict=True):
+            with torch.no_grad():
+                teacher_output = frozen(rows)
+            loss = loss_fn(model(rows), labels, teacher_output)
+            loss.backward(torch.full_like(loss, len(rows) / len(inputs)))
+            total = total + loss.detach() * (len(rows) / len(inputs))
+        losses.append(total)
+        optimizer.step()
+    return {"losses": losses, "gradients": gradients(model.named_parameters()), "state": model.state_dict()}
+
+
+SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved-1f1b", 2)]
+CASES = tuple((schedule, stages, announces) for schedule, stages in SCHEDULES for announces in (True, False))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_losses_gradients_and_weights_are_those_of_one_process(ranks: int, case: tuple[Any, ...]) -> None:
+    if ranks == 3 and case[0] == "interleaved-1f1b":
+        pytest.skip("M is no multiple of P")
+    cases = tuple(case for case in CASES if ranks != 3 or case[0] != "interleaved-1f1b")
+    results, expected = together(rank_trains, ranks, cases)[case], reference()
+    for result in results:
+        assert all(map(torch.equal, result["losses"], expected["losses"]))
+    assert_same(merged([result["gradients"] for result in results]), expected["gradients"])
+    assert_same(merged([result["state"] for result in results]), expected["state"])
+
+
+# -- what runs when ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("announces", [True, False])
+def test_the_teacher_runs_in_the_step_of_its_batch_or_in_the_one_before(announces: bool) -> None:
+    for result in together(rank_trains, 2, CASES)["1f1b", 1, announces]:
+        by_teacher = [action for action in result["actions"] if int(action[0]) > 1]
+        assert len(by_teacher) == (0 if announces else 2 * M)  # in the last step, which announces nothing
+
+
+def rank_uses() -> dict[str, Any]:
+    torch.manual_seed(3)
+    model, frozen, found = student(), teacher(), dict[str, Any]()
+    given = {name: value.clone() for name, value in frozen.state_dict().items()}
+    (inputs, target), (next_inputs, next_target), *_ = batches()
+    pipe = ps.Pipeline(model, loss_fn, "1f1b", M, teacher=frozen)
+    rank = pipe.topology.rank
+
+    def message(call: Any) -> str:
+        try:
+            call()
+        except ps.PenstockError as error:
+            return str(error)
+        return "no error"
+
+    # What it is, and what it is not.
+    found["names"] = (set(pipe.state_dict()) | {name for name, _ in pipe.named_parameters()}) <= set(model.state_dict())
+    pipe.train(False)  # dropout depends on the step
+    pipe.step(inputs, target=target, next_args=(next_inputs,))
+    found["timeline"] = str(pipe.timeline().chains)
+    found["explained"] = message(pipe.timeline().explain)
+    found["same"] = all(torch.equal(value, given[name]) for name, value in frozen.state_dict().items())
+    found["gradients"] = [parameter.grad for parameter in frozen.parameters() if parameter.grad is not None]
+    found["equal values"] = pipe.step(next_inputs.clone(), target=next_target).item()  # no other objects are asked for
+
+    # Ranks that do not read a batch need not have it.
+    pipe.step(inputs if rank == 0 else None, target=target, next_args=(next_inputs if rank == 0 else None,))
+    found["unread"] = pipe.step(next_inputs if rank == 0 else None, target=next_target).item()
+
+    # What is no next batch.
+    pipe.step(inputs, target=target, next_args=(next_inputs,))
+    found["another batch"] = message(lambda: pipe.step(inputs, target=target))
+    found["after it"] = pipe.step(next_inputs, target=next_target).item()
+    changed = next_inputs.clone()
+    pipe.step(inputs, target=target, next_args=(changed,))
+    changed.add_(1)
+    found["changed in place"] = message(lambda: pipe.step(changed, target=next_target))
+    pipe.step(inputs, target=target, next_args=(next_inputs,))
+    with torch.no_grad():
+        next(pipe._engine.stages[2 + rank].module.parameters()).add_(0)
+    found["another teacher"] = message(lambda: pipe.step(next_inputs, target=next_target))
+    announced = {"next_args": (next_inputs,)} if rank else {}
+    found["one rank only"] = message(lambda: pipe.step(inputs, target=target, **announced))
+    own = ps.Pipeline(student(), nn.functional.mse_loss, "1f1b", M)
+    found["no teacher"] = message(lambda: own.step(inputs, target=target, next_args=(inputs,)))
+
+    # What no pipeline can be.
+    found["two arguments"] = message(lambda: ps.Pipeline(student(), nn.functional.mse_loss, "1f1b", M, teacher=frozen))
+    found["two in a module"] = message(lambda: ps.Pipeline(student(), nn.MSELoss(), "1f1b", M, teacher=frozen))
+    found["two of its own"] = message(lambda: ps.Pipeline(student(), lambda a, b: (a - b).mean(), teacher=frozen))
+    found["no loss"] = message(lambda: ps.Pipeline(student(), None, "1f1b", M, teacher=frozen))
+    found["trained"] = message(lambda: ps.Pipeline(model, loss_fn, "1f1b", M, teacher=nn.Sequential(*model)))
+    found["slices"] = message(lambda: ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=frozen, slices=2))
+    found["meta"] = message(lambda: ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=copy.deepcopy(frozen).to("meta")))
+    found["no module"] = message(lambda: ps.Pipeline(student(), loss_fn, "1f1b", M, teacher="gpt2"))
+    table = ps.schedule.with_teacher(ps.schedule.build("1f1b", 2, M))
+    found["a table"] = message(lambda: ps.Pipeline(student(), nn.functional.mse_loss, table))
+    shorter = ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=nn.Sequential(nn.Linear(WIDTH, WIDTH), WithoutFirstRow()))
+    found["other rows"] = message(lambda: shorter.step(inputs, target=target))
+
+    # Other ways to give it, and other calls.
+    bf16 = ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=teacher(dtype=torch.bfloat16), seed=None)
+    found["bf16"] = message(lambda: bf16.step(inputs.bfloat16(), target=target))
+    stages = ps.partition.split(teacher(), 2)
+    losses = []
+    for way in (teacher(), stages, {rank: stages[rank]}):
+        other = ps.Pipeline(student(), loss_fn, table, teacher=way)
+        losses.append(other.step(inputs, target=target, next_args=(next_inputs,)).item())
+        losses.append(other.step(next_inputs, target=next_target).item())
+    found["ways"] = losses
+    listed = ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=teacher())
+    listed.train(False)  # dropout depends on the step
+    split = [[*inputs.split(3)], [*target.split(3)]]
+    found["list"] = [listed.step_microbatches(*split, order=order).item() for order in ("given", [2, 0, 1])]
+    for _ in range(2):
+        listed.step(inputs, target=target)
+    rebuilt = listed.rebuild("gpipe", 3, cuts="measured")
+    found["rebuilt"] = rebuilt.step(inputs, target=target).item()
+    found["retry"] = (
+        ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=teacher(), on_nonfinite="retry")
+        .step(inputs, target=target, next_args=(next_inputs,))
+        .item()
+    )
+    return found
+
+
+def uses() -> list[dict[str, Any]]:
+    return together(rank_uses, 2, ((),))[()]
+
+
+def test_a_teacher_is_no_part_of_the_model() -> None:
+    for found in uses():
+        assert found["names"]
+        assert found["same"]
+        assert not found["gradients"]
+        assert found["timeline"] == "Chains(num_stages=4, forward_only=frozenset({2, 3}), teacher=2, ahead=True)"
+
+
+WRONG = {
+    "explained": "costs are measured in steps whose stages all have backwards",
+    "another batch": "step() was given another batch than the one that next_args= and next_kwargs= of the step before",
+    "changed in place": "step() was given a batch that was changed in place after it was next_args= of the step before",
+    "another teacher": "the teacher's parameters have changed since it ran ahead on this batch",
+    "one rank only": "the ranks do not all get next_args= or next_kwargs=",
+    "no teacher": "step() was given next_args= or next_kwargs=, for which a teacher runs ahead, but the pipeline has none",
+    "two arguments": "and mse_loss of torch takes the output and the target: give",
+    "two in a module": "and MSELoss of torch takes the output and the target: give",
+    "two of its own": "which does not take three arguments (too many positional arguments): give",
+    "no loss": "a teacher's outputs are for the loss: give Pipeline(.., loss_fn=) a function of (output, target, teacher",
+    "trained": "is the trained model's own 0.0.weight: a teacher is another model",
+    "slices": "a teacher runs on whole sequences: use slices=1",
+    "meta": "of the teacher has tensors without values, on the meta device",
+    "no module": "the teacher is an nn.Module",
+    "a table": "1f1b with a teacher ahead is a table with a teacher: give Pipeline(.., teacher=model)",
+    "other rows": "the teacher's output of shape (2, 6) does not have the 3 rows of the microbatch in dimension 0",
+}
+
+
+@pytest.mark.parametrize("use", WRONG)
+def test_a_wrong_use_is_one_sentence_on_every_rank(use: str) -> None:
+    for found in uses():
+        assert WRONG[use] in found[use]
+        assert "\n" not in found[use]
+
+
+def test_after_a_wrong_use_the_next_step_runs_the_teacher_itself() -> None:
+    for found in uses():
+        assert found["after it"] == found["unread"]
+
+
+def test_a_teacher_may_be_given_in_all_ways_of_a_model_and_reads_any_call() -> None:
+    for found in uses():
+        first, second, *others = found["ways"]
+        assert others == [first, second] * 2
+        assert found["list"][0] == pytest.approx(found["list"][1])
+        assert found["rebuilt"] == pytest.approx(found["list"][0])
+        assert found["retry"] == first

@@ -29,7 +29,8 @@ else:
 class PipelineArguments(Mixin):
     """Options of the pipeline; a mixin for any subclass of transformers' TrainingArguments.
 
-    Put it before that class among the bases of a dataclass. Fields are arguments of `ps.Pipeline`, except `replicas`.
+    Put it before that class among the bases of a dataclass. Fields are arguments of `ps.Pipeline`, except `replicas` and `cp`,
+    which are axes of the mesh.
     """
 
     schedule: str = field(default="1f1b", metadata={"help": "A name of `penstock show`, or the path of a CSV table."})
@@ -42,6 +43,8 @@ class PipelineArguments(Mixin):
         default=None, metadata={"help": "`block` or `stage`: what to recompute; activation_checkpointing means block."}
     )
     replicas: int = field(default=1, metadata={"help": "How many pipelines share the rows, on ranks / replicas each."})
+    slices: int = field(default=1, metadata={"help": "How many slices of tokens a microbatch passes the ranks in."})
+    cp: int = field(default=1, metadata={"help": "How many ranks share the tokens of each sequence (context parallel)."})
     group: str | None = field(
         default=None,
         metadata={"help": "`planned`: regroup the rows of an optimizer step into batches of similar lengths."},
@@ -62,6 +65,9 @@ class PipelineArguments(Mixin):
         topology = ps.comms.init_distributed("gloo" if self.use_cpu else None)
         if self.replicas < 1 or topology.world_size % self.replicas:
             raise ps.MismatchError(f"replicas={self.replicas}: give a number that divides the {topology.world_size} ranks")
+        if self.cp < 1 or topology.world_size // self.replicas % self.cp:
+            ranks = topology.world_size // self.replicas
+            raise ps.MismatchError(f"cp={self.cp}: give a number that divides the {ranks} ranks of a replica")
         with _without_launcher():
             super()._setup_devices  # noqa: B018 - makes `distributed_state`
         arguments: Any = self
@@ -70,7 +76,7 @@ class PipelineArguments(Mixin):
             torch.cuda.set_device(topology.device)
         state = self.distributed_state
         state.device, state.num_processes = topology.device, self.replicas
-        state.process_index = state.local_process_index = topology.rank % self.replicas  # as `ps.comms.init_mesh` places them
+        state.process_index = state.local_process_index = topology.rank // self.cp % self.replicas  # as `ps.comms.init_mesh`
         return topology.device
 
     @property
@@ -103,8 +109,13 @@ class PipelineArguments(Mixin):
         """Return False, so that Trainer does not move the model: each rank places its own stages."""
         return False
 
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether training cuts the tokens of a sequence."""
+        return self.slices > 1 or self.cp > 1
+
     def pipeline_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of `ps.Pipeline` that these arguments set."""
+        """Return the keyword arguments of `ps.Pipeline` that these arguments set, except `slices`."""
         options: dict[str, Any] = {"stages_per_rank": self.stages_per_rank, "recompute": self.recompute, "cuts": self.cuts}
         if self.plan is not None:
             options = {"plan": ps.plan.load(self.plan)}
@@ -147,6 +158,13 @@ def _without_launcher() -> Iterator[None]:
 
 CONFLICTS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda args: args.group not in (None, "planned"), "group= is None or 'planned'"),
+    (lambda args: args.slices < 1, "slices= is a number of slices, 1 or more"),
+    (lambda args: args.slices > 1 and args.cp > 1, "slices= and cp= cut the same tokens: leave out one"),
+    (
+        lambda args: args.slices > 1 and (args.plan or args.schedule.endswith((".csv", ".py"))),
+        "slices= needs a schedule's name, for instance 1f1b, because evaluation runs the same cut without slices: leave out "
+        "plan=, or the path of a table",
+    ),
     (lambda args: args.deepspeed, "deepspeed= cuts the model in its own way: leave it out"),
     (lambda args: args.fsdp, "fsdp= shards the model in its own way: leave it out; replicas= trains several pipelines"),
     (lambda args: args.parallelism_config, "parallelism_config= spreads the model in its own way: leave it out"),

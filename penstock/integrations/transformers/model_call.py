@@ -118,9 +118,11 @@ class TrainerLoss(nn.Module):
         self.calls: Sequence[ModelCall] = ()  # of the step
         self.register_buffer("state", torch.empty(0), persistent=False)  # so that no check of the pipeline calls it again
 
-    def targets(self) -> list[tuple[Any, int]]:
-        """Return the targets of the step: each has as many rows as the inputs, which are the arguments of the call."""
-        return [(call.arguments, number) for number, call in enumerate(self.calls)]
+    def begin_step(self, calls: Sequence[ModelCall]) -> tuple[list[dict[str, Any]], list[tuple[Any, int]]]:
+        """Return the arguments of each call of the model, and the targets, which have as many rows: arguments and a number."""
+        self.calls = calls
+        arguments = [call.arguments for call in calls]
+        return arguments, [(values, number) for number, values in enumerate(arguments)]
 
     def forward(self, outputs: Any, target: tuple[Any, int]) -> Tensor:
         """Return the loss of one batch, on the last stage."""

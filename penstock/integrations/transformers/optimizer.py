@@ -61,7 +61,7 @@ class RankOptimizer:
     def save(self, pipe: ps.Pipeline, path: Path) -> None:
         """Write all ranks' state to `path`. All ranks call this, and must see the folder."""
         temporary = path.with_name(f".{path.name}.{pipe.topology.rank}")
-        if pipe.position.replica == 0:
+        if pipe.position.stage_rank_index == 0:
             torch.save(self.global_state_dict(), temporary)
         pipe.gather(lambda: None, "to write the optimizer's state")
         if pipe.position.world.rank == 0:

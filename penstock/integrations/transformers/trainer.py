@@ -24,6 +24,7 @@ from penstock.integrations.transformers.model_view import ModelView, prepare_for
 from penstock.integrations.transformers.optimizer import RankOptimizer
 from penstock.integrations.transformers.overrides import BatchResult, MixinAboveTrainer, batch_content, check_overrides
 from penstock.integrations.transformers.progress import replace_progress
+from penstock.integrations.transformers.token_loss import TokenLoss, check_tokens_can_be_cut
 
 if TYPE_CHECKING:
     from transformers import Trainer as Mixin
@@ -51,35 +52,42 @@ class PipelineTrainerMixin(Mixin, metaclass=MixinAboveTrainer):
             self.accelerator.scaler = share_scaler(self.accelerator.scaler, args.device.type)
         if args.group is not None:
             self._check_divides_by_tokens()
-        self._pipelines: dict[frozenset[str], ps.Pipeline] = {}  # by the names of the arguments of the model's call
-        self._loss = TrainerLoss(self._as_accelerate_converts)
+        self._pipelines: dict[tuple[frozenset[str], bool], ps.Pipeline] = {}  # by arguments of the model, and if it cuts tokens
+        self._loss: TrainerLoss | TokenLoss = TrainerLoss(self._as_accelerate_converts)
+        if args.cuts_tokens:
+            check_tokens_can_be_cut(self)
+            self._loss = TokenLoss(self.model, self._as_accelerate_converts, args.replicas)
         self._accumulated: list[dict[str, Any]] = []  # the batches of one optimizer step
         self._results: list[BatchResult] = []  # of batches for which `training_step` is not called yet
         self._rank_optimizer: RankOptimizer | None = None
         self._flos_per_element: int | None = None  # floating-point operations for an element of the model's main input
         replace_progress(self.callback_handler.callbacks, lambda: None if self.pipeline is None else self.pipeline.report)
         ranks, replicas = ps.comms.current_topology().world_size, args.replicas
-        self._mesh = ps.comms.init_mesh(pp=ranks // replicas, dp=replicas) if replicas > 1 else None
+        pp = ranks // (replicas * args.cp)
+        self._mesh = ps.comms.init_mesh(pp=pp, dp=replicas, cp=args.cp) if pp < ranks else None
+        self._whole_mesh = ps.comms.init_mesh(pp=pp, dp=replicas * args.cp) if args.cp > 1 else self._mesh  # of whole sequences
         self._loss_effects = LossEffects(self, {*vars(self), "_loss_effects"} - script_names)
 
     @property
     def pipeline(self) -> ps.Pipeline | None:
         """Return the pipeline that trains; None before the first batch."""
-        return next(iter(self._pipelines.values()), None)
+        keys = sorted(self._pipelines, key=lambda key: not key[1])  # one that cuts tokens, which evaluation does not
+        return self._pipelines[keys[0]] if keys else None
 
-    def _pipeline_for(self, call: dict[str, Any]) -> ps.Pipeline:
+    def _pipeline_for(self, call: dict[str, Any], cuts_tokens: bool = False) -> ps.Pipeline:
         """Return the pipeline for a call with these arguments. A call without labels has another graph, with the same cut."""
-        names = frozenset(name for name, value in call.items() if value is not None)
-        if names not in self._pipelines:
+        key = frozenset(name for name, value in call.items() if value is not None), cuts_tokens
+        if key not in self._pipelines:
             prepare_for_cut(self.model)
             previous, options = self.pipeline, self.args.pipeline_options()
             if previous is not None and "plan" not in options:
                 options["cuts"] = previous.cuts
-            options |= {"mesh": self._mesh, "seed": self.args.seed, "reduction": "sum", "example_kwargs": call}
+            options |= {"seed": self.args.seed, "reduction": "sum", "example_kwargs": call}
+            options |= {"mesh": self._mesh, "slices": self.args.slices} if cuts_tokens else {"mesh": self._whole_mesh}
             options["scaler"] = self.accelerator.scaler
-            self._pipelines[names] = ps.Pipeline(self.model, self._loss, **options)
+            self._pipelines[key] = ps.Pipeline(self.model, self._loss, **options)
             self._remove_other_ranks_parameters()
-        return self._pipelines[names]
+        return self._pipelines[key]
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Return a new model, and drop the pipelines of the old one."""
@@ -164,18 +172,17 @@ class PipelineTrainerMixin(Mixin, metaclass=MixinAboveTrainer):
         self.model.train()  # which `compute_loss` may look at
 
         with self._model_calls(self._batch_loss, [(batch, num_items) for batch in batches]) as calls:
-            arguments = [call.arguments for call in calls]
-            pipe = self._pipeline_for(arguments[0])
-            self._loss.calls = calls
+            arguments, targets = self._loss.begin_step(calls)
+            pipe = self._pipeline_for(arguments[0], self.args.cuts_tokens)
             pipe.train()
             pipe.step_count = self.state.global_step
             losses: list[Tensor] = []
             with self.accelerator.autocast(), self.compute_loss_context_manager():
-                total = pipe.step_microbatches(arguments, self._loss.targets(), losses=losses, scale=1 / self.args.replicas)
+                total = pipe.step_microbatches(arguments, targets, losses=losses, scale=1 / self.args.replicas)
             logs, decisions = self._share_loss_effects(pipe, calls)
         self._remove_other_ranks_parameters()
 
-        if self.args.replicas > 1:  # the mean over them is what plain Trainer logs
+        if self.args.replicas > 1 or self.args.cp > 1:  # the mean over replicas is what plain Trainer logs
             losses = [total / self.args.replicas, *[torch.zeros_like(total) for _ in batches[1:]]]
         losses = [loss.to(self.args.device) for loss in losses]
         decisions_of_batches = [*[{} for _ in batches[1:]], decisions]  # a step is not ended in its middle
@@ -188,7 +195,8 @@ class PipelineTrainerMixin(Mixin, metaclass=MixinAboveTrainer):
         control = shared_control_group(ps.comms.current_topology())
         with control.collective_call("training_step()", announces=False):
             counts = control.all_gather_row([num_items.item()], "to add up the tokens of the step")
-        return torch.full_like(num_items, sum(count for (count,) in counts[: self.args.replicas]))
+        cp, replicas = self.args.cp, self.args.replicas  # ranks 0, cp, 2 cp, .. are each a replica's
+        return torch.full_like(num_items, sum(count for (count,) in counts[: replicas * cp : cp]))
 
     def _batch_loss(self, model: Any, inputs: dict[str, Any], num_items: Tensor | None) -> Tensor:
         """Return the loss of one batch, scaled as by `Trainer.training_step` so that the losses of a step add up."""
@@ -397,9 +405,9 @@ class PipelineTrainerMixin(Mixin, metaclass=MixinAboveTrainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the random state on one rank of each pipeline. It is equal on all: layers and losses have their own seeds."""
+        """Save the random state on one rank of each replica. It is equal on all: layers and losses have their own seeds."""
         assert self.pipeline is not None
-        if self.pipeline.topology.rank == 0:
+        if self.pipeline.topology.rank == 0 and self.pipeline.position.shard == 0:
             super()._save_rng_state(output_dir)
 
     def _wait_for_all(self, purpose: str) -> None:

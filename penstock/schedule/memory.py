@@ -79,6 +79,12 @@ def format_per_rank(amounts: Sequence[float], format_amount: Callable[[float], s
     return f"{format_amount(min_amount)} to {format_amount(max_amount)} on {len(amounts)} ranks"
 
 
+def format_in_flight(peaks: Sequence[float], stages_per_rank: float) -> str:
+    """Return the activations in flight on every rank as text: `4/3/2/1`, or `8/8/7/5 (2 for each microbatch)`."""
+    unit = f" ({stages_per_rank:g} for each microbatch)" if stages_per_rank > 1 and stages_per_rank % 1 == 0 else ""
+    return format_per_rank(peaks) + unit
+
+
 def format_bytes(size: float) -> str:
     """Return a number of bytes as text: `12.3 MB`."""
     units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (0, "bytes"))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 
 from penstock.errors import ScheduleError
-from penstock.schedule.memory import format_per_rank, peaks_in_flight
+from penstock.schedule.memory import format_in_flight, peaks_in_flight
 from penstock.schedule.program import RECEIVES_AHEAD, Compute, Instruction, Program, Script, Transfer, check_skips, lower
 from penstock.schedule.table import (
     Action,
@@ -53,7 +53,7 @@ class Proof:
     microbatches: int
     actions: int
     transfers: int
-    peak_in_flight: tuple[float, ...]  # per rank, in microbatches: a slice counts as its share
+    peak_in_flight: tuple[float, ...]  # per rank, in activations of a stage: a slice counts as its share
     sends: str
     channels: str
     program: Program = field(repr=False, compare=False)  # what was proved
@@ -65,7 +65,7 @@ class Proof:
             f"{_count(self.microbatches, 'microbatch', 'es')}"
             f"{f' in {self.program.schedule.slices} slices' if self.program.schedule.slices > 1 else ''}: "
             f"{self.actions} actions complete, {self.transfers} transfers without a cycle ({how}), "
-            f"in flight {format_per_rank(self.peak_in_flight)}"
+            f"in flight {format_in_flight(self.peak_in_flight, self.num_stages / self.ranks)}"
         )
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import groupby
 
 from penstock.schedule import Event, Kind, Timeline
-from penstock.schedule.memory import format_bytes, format_per_rank
+from penstock.schedule.memory import format_bytes, format_in_flight, format_per_rank
 from penstock.timing.causes import Cause
 
 FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "=", Kind.W: "~", None: "="}  # None: an overlapped pair
@@ -206,7 +206,8 @@ def summary(timeline: Timeline, unit: str = "") -> str:
 
     `unit`: of time, `s`, or empty for the unit of the costs.
     """
-    flights = format_per_rank(timeline.peak_in_flight)
+    stages = {event.action.stage for row in timeline.rows for event in row}
+    flights = format_in_flight(timeline.peak_in_flight, len(stages) / timeline.ranks)
     peaks = format_per_rank(timeline.peak_memory, partial(format_memory, unit=timeline.memory_unit))
     idle, busiest = timeline.idle_share, "" if same_share(timeline) else " (the bubble is that of the busiest rank alone)"
     memory = f", which take {peaks}" if timeline.memory_unit else ""

@@ -309,7 +309,7 @@ def test_show_takes_the_schedules_options_and_what_everything_costs():
     assert penstock("show", "interleaved-zb", *table, *costs).stdout.splitlines()[1:] == [
         "rank 0 |0F0.........2F00F1...............2I0======2W02F1.........0I0======0W0...2I1======2W1............0I1======0W1",
         "rank 1 |......1F0.........3F03I0======1F1............1I0======3W03F13I1======1W0............1I1======3W11W1.........",
-        "makespan 36, bubble 44.4% (longest rank's span 36, bubble 44.4%), activations in flight 3/3",
+        "makespan 36, bubble 44.4% (longest rank's span 36, bubble 44.4%), activations in flight 3/3 (2 for each microbatch)",
         "time of all ranks: busy 55.6%, idle 44.4% by fill 12.5%, order 4.2%, imbalance 0.0%, drain 15.3%, communication 12.5%",
         "these costs are of a stage; at those of a rank, as in `penstock compare`: "
         "makespan 22, memory at most 1.5 microbatches on a rank",
@@ -320,7 +320,7 @@ def test_show_draws_an_overlapped_pair_as_one_block():
     done = penstock("show", "dualpipe-v", "--ranks", "1", "--microbatches", "3", "--overlap", "1")
     assert done.stdout.splitlines()[1:3] == [
         "rank 0 |0F0----1F0----0F1----1B0==========={1F1 0B0=====}{0F2 1B1=====}{1F2 0B1=====}1B2===========0I2====0W2~~~~",
-        "makespan 15, bubble 0.0% (longest rank's span 15, bubble 0.0%), activations in flight 3",
+        "makespan 15, bubble 0.0% (longest rank's span 15, bubble 0.0%), activations in flight 3 (2 for each microbatch)",
     ]
 
 

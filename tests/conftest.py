@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,14 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import penstock as ps
+from penstock.commands import cli
 from penstock.launcher import forkserver
 
+GPIPE_FILE = """
+def schedule(rank, ranks, microbatches):
+    yield from (f"{rank}F{m}" for m in range(microbatches))
+    yield from (f"{rank}B{m}" for m in range(microbatches))
+"""
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of ranks, and of interpreters that tests start
 sys.path.append(str(Path(__file__).parent / "interpreters"))  # which some tests hand on to interpreters that they start
@@ -66,3 +73,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(request: pytest.FixtureRequest, folder: Path) -> list[Any]:
     """What the module's `rank_trainings` returns on each of two ranks."""
     return ps.launch(request.module.rank_trainings, 2, folder)
+
+
+@pytest.fixture
+def penstock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command beside `mine.py`, GPipe as a rule in a file; returns what it prints, or its error if it has one."""
+    (tmp_path / "mine.py").write_text(GPIPE_FILE)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["penstock", *words])
+        try:
+            cli.main()
+        except SystemExit as ended:
+            return str(ended)
+        return capsys.readouterr().out
+
+    return run

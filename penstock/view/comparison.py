@@ -15,7 +15,6 @@ from penstock.view.figure.shapes import Figure
 from penstock.view.record import Record
 from penstock.view.terminal import format_memory, format_time
 
-PLOT_VALUES = {"bubble": "bubble, in percent", "memory": "memory, most on a rank", "makespan": "makespan"}
 LATEX_ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 LATEX_ESCAPES |= {letter: f"\\{letter}" for letter in "&%$#_{}"}
 
@@ -29,8 +28,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The name of its record."""
-        return self.record.name
+        """The name of its record; of a file with a table or rule, without the ending."""
+        return re.sub(r"\.(py|csv)$", "", self.record.name)
 
     def values(self) -> dict[str, Any]:
         """Return its numbers by name, without rounding."""
@@ -103,7 +102,7 @@ def json_table(cases: Sequence[Case]) -> str:
 def _text_rows(cases: Sequence[Case]) -> Iterator[list[str]]:
     """Yield the names of the columns, then the texts of each case; costs only if they differ."""
     costs = [name for name in dict.fromkeys(name for case in cases for name in case.costs) if _differs(cases, name)]
-    yield ["schedule", "P", "M", *costs, "makespan", "bubble", "memory, most on a rank"]
+    yield ["schedule", "P", "M", *costs, "makespan", "bubble", _memory_head(cases)]
     for case in cases:
         step = case.record.usual
         yield [
@@ -117,6 +116,12 @@ def _text_rows(cases: Sequence[Case]) -> Iterator[list[str]]:
         ]
 
 
+def _memory_head(cases: Sequence[Case]) -> str:
+    """Return what the peak memory is called: without bytes it is counted in microbatches in flight."""
+    has_bytes = any(case.record.usual.memory_unit for case in cases)
+    return f"{'memory' if has_bytes else 'in flight'}, most on a rank"
+
+
 def _differs(cases: Sequence[Case], name: str) -> bool:
     return len({case.costs.get(name) for case in cases}) > 1
 
@@ -127,7 +132,7 @@ def _latex_text(text: str) -> str:
 
 
 def plot(cases: Sequence[Case], value: str = "bubble") -> Figure:
-    """Return the curves of `value`, one of PLOT_VALUES, over the microbatches, or over the ranks if only these differ.
+    """Return the curves of `value` (bubble, memory or makespan) over the microbatches, or over the ranks if only these differ.
 
     Raises PenstockError if all cases have as many ranks and as many microbatches.
     """
@@ -145,4 +150,5 @@ def plot(cases: Sequence[Case], value: str = "bubble") -> Figure:
         series.setdefault(label, []).append((row[x_name], factor * row[value]))
     ticks = {float(row[x_name]): f"{row[x_name]}" for row in rows}
     sorted_series = {name: sorted(points) for name, points in series.items()}
-    return curves(PLOT_VALUES[value], sorted_series, x_name, "", ticks, from_zero=True)
+    title = {"bubble": "bubble, in percent", "memory": _memory_head(cases)}.get(value, value)
+    return curves(title, sorted_series, x_name, "", ticks, from_zero=True)

@@ -1,39 +1,13 @@
 """A schedule in a Python file: shown because its path was typed, and never run otherwise."""
 
-import sys
-
 import pytest
 
 import penstock as ps
 from penstock import schedule
-from penstock.commands.cli import main
 from penstock.commands.source import table_of
 from penstock.learn.puzzles.puzzle_files import load_puzzle
 from penstock.learn.python_schedule import table_from_file
 from penstock.schedule.schedule import from_rule
-
-GPIPE = """
-def schedule(rank, ranks, microbatches):
-    yield from (f"{rank}F{m}" for m in range(microbatches))
-    yield from (f"{rank}B{m}" for m in range(microbatches))
-"""
-
-
-@pytest.fixture
-def penstock(tmp_path, monkeypatch, capsys):
-    """What a command prints that is typed beside `mine.py`; its error if it has one."""
-    (tmp_path / "mine.py").write_text(GPIPE)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["penstock", *words])
-        try:
-            main()
-        except SystemExit as ended:
-            return str(ended)
-        return capsys.readouterr().out
-
-    return run
 
 
 def test_a_python_file_is_shown_and_compared_as_a_schedule_with_a_name(penstock):

@@ -3,40 +3,15 @@
 import csv
 import io
 import json
-import sys
 
 import pytest
 
-from penstock.commands.cli import main
 from penstock.commands.compare import parse_source
 from penstock.errors import PenstockError
 from penstock.schedule import Costs, build, simulate
 from penstock.view.comparison import Case, csv_table, json_table, latex_table, plot, text_table
 from penstock.view.figure.shapes import Box, Text
 from penstock.view.record import Record
-
-RULE = """
-def schedule(rank, ranks, microbatches):
-    yield from (f"{rank}F{m}" for m in range(microbatches))
-    yield from (f"{rank}B{m}" for m in range(microbatches))
-"""
-
-
-@pytest.fixture
-def penstock(tmp_path, monkeypatch, capsys):
-    """What a command prints, or the error with which it ends."""
-    (tmp_path / "mine.py").write_text(RULE)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["penstock", *words])
-        try:
-            main()
-        except SystemExit as ended:
-            return str(ended)
-        return capsys.readouterr().out
-
-    return run
 
 
 def case(name: str, microbatches: int, **costs: float) -> Case:
@@ -50,21 +25,21 @@ def test_any_number_over_sizes_and_costs_are_a_table(penstock):
         *("--ranks", "2", "--microbatches", "4,8", "--send", "0,0.5"),
     )
     assert printed.splitlines() == [
-        "schedule                            P  M  send  makespan  bubble  memory, most on a rank",
-        "1f1b                                2  4     0        15   20.0%                       2",
-        "1f1b                                2  4   0.5        17   29.4%                       2",
-        "1f1b                                2  8     0        27   11.1%                       2",
-        "1f1b                                2  8   0.5        31   22.6%                       2",
-        "mine.py                             2  4     0        15   20.0%                       4",
-        "mine.py                             2  4   0.5        16   25.0%                       4",
-        "mine.py                             2  8     0        27   11.1%                       8",
-        "mine.py                             2  8   0.5        28   14.3%                       8",
-        "interleaved-1f1b:stages_per_rank=4  2  4     0     12.75    5.9%                    2.25",
-        "interleaved-1f1b:stages_per_rank=4  2  4   0.5      21.5   44.2%                    2.25",
-        "interleaved-1f1b:stages_per_rank=4  2  8     0     24.75    3.0%                    2.25",
-        "interleaved-1f1b:stages_per_rank=4  2  8   0.5     36.75   34.7%                    2.25",
-        "fixed.csv                           2  3     0        12   25.0%                       3",
-        "fixed.csv                           2  3   0.5        13   30.8%                       3",
+        "schedule                            P  M  send  makespan  bubble  in flight, most on a rank",
+        "1f1b                                2  4     0        15   20.0%                          2",
+        "1f1b                                2  4   0.5        17   29.4%                          2",
+        "1f1b                                2  8     0        27   11.1%                          2",
+        "1f1b                                2  8   0.5        31   22.6%                          2",
+        "mine                                2  4     0        15   20.0%                          4",
+        "mine                                2  4   0.5        16   25.0%                          4",
+        "mine                                2  8     0        27   11.1%                          8",
+        "mine                                2  8   0.5        28   14.3%                          8",
+        "interleaved-1f1b:stages_per_rank=4  2  4     0     12.75    5.9%                       2.25",
+        "interleaved-1f1b:stages_per_rank=4  2  4   0.5      21.5   44.2%                       2.25",
+        "interleaved-1f1b:stages_per_rank=4  2  8     0     24.75    3.0%                       2.25",
+        "interleaved-1f1b:stages_per_rank=4  2  8   0.5     36.75   34.7%                       2.25",
+        "fixed                               2  3     0        12   25.0%                          3",
+        "fixed                               2  3   0.5        13   30.8%                          3",
     ]
 
 
@@ -101,7 +76,7 @@ def test_latex_has_the_rules_of_booktabs_and_escapes_names():
         "% needs \\usepackage{booktabs}",
         "\\begin{tabular}{lrrrrr}",
         "\\toprule",
-        "schedule & $P$ & $M$ & makespan & bubble & memory, most on a rank \\\\",
+        "schedule & $P$ & $M$ & makespan & bubble & in flight, most on a rank \\\\",
         "\\midrule",
         "1f1b & 4 & 8 & 33 & 27.3\\,\\% & 4 \\\\",
         "gpipe & 4 & 8 & 33 & 27.3\\,\\% & 8 \\\\",
@@ -121,7 +96,7 @@ def test_a_plot_has_a_curve_for_each_schedule_over_the_microbatches():
     cases = [case(name, count) for name in ("1f1b", "zb-h1") for count in (8, 4, 16)]
     figure = plot(cases, "memory")
     texts = [shape.text for shape in figure.shapes if isinstance(shape, Text)]
-    assert {"memory, most on a rank", "microbatches", "4", "8", "16", "1f1b", "zb-h1", "0"} <= {*texts}
+    assert {"in flight, most on a rank", "microbatches", "4", "8", "16", "1f1b", "zb-h1", "0"} <= {*texts}
     lefts = [shape.x for shape in figure.shapes if isinstance(shape, Box)][:3]
     assert lefts == sorted(lefts)
     with pytest.raises(PenstockError, match=r"a plot needs several numbers: give --microbatches 8,16,32, or --ranks 4,8"):

@@ -1,5 +1,7 @@
 """Tables from a priority: complete, proved, within their limit, and what is refused."""
 
+import ast
+import inspect
 import random
 from itertools import pairwise
 
@@ -93,6 +95,13 @@ def test_the_three_of_the_gallery_are_proved_for_all_sizes(rule) -> None:
             table = rule(ranks, microbatches)
             verify(table)
             assert (table.ranks, table.microbatches) == (ranks, microbatches)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_each_of_the_three_is_written_in_at_most_eight_lines(rule) -> None:
+    function = ast.parse(inspect.getsource(rule)).body[0]
+    function.body = function.body[1:]  # without the docstring
+    assert len(ast.unparse(function).replace("\n\n", "\n").splitlines()) <= 8
 
 
 def test_the_three_of_the_gallery_are_as_short_as_the_pages_say() -> None:

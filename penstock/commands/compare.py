@@ -25,14 +25,14 @@ _WITH_OPTIONS = re.compile(r"(?P<source>.+?):(?P<options>[a-z][\w-]*=[^,:]*(?:,[
 
 
 @command(
-    sources="[SCHEDULE | RUN | FILE | TRACES] ..",
+    sources="[SOURCE ..]",
     html="FILE",
     csv="FILE",
     json="FILE",
     latex="FILE",
     plot="FILE",
     **{**METAVARS, "ranks": "P[,P..]", "microbatches": "M[,M..]"},
-    **dict.fromkeys(COSTS, "TIME[,TIME..]"),
+    **{**dict.fromkeys(COSTS, "TIME[,TIME..]"), "overlap": "SHARE[,SHARE..]"},
 )
 class CompareCommand:
     """Draw two schedules or runs, or tabulate any number.
@@ -45,7 +45,7 @@ class CompareCommand:
     """
 
     sources: tyro.conf.Positional[tuple[str, ...]] = ("1f1b", "zb-h1")
-    """Schedules, runs, files and traces, as for `penstock show`, each with options of its own behind a colon, if any."""
+    """Names, files and folders, as for `penstock show`, each with options of its own behind a colon, if any."""
     ranks: Optional[str] = None
     """P, the processes that the model is cut over, or several numbers, 4,8; 4 by default, a table's own for a table."""
     microbatches: Optional[str] = None

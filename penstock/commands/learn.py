@@ -52,7 +52,7 @@ class PuzzleCommand:
     what: tyro.conf.Positional[tuple[str, ...]] = ()
     """Check that puzzle, or do what the word says; without a number, the first puzzle that is not passed."""
     folder: Path = Path("puzzles")
-    """LearnerFolder of your files; none is ever overwritten."""
+    """Folder of your files; none is ever overwritten."""
     fast_track: bool = False
     """Only the seven puzzles for readers who know pipelines."""
     html: Optional[Path] = None

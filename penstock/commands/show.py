@@ -176,7 +176,7 @@ class SimulationOptions:
 
 
 @command(
-    schedule="[SCHEDULE | RUN | FILE | TRACES]",
+    schedule="[SOURCE]",
     csv="FILE",
     json="FILE",
     html="FILE",
@@ -186,18 +186,21 @@ class SimulationOptions:
     pdf="FILE",
     figure_width="PIXELS",
     font_size="PIXELS",
+    **dict.fromkeys(("forward", "backward", "weights", "send"), "TIME"),
+    overlap="SHARE",
     **METAVARS,
 )
 class ShowCommand(SimulationOptions):
     """Draw a schedule, a plan or a run, with bubble and memory.
 
-    A schedule is timed by the simulator, at the costs that the options give. A run is drawn as it was measured.
-    A FILE is a table as .csv, a .py with a function schedule(rank, ranks, microbatches), which is run here, a plan.json,
-    or the timeline.json of a run. TRACES is a folder of torch.profiler's traces, one a rank, of another program's steps.
+    SOURCE is a schedule's name, a file, or a folder. A schedule is timed by the simulator, at the costs that the options give.
+    A file is a table as .csv, a .py with a function schedule(rank, ranks, microbatches), which is run here, a plan.json,
+    or the timeline.json of a run. A folder is that of a run, drawn as it was measured, or one of torch.profiler's traces, one a
+    rank, of another program's steps.
     """
 
     schedule: tyro.conf.Positional[str] = "1f1b"
-    """Name that `penstock schedules` lists, folder of a run or of traces, or file."""
+    """Name that `penstock schedules` lists, file, or folder of a run or of traces."""
     teacher: bool = False
     """Add a second, frozen model of as many stages, whose forwards of the next batch run in the idle time."""
     table: bool = False

@@ -26,7 +26,7 @@ def model(attention: str = "penstock", **changes: Any) -> Any:
 def train(package: Any, folder: Path, attention: str = "penstock", **options: Any) -> dict[str, Any]:
     """The outcome of a training with evaluations, and predictions with its weights."""
     args = arguments(folder, package.TrainingArguments, **OPTIONS, **options)
-    data = {"train_dataset": rows("llama"), "eval_dataset": rows("llama", 5, seed=2), "data_collator": collate}
+    data = {"train_dataset": rows("llama", 24), "eval_dataset": rows("llama", 5, seed=2), "data_collator": collate}
     trainer = package.Trainer(model(attention), args, **data)
     trainer.train()
     logits = trainer.predict(data["eval_dataset"]).predictions

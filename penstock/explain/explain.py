@@ -12,7 +12,6 @@ from statistics import fmean, median
 from penstock.errors import ScheduleError
 from penstock.explain.explanation import (
     ENGINE,
-    NOTABLE_SHARE,
     Alternative,
     Explanation,
     Improvement,
@@ -25,7 +24,7 @@ from penstock.schedule.memory import format_bytes
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import Kind
 from penstock.schedule.transform import with_full_backwards
-from penstock.timing.causes import Cause
+from penstock.timing.causes import NOTABLE_SHARE, Cause
 from penstock.timing.measurement import Measurement, find_gaps
 from penstock.timing.replay import replay
 from penstock.timing.timeline import Timeline

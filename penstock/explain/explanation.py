@@ -7,10 +7,10 @@ from typing import NamedTuple
 from penstock.schedule.memory import format_bytes
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Kind
+from penstock.timing.causes import NOTABLE_SHARE
 from penstock.timing.timeline import Timeline
 
 ENGINE = "engine"  # the key of the engine's time among the shares
-NOTABLE_SHARE = 0.01  # of a step; a smaller gain is not suggested
 BLOCKED_SHARE = 0.5  # of what a slow rank costs: if its blocked collectives cost more, only they are named
 FEW_MICROBATCHES_A_RANK = 2  # with fewer a step is mostly fill and drain
 

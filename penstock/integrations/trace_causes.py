@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 
-from penstock.explain.explanation import NOTABLE_SHARE
 from penstock.integrations.rank_trace import RankTrace, TimedAction
 from penstock.integrations.trace_marks import CollectiveCall, Range, within
 from penstock.schedule import Action, Event, Improvement, Kind, Timeline
+from penstock.timing.causes import NOTABLE_SHARE
 from penstock.timing.replay import replay
 from penstock.view.record import Record
 

@@ -21,7 +21,6 @@ from typing import NamedTuple
 from penstock.engine.clock import ActionClock
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.errors import PenstockError
-from penstock.explain.explanation import NOTABLE_SHARE
 from penstock.partition.balance import SECONDS, Balance, balanced_starts
 from penstock.plan.model_profile import LayerCost, ModelProfile
 from penstock.plan.partition_search import Limits, PartitionSearch
@@ -29,6 +28,7 @@ from penstock.plan.schedule_timer import ScheduleTimer
 from penstock.plan.stage_costs import LayerChain
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Action, Kind
+from penstock.timing.causes import NOTABLE_SHARE
 from penstock.timing.events import Event
 from penstock.timing.measurement import Measurement
 from penstock.timing.timeline import Timeline

@@ -26,6 +26,7 @@ from penstock.schedule.table import Action, Kind
 from penstock.timing.even_stages import ROUNDING, imbalance_before_actions
 from penstock.timing.events import Event, TimelineEvents
 
+NOTABLE_SHARE = 0.01  # of a step; a smaller gain is not suggested
 Cell = tuple[Event, ...]  # one event, or the two of a pair
 
 

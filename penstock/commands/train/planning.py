@@ -20,7 +20,6 @@ from penstock.commands.train.setup import set_up, task
 from penstock.comms.system import count_cores
 from penstock.comms.topology import init_distributed
 from penstock.errors import PenstockError
-from penstock.explain.explanation import NOTABLE_SHARE
 from penstock.launcher.launch import launch
 from penstock.partition.balance import Balance
 from penstock.plan import ModelProfile, Overheads, Plan, load, measure, measure_overheads, parse_memory_size, plan
@@ -28,6 +27,7 @@ from penstock.plan.model_profile import COSTS_FILE
 from penstock.plan.recut import fastest_cut, profile_of_run
 from penstock.schedule import Measurement, Timeline
 from penstock.schedule.memory import format_bytes
+from penstock.timing.causes import NOTABLE_SHARE
 
 EXAMPLE_MICROBATCHES = 4  # the example has the rows of a microbatch of this many
 UNLIMITED_BYTES = 1e15

@@ -59,13 +59,14 @@ class Proof:
     program: Program = field(repr=False, compare=False)  # what was proved
 
     def __str__(self) -> str:
+        num_trained = self.num_stages - len(self.program.schedule.chains.forward_only)
         how = f"{self.sends} sends" + (", shared channels" if self.channels == "shared" else "")
         return (
             f"proved: {self.name} over {_count(self.ranks, 'rank')}, {_count(self.num_stages, 'stage')}, "
             f"{_count(self.microbatches, 'microbatch', 'es')}"
             f"{f' in {self.program.schedule.slices} slices' if self.program.schedule.slices > 1 else ''}: "
             f"{self.actions} actions complete, {self.transfers} transfers without a cycle ({how}), "
-            f"in flight {format_in_flight(self.peak_in_flight, self.num_stages / self.ranks)}"
+            f"in flight {format_in_flight(self.peak_in_flight, num_trained / self.ranks)}"
         )
 
 

@@ -206,8 +206,8 @@ def summary(timeline: Timeline, unit: str = "") -> str:
 
     `unit`: of time, `s`, or empty for the unit of the costs.
     """
-    stages = {event.action.stage for row in timeline.rows for event in row}
-    flights = format_in_flight(timeline.peak_in_flight, len(stages) / timeline.ranks)
+    trained = {event.action.stage for event in timeline.events if event.action.kind is not Kind.F}
+    flights = format_in_flight(timeline.peak_in_flight, len(trained) / timeline.ranks)
     peaks = format_per_rank(timeline.peak_memory, partial(format_memory, unit=timeline.memory_unit))
     idle, busiest = timeline.idle_share, "" if same_share(timeline) else " (the bubble is that of the busiest rank alone)"
     memory = f", which take {peaks}" if timeline.memory_unit else ""

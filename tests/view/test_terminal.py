@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule import Action, Costs, Event, Kind, Timeline, build, names, simulate
+from penstock.schedule import Action, Costs, Event, Kind, Timeline, build, names, simulate, verify, with_teacher
 from penstock.view.terminal import (
     COLOR,
     _kind,
@@ -157,6 +157,19 @@ def test_a_number_without_a_unit_has_six_digits_and_no_exponent():
         "12.3457",
         "12345700",
     ]
+
+
+@pytest.mark.parametrize(
+    ("table", "in_flight"),
+    [
+        (build("1f1b", 2, 4), "2/1"),
+        (build("zb-v", 2, 4), "3/4 (2 for each microbatch)"),
+        (with_teacher(build("1f1b", 2, 4)), "2/1"),
+    ],
+)
+def test_activations_in_flight_say_how_many_are_a_microbatch(table, in_flight):
+    assert f"activations in flight {in_flight}\n" in summary(simulate(table))
+    assert str(verify(table)).endswith(f"in flight {in_flight}")
 
 
 def test_the_summary_of_many_ranks_is_short_and_says_idle_and_bubble():

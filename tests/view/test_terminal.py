@@ -163,7 +163,7 @@ def test_a_number_without_a_unit_has_six_digits_and_no_exponent():
     ("table", "in_flight"),
     [
         (build("1f1b", 2, 4), "2/1"),
-        (build("zb-v", 2, 4), "3/4 (2 for each microbatch)"),
+        (build("zb-v", 2, 4), "4/4 (2 for each microbatch)"),
         (with_teacher(build("1f1b", 2, 4)), "2/1"),
     ],
 )

@@ -34,7 +34,6 @@ from penstock.timing.measurement import Measurement
 from penstock.timing.timeline import Timeline
 
 MAX_STEPS, MAX_ACTIONS = 5, 2000  # of a rank, the newest, that are measured
-MIN_GAIN = 0.01  # of a step: a cut that gains less is not worth a rebuild
 SEARCHED_ACTIONS = 400_000  # that are timed to improve a cut
 
 # -- the steps that ran ----------------------------------------------------------------------------------------------------
@@ -164,12 +163,12 @@ class MeasuredCut(NamedTuple):
     @property
     def is_notable(self) -> bool:
         """Whether the gain is large enough to be worth a rebuild."""
-        return self.gain >= MIN_GAIN
+        return self.gain >= NOTABLE_SHARE
 
     def __str__(self) -> str:
         """Return the call that makes the cut, with what it gains; or that no cut gains enough."""
         if not self.is_notable:
-            return f"no other cut would make the step {MIN_GAIN:.0%} shorter, the best {max(0.0, self.gain):.1%}"
+            return f"no other cut would make the step {NOTABLE_SHARE:.0%} shorter, the best {max(0.0, self.gain):.1%}"
         names = ", ".join(f'"{name}"' for name in self.cuts)
         return f"pipe.rebuild(cuts=[{names}]): {1e3 * self.seconds:.4g} ms, {self.gain:.1%} less"
 

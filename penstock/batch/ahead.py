@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.errors import MismatchError
 from penstock.rows import unwrap
+from penstock.torch_private import tensor_version
 from penstock.trees import flatten
 
 
@@ -54,7 +55,7 @@ class AheadBatch:
 def _version(leaf: Any) -> int:
     """Return how often a tensor was changed in place; 0 for anything else."""
     tensor = unwrap(leaf)
-    return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
+    return tensor_version(tensor) if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
 
 
 def _equal(given: Any, announced: Any) -> bool:

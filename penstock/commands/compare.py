@@ -75,7 +75,7 @@ class CompareCommand:
     latex: Optional[Path] = None
     """Write the table for LaTeX to this file; it needs the package booktabs."""
     plot: Optional[Path] = None
-    """Draw curves over the microbatches, or over the ranks, in this .svg or .png file."""
+    """Draw curves over the microbatches, or over the ranks, in this .svg, .pdf or .png file."""
     plot_value: Literal["bubble", "memory", "makespan"] = "bubble"
     """What --plot draws."""
 

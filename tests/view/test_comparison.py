@@ -111,10 +111,10 @@ def test_a_bubble_of_zero_is_on_the_axis():
 
 
 def test_files_are_written(penstock, tmp_path):
-    words = ("--csv", "t.csv", "--json", "t.json", "--latex", "t.tex", "--plot", "t.svg", "--html", "t.html")
+    words = ("--csv", "t.csv", "--json", "t.json", "--latex", "t.tex", "--plot", "t.pdf", "--html", "t.html")
     printed = penstock("compare", "1f1b", "zb-v", "mine.py", "--microbatches", "4,8", *words)
-    assert printed.splitlines()[-5:] == [f"wrote t.{suffix}" for suffix in ("html", "csv", "json", "tex", "svg")]
-    assert (tmp_path / "t.svg").read_text().startswith("<svg")
+    assert printed.splitlines()[-5:] == [f"wrote t.{suffix}" for suffix in ("html", "csv", "json", "tex", "pdf")]
+    assert (tmp_path / "t.pdf").read_bytes().startswith(b"%PDF")
 
 
 @pytest.mark.parametrize(

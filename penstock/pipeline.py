@@ -55,7 +55,7 @@ from penstock.stage.attention import attention_context
 from penstock.stage.module_runner import evaluation_mode
 from penstock.stage.recompute import Recompute
 
-LossFn = Callable[[Any, Any], Tensor]
+LossFn = Callable[..., Tensor]  # (output, target), with a teacher (output, target, teacher_output)
 _pipeline_numbers = itertools.count(1)  # pipelines are built in the same order on every rank
 
 
@@ -204,7 +204,7 @@ class Pipeline(ModuleMisuseHints):
             # 2. Check the arguments, then partition the model as rank 0 chooses.
             check_on_nonfinite(on_nonfinite)
             recut = redistribution.recut if redistribution else None
-            axes = () if mesh is None else mesh.mesh_dim_names or ()
+            axes = [name for dim, name in enumerate((mesh and mesh.mesh_dim_names) or ()) if mesh and mesh.size(dim) > 1]
             config = parse_arguments(model, arguments, self.topology.world_size, recut, self.position.cp_size, axes)
             self.schedule, self.rows_dim, self.seed = config.schedule, config.rows_dim, config.arguments.seed
             self.slices, self._cuts_tokens = config.slices, config.cut_context is not None

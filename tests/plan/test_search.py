@@ -18,7 +18,7 @@ from penstock.plan.search.incremental_simulation import IncrementalSimulation
 from penstock.plan.search.initial_tables import grouped_rows, published_schedules
 from penstock.plan.search.periodic import find_modulo_schedules, unroll_modulo_schedule
 from penstock.plan.search.problem import INFINITE, SearchProblem
-from penstock.schedule import Costs, Found, ScheduleError, build, search, simulate, verify
+from penstock.schedule import Costs, Found, ScheduleError, build, search, simulate, verify, with_teacher
 from penstock.schedule.transform import with_overlapped_pairs
 
 COSTS = Costs(forward=30, backward_input=40, backward_weight=20, act=0.5)
@@ -277,6 +277,7 @@ def test_ctrl_c_gives_the_best_so_far():
         ({"costs": Costs(forward=[1, 2])}, "forward has 2 costs for 6 stages"),
         ({"costs": Costs(forward=-1)}, "a cost is a time, 0 or more"),
         ({"start": build("1f1b", 2, 2)}, "1f1b is no start: it has 2 microbatches"),
+        ({"start": with_teacher(build("1f1b", 2, 2))}, "is no start: it has stages with a forward only"),
     ],
 )
 def test_what_is_wrong_is_said_in_numbers(wrong, message):

@@ -12,7 +12,7 @@ import pytest
 from timelines import COSTS, measured, two_ranks
 
 from penstock.errors import PenstockError
-from penstock.schedule import ActivationSize, Costs, Timeline, build, simulate
+from penstock.schedule import ActivationSize, Costs, Timeline, build, simulate, with_teacher
 from penstock.view.figure.pdf import pdf, save_pdf, text_width
 from penstock.view.figure.png import save_png
 from penstock.view.figure.shapes import Box, FigureStyle, Line, Text, hatch_lines
@@ -26,6 +26,7 @@ from penstock.view.figure.timeline import (
     MEMORY_HEIGHT,
     ROW_HEIGHT,
     SLICE_COLOR,
+    TEACHER_COLOR,
     figure,
     shade,
 )
@@ -227,3 +228,13 @@ def test_texts_of_a_pdf_are_as_wide_as_helvetica_s():
 def test_pictures_need_no_torch():
     code = "import sys, penstock.commands.show, penstock.view.files, penstock.view.html; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_forwards_of_a_teacher_have_a_colour_of_their_own_and_the_model_keeps_its_shades():
+    drawn = figure(Record((simulate(with_teacher(build("1f1b", 2, 2)), Costs(1, 1, 1)),)))
+    colors = [shape.color for shape in drawn.shapes if isinstance(shape, Box)]
+    assert colors.count(TEACHER_COLOR) == 4 + 1  # and in the legend
+    assert colors.count(KIND_COLORS["F"]) == 4 + 1
+    texts = [shape.text for shape in drawn.shapes if isinstance(shape, Text)]
+    assert "forward of the teacher" in texts
+    assert "stages of a rank, first to last" not in texts

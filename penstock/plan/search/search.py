@@ -116,6 +116,11 @@ def _check_start(start: Schedule | None, placement: tuple[int, ...], microbatche
     if start is not None:
         check_is_table(start)
         verify(start)
+        if start.chains.forward_only:
+            raise ScheduleError(
+                f"{start.name} is no start: it has stages with a forward only. Search a table of a model that is all trained, "
+                "and give it to with_teacher"
+            )
         if start.slices != slices:
             raise ScheduleError(f"{start.name} is no start: it has slices={start.slices}, not {slices}")
         if (start.placement, start.microbatches) != (placement, microbatches):

@@ -1,0 +1,132 @@
+"""A teacher in the idle time of a pipeline, beside two pipelines one after the other: their steps in turns, and predicted.
+
+python benchmarks/teacher.py                    all schedules, about three minutes
+python benchmarks/teacher.py --only 1f1b --rounds 5
+
+Four emulated devices sleep: a rank's forward of a microbatch 10 ms, its backward 20 ms, and the teacher's forward 10 ms. Times
+are from the first rank's start, just after a barrier, to the last rank's end. It asserts no time.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from tables import Row, show
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.learn.emulated_device import EmulatedDevice
+
+RANKS, MICROBATCHES = 4, 8
+SECONDS = 0.01  # of a rank's forward, of each half of its backward, and of the teacher's forward, for one microbatch
+WARM_UP = 3  # steps of each kind
+
+
+@dataclass
+class TeacherOptions:
+    """Measure steps with a teacher."""
+
+    only: tuple[str, ...] = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+    rounds: int = 10  # steps of each kind
+    size: float = 1.0  # of the teacher, in times the model
+
+
+def model_loss(output: Tensor, target: Tensor) -> Tensor:
+    """(rows, 1) twice -> scalar; costs next to nothing."""
+    return (output - target).square().mean()
+
+
+def teacher_loss(output: Tensor, target: Tensor, teacher_output: Tensor) -> Tensor:
+    """The same, of the teacher's output too."""
+    return (output - target - teacher_output).square().mean()
+
+
+def pair_loss(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    """The same, where the teacher's output is a part of the target."""
+    return teacher_loss(output, *target)
+
+
+def run(options: TeacherOptions, name: str) -> list[Row]:
+    """What a rank runs: all kinds of steps of a schedule, in turns. Return a row for each."""
+    torch.set_num_threads(1)
+    table = ps.schedule.build(name, RANKS, MICROBATCHES)
+    part = SECONDS * RANKS / table.stages  # of a stage
+    inputs, target = torch.zeros(MICROBATCHES, 1), torch.zeros(MICROBATCHES, 1)
+
+    def student() -> list[nn.Module]:
+        return [EmulatedDevice(part, part, part) for _ in range(table.stages)]
+
+    def teacher() -> list[nn.Module]:
+        return [EmulatedDevice(part * options.size, 0.0) for _ in range(table.stages)]
+
+    costs = ps.schedule.Costs([part] * table.stages + [part * options.size] * table.stages, part, part)
+    tables = {ahead: ps.schedule.with_teacher(table, ahead=ahead, costs=costs) for ahead in (False, True)}
+    alone = ps.Pipeline(student(), model_loss, table)
+    after, frozen = ps.Pipeline(student(), pair_loss, table), ps.Pipeline(teacher(), None, table)
+    now, ahead = (ps.Pipeline(student(), teacher_loss, tables[key], teacher=teacher()) for key in (False, True))
+
+    def step_after_teacher() -> None:
+        outputs = frozen.eval(inputs)
+        after.step(inputs, target=None if outputs is None else (target, outputs))
+
+    steps: dict[str, Callable[[], Any]] = {
+        "the model alone": lambda: alone.step(inputs, target=target),
+        "two pipelines": step_after_teacher,
+        "teacher in this step": lambda: now.step(inputs, target=target),
+        "teacher ahead": lambda: ahead.step(inputs, target=target, next_args=(inputs,)),
+    }
+    own = ps.schedule.simulate(table, ps.schedule.Costs(part, part, part)).makespan
+    forwards = table.filter_actions(lambda action: action.kind is ps.schedule.Kind.F)
+    predicted = {
+        "the model alone": own,
+        "two pipelines": own + ps.schedule.simulate(forwards, ps.schedule.Costs(part * options.size)).makespan,
+        "teacher in this step": ps.schedule.simulate(tables[False], costs).makespan,
+        "teacher ahead": ps.schedule.simulate(tables[True], costs).makespan,
+    }
+    seconds = measure(steps, options.rounds)
+    fastest = {kind: min(values) for kind, values in seconds.items()}  # the least disturbed
+    return [
+        {
+            "schedule": name,
+            "step": kind,
+            "median ms": 1e3 * median(values),
+            "fastest ms": 1e3 * fastest[kind],
+            "predicted ms": 1e3 * predicted[kind],
+            "off by %": 100 * (fastest[kind] / predicted[kind] - 1),
+            "of the model's": fastest[kind] / fastest["the model alone"],
+            "predicted": predicted[kind] / own,
+        }
+        for kind, values in seconds.items()
+    ]
+
+
+def measure(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each kind of step, which run in turns."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in steps}
+    for number in range(WARM_UP + rounds):
+        for kind in steps if number % 2 else reversed(steps):
+            dist.barrier()
+            begin = time.perf_counter()
+            steps[kind]()
+            spans: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(spans, (begin, time.perf_counter()))
+            if number >= WARM_UP:
+                seconds[kind].append(max(end for _, end in spans) - min(start for start, _ in spans))
+    return seconds
+
+
+def main(options: TeacherOptions) -> None:
+    """Print a table."""
+    os.environ |= {"OMP_NUM_THREADS": "1"}
+    rows = [row for name in options.only for row in ps.launch(run, RANKS, options, name)[0]]
+    show(rows, *rows[0])
+
+
+if __name__ == "__main__":
+    main(tyro.cli(TeacherOptions))

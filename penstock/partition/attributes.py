@@ -3,23 +3,29 @@
 A graph has the values that the forwards around the units read while it was made. Units are called, and read theirs every time.
 """
 
+import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from typing import Any, NoReturn
+from copy import copy, deepcopy
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
 from penstock.errors import MismatchError
-from penstock.torch_private import forward_hooks
+from penstock.torch_private import forward_hooks, tree_leaves
 
-Attribute = tuple[int, str]  # id of a module, name
-_MODULE_ATTRIBUTES = frozenset(dir(nn.Module()))  # of every module: parameters, buffers, hooks, its mode, methods
+Attribute = tuple[int, str]  # id of a module or of its class, name
+MODULE_ATTRIBUTES = frozenset(dir(nn.Module()))  # of every module: parameters, buffers, hooks, its mode, methods
 _PLAIN_TYPES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CONTAINERS = (list, dict, set, deque)
+CONTAINERS = (list, dict, set, deque)
+_NUMBERS_AND_TENSORS = (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool, Tensor, fx.Proxy)
+_FRAMEWORKS = {*sys.stdlib_module_names, "torch", "numpy", "penstock"} - {"__main__", "types", "argparse"}
+_MAX_DEPTH, _MAX_ITEMS = 3, 10_000  # of containers whose elements are restored
+_MAX_ITEMS_SENT = 1000  # of a container
+_MAX_COMPARISONS = 10_000  # with one number, in one forward
 _MISSING = object()
 
 
@@ -27,51 +33,215 @@ _MISSING = object()
 def restore_attributes_afterwards(model: nn.Module) -> Iterator[set[Attribute]]:
     """Restore, at the end, the attributes of the model's modules that forwards have changed: counters, lists, caches.
 
-    Lists, dicts, sets and deques get their elements back. Yields a set, which gets the changed attributes at the end.
+    Yields a set, which gets the changed attributes at the end.
     """
-    modules, changed_attributes = list(model.modules()), set[Attribute]()
-    snapshots = {
-        (id(module), name): (module, value, _elements(value))
-        for module in modules
-        for name, value in vars(module).items()
-        if name not in _MODULE_ATTRIBUTES
-    }
+    values, changed_attributes = AttributeValues(attribute_owners(model)), set[Attribute]()
     try:
         yield changed_attributes
     finally:
-        for module in modules:
-            for name in vars(module).keys() - _MODULE_ATTRIBUTES:
-                if (id(module), name) not in snapshots:
-                    del vars(module)[name]
-
-        for (module_id, name), (module, value, elements) in snapshots.items():
-            if not _have_same_elements(_elements(value), elements):
-                changed_attributes.add((module_id, name))
-                _replace_elements(value, elements)
-            if (current := vars(module).get(name, _MISSING)) is not value:
-                vars(module)[name] = value
-                # torch.export puts copies of containers there.
-                if not elements or not _have_same_elements(_elements(current), elements):
-                    changed_attributes.add((module_id, name))
+        changed_attributes |= values.changes().keys()
+        values.restore()
 
 
-def _elements(value: Any) -> list[Any]:
-    """Return the elements of a container, of a dict its keys and values in turn; none for other values."""
+def attribute_owners(model: nn.Module) -> list[Any]:
+    """Return the modules of `model`, and those of their classes that users wrote."""
+    modules = list(model.modules())
+    return [*modules, *dict.fromkeys(cls for module in modules for cls in type(module).__mro__ if _is_of_user(cls))]
+
+
+class AttributeChange(NamedTuple):
+    """An attribute that a forward has set, or whose elements it has changed."""
+
+    owner: Any  # a module, or its class
+    name: str
+    before: "_Contents | None"  # None if it is new
+    value: Any  # what it has now, containers as copies; _MISSING if it was deleted
+
+    def leaves(self) -> list[Any]:
+        """Return the values in its containers that are no containers."""
+        return list(_leaves(self.value))
+
+
+class AttributeValues:
+    """The attributes that modules and classes have now: later it says which have changed, and restores them.
+
+    Lists, dicts, sets, deques and objects of users' classes get their elements back, also those in each other.
+    """
+
+    def __init__(self, owners: Sequence[Any]) -> None:
+        objects_seen = set[int]()
+        self._contents = [
+            (owner, {name: _Contents(value, objects_seen) for name, value in _own_attributes(owner).items()})
+            for owner in owners
+        ]
+
+    def changes(self) -> dict[Attribute, AttributeChange]:
+        """Return the attributes that have another value or other elements now."""
+        return {
+            (id(owner), name): AttributeChange(owner, name, contents.get(name), _copied(value))
+            for owner, contents in self._contents
+            for name, value in (dict.fromkeys(contents, _MISSING) | _own_attributes(owner)).items()
+            if name not in contents or not contents[name].equal(value)
+        }
+
+    def restore(self) -> None:
+        """Give all attributes the values and elements that they had."""
+        for owner, contents in self._contents:
+            for name in _own_attributes(owner).keys() - contents.keys():
+                _delete_attribute(owner, name)
+            for name, content in contents.items():
+                content.restore()
+                if vars(owner).get(name, _MISSING) is not content.value:
+                    set_attribute(owner, name, content.value)
+
+
+class _Contents:
+    """A value and, if it is a container, the contents of its elements.
+
+    `objects_seen`: ids of objects whose attributes are in others: all modules of a model may have one `config`.
+    """
+
+    def __init__(self, value: Any, objects_seen: set[int], depth: int = 0) -> None:
+        self.value, items = value, None
+        if depth < _MAX_DEPTH and id(value) not in objects_seen:
+            items = _items(value)
+        if items is not None and not isinstance(value, CONTAINERS):
+            objects_seen.add(id(value))
+        self.items = None if items is None else {key: _Contents(item, objects_seen, depth + 1) for key, item in items.items()}
+
+    def equal(self, value: Any) -> bool:
+        """Whether a value is the same, or a copy with the same elements, as `torch.export` puts there."""
+        if self.items is None or type(value) is not type(self.value):
+            is_plain = isinstance(value, _PLAIN_TYPES) and type(value) is type(self.value)
+            return value is self.value or (is_plain and bool(value == self.value))
+        items = _items(value) or {}
+        return items.keys() == self.items.keys() and all(self.items[key].equal(item) for key, item in items.items())
+
+    def restore(self) -> None:
+        """Give the container, and those in it, the elements that they had."""
+        for content in (self.items or {}).values():
+            content.restore()
+        if self.items is not None and not self.equal(self.value):
+            _replace_items(self.value, {key: content.value for key, content in self.items.items()})
+
+
+def _is_of_user(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] not in _FRAMEWORKS
+
+
+def _own_attributes(owner: Any) -> dict[str, Any]:
+    """Return the attributes of a module besides those that every module has, or of a class its plain values."""
+    if isinstance(owner, type):
+        return {
+            name: value
+            for name, value in vars(owner).items()
+            if isinstance(value, (*_PLAIN_TYPES, *CONTAINERS)) and not name.startswith("__") and name not in MODULE_ATTRIBUTES
+        }
+    return {name: value for name, value in vars(owner).items() if name not in MODULE_ATTRIBUTES}
+
+
+def set_attribute(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of a module, without its `__setattr__`, or of a class."""
+    if isinstance(owner, type):
+        setattr(owner, name, value)
+    else:
+        vars(owner)[name] = value
+
+
+def _delete_attribute(owner: Any, name: str) -> None:
+    if isinstance(owner, type):
+        delattr(owner, name)
+    else:
+        del vars(owner)[name]
+
+
+def _items(value: Any) -> dict[Any, Any] | None:
+    """Return the elements of a container, or the attributes of an object, by key; None for other values, and large ones."""
+    items: dict[Any, Any] | None = None
     if isinstance(value, dict):
-        return [element for pair in value.items() for element in pair]
-    return list(value) if isinstance(value, _CONTAINERS) else []
+        items = value
+    elif isinstance(value, CONTAINERS):
+        items = {item: item for item in value} if isinstance(value, set) else dict(enumerate(value))
+    elif _is_record(value):
+        items = vars(value)
+    return None if items is None or len(items) > _MAX_ITEMS else items
 
 
-def _have_same_elements(elements: list[Any], expected: list[Any]) -> bool:
-    return len(elements) == len(expected) and all(a is b for a, b in zip(elements, expected, strict=True))
+def _is_record(value: Any) -> bool:
+    """Whether a value is an object with attributes, of a user's class or a SimpleNamespace."""
+    if isinstance(value, nn.Module | Tensor | type) or callable(value):
+        return False
+    return _is_of_user(type(value)) and isinstance(getattr(value, "__dict__", None), dict)
 
 
-def _replace_elements(container: Any, elements: list[Any]) -> None:
+def _replace_items(container: Any, items: Mapping[Any, Any]) -> None:
+    container = container if isinstance(container, CONTAINERS) else vars(container)
     container.clear()
     if isinstance(container, dict):
-        container.update(zip(elements[::2], elements[1::2], strict=True))
+        container.update(items)
     else:
-        (container.update if isinstance(container, set) else container.extend)(elements)
+        (container.update if isinstance(container, set) else container.extend)(items.values())
+
+
+def _copied(value: Any, depth: int = 0) -> Any:
+    """Return a container or object with copies of those in it; any other value itself."""
+    items = _items(value) if depth < _MAX_DEPTH else None
+    return value if items is None else _with_items(value, {key: _copied(item, depth + 1) for key, item in items.items()})
+
+
+def _leaves(value: Any, depth: int = 0) -> Iterator[Any]:
+    items = _items(value) if depth < _MAX_DEPTH else None
+    if items is None:
+        yield value
+    for item in (items or {}).values():
+        yield from _leaves(item, depth + 1)
+
+
+def _with_items(container: Any, items: Mapping[Any, Any]) -> Any:
+    """Return a copy of a container or object with these elements."""
+    copied = copy(container)
+    _replace_items(copied, items)
+    return copied
+
+
+# -- what the next call of a forward reads ------------------------------------------------------------------------------
+
+
+def value_in_next_call(change: AttributeChange, truth: bool, is_constant: Callable[[Any], bool]) -> Any:
+    """Return what an attribute is when the forward is called next, to see whether the forward's graph depends on it.
+
+    Numbers and tensors that have changed are replaced by an `_EarlierValue`. `is_constant`: whether one is the same in each
+    call, as a table that is filled once; it is left as it was.
+    """
+    return _in_next_call(change.before, change.value, truth, is_constant)
+
+
+def _in_next_call(before: _Contents | None, value: Any, truth: bool, is_constant: Callable[[Any], bool]) -> Any:
+    if before is not None and before.equal(value):
+        return value
+    if isinstance(value, _NUMBERS_AND_TENSORS):
+        before_value = _MISSING if before is None else before.value
+        return before_value if is_constant(value) else _EarlierValue(truth)
+    if (items := _items(value)) is None:
+        return value
+
+    items_before = (None if before is None else before.items) or {}
+    next_items = {key: _in_next_call(items_before.get(key), item, truth, is_constant) for key, item in items.items()}
+    return _with_items(value, {key: item for key, item in next_items.items() if item is not _MISSING})
+
+
+@contextmanager
+def attribute_in_next_call(change: AttributeChange, value: Any) -> Iterator[None]:
+    """Give an attribute the `value_in_next_call`."""
+    values = AttributeValues([change.owner])
+    if value is not _MISSING:
+        set_attribute(change.owner, change.name, value)
+    elif change.name in vars(change.owner):
+        _delete_attribute(change.owner, change.name)
+    try:
+        yield
+    finally:
+        values.restore()
 
 
 @contextmanager
@@ -97,6 +267,46 @@ _Unreadable = type(
 )
 
 
+class _EarlierValue:
+    """A number or tensor that the forward's last call has left: what is computed from it is the same object.
+
+    So the graph has it where it depends on it. Comparisons give `truth`.
+    """
+
+    def __init__(self, truth: bool) -> None:
+        self._truth, self._num_comparisons = truth, 0
+
+    def __bool__(self) -> bool:
+        self._num_comparisons += 1
+        if self._num_comparisons > _MAX_COMPARISONS:  # in a loop that ends at another number
+            raise AttributeError
+        return self._truth
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __format__(self, format_spec: str) -> str:
+        return "0"
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the earlier value among the arguments of a function of torch."""
+        return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+
+    __hash__ = object.__hash__
+
+
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(_EarlierValue, f"__{_name}__", lambda value, other: bool(value))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(_EarlierValue, f"__{_name}__", lambda value, other: value)
+    setattr(_EarlierValue, f"__r{_name}__", lambda value, other: value)
+for _name in ("neg", "pos", "abs", "round", "call", "getitem"):
+    setattr(_EarlierValue, f"__{_name}__", lambda value, *args, **kwargs: value)
+
+
 class AttributeSnapshot:
     """The attributes of the modules around the units, which are constants in a model's graph if its forward reads them.
 
@@ -118,7 +328,7 @@ class AttributeSnapshot:
             (weakref.ref(module), f"{path or type(module).__name__}.{name}", name, _comparable(_static_attribute(module, name)))
             for path, module in (modules if is_read else ())
             for name in _attribute_names(module)
-            if (id(module), name) not in changed
+            if not any((id(owner), name) in changed for owner in (module, *type(module).__mro__))
         ]
         self._layouts = [(weakref.ref(module), path, _children_and_hooks(module)) for path, module in modules]
 
@@ -152,13 +362,13 @@ class AttributeSnapshot:
 
 def _attribute_names(module: nn.Module) -> set[str]:
     """Return the names of a module's attributes, and of the numbers and texts of its classes."""
-    names = vars(module).keys() - _MODULE_ATTRIBUTES
+    names = vars(module).keys() - MODULE_ATTRIBUTES
     for cls in type(module).__mro__:
         if not cls.__module__.startswith("torch."):
             names |= {
                 name for name, value in vars(cls).items() if isinstance(value, _PLAIN_TYPES) and not name.startswith("__")
             }
-    return names - _MODULE_ATTRIBUTES
+    return names - MODULE_ATTRIBUTES
 
 
 def _children_and_hooks(module: nn.Module) -> tuple[Any, ...]:
@@ -188,6 +398,19 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     return all(map(_is_plain, value)) if isinstance(value, tuple | list | set) else isinstance(value, _PLAIN_TYPES)
+
+
+def attributes_to_send(module: nn.Module) -> dict[str, Any]:
+    """Return copies of a module's attributes that are numbers, texts or None, or containers of these: as a drop-out rate."""
+    return {name: deepcopy(value) for name, value in _own_attributes(module).items() if _can_be_sent(value)}
+
+
+def _can_be_sent(value: Any) -> bool:
+    if type(value) in (list, tuple, set):
+        return len(value) <= _MAX_ITEMS_SENT and all(map(_can_be_sent, value))
+    if type(value) is dict:
+        return len(value) <= _MAX_ITEMS_SENT and all(_can_be_sent(item) for pair in value.items() for item in pair)
+    return type(value) in (bool, int, float, complex, str, type(None), torch.dtype)
 
 
 def _static_attribute(module: nn.Module, name: str) -> Any:

@@ -5,7 +5,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.partition import graph_stage
-from penstock.partition.attributes import AttributeSnapshot, hidden_attribute, restore_attributes_afterwards
+from penstock.partition.attributes import (
+    AttributeChange,
+    AttributeSnapshot,
+    attribute_in_next_call,
+    hidden_attribute,
+    restore_attributes_afterwards,
+    value_in_next_call,
+)
 from penstock.partition.balance import PARAMETERS, SECONDS, Balance
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph, first_line
@@ -136,6 +143,10 @@ class CuttableModel:
             self._graph = None if is_sequential else self._export_or_trace_graph()
         self.unit_order = list(children_by_name(model)) if self._graph is None else self._graph.unit_order()
         self._graph_text = "" if self._graph is None else self._graph.text()
+        if self._graph is not None:
+            changed_attributes |= {(id(change.owner), change.name) for change in self._graph.changes}
+            with restore_attributes_afterwards(model):
+                self._check_keeps_no_state(self._graph)
         is_read = None if is_sequential else self._graph_reads
         self.attributes = AttributeSnapshot(model, self.unit_order, changed_attributes, is_read)
 
@@ -153,6 +164,27 @@ class CuttableModel:
             if smaller_units.keys() == units.keys():
                 raise
         return export.export_graph(self.model, smaller_units, *self.example, self.rows_dim)
+
+    def _check_keeps_no_state(self, graph: ModelGraph) -> None:
+        """Raise MismatchError if the forward reads what its last call has left: its graph would have that of the first call."""
+        for change, truth in product(graph.changes, (True, False)):
+            value = value_in_next_call(change, truth, lambda tensor: id(tensor) in graph.constants)
+            with attribute_in_next_call(change, value):
+                try:
+                    is_same = self._export_or_trace_graph().text() == self._graph_text
+                except Exception:  # whatever the forward makes of the value
+                    is_same = False
+            if not is_same:
+                raise MismatchError(self._state_text(change))
+
+    def _state_text(self, change: AttributeChange) -> str:
+        paths = (path for path, module in self.model.named_modules() if module is change.owner and path)
+        owner = change.owner if isinstance(change.owner, type) else type(change.owner)
+        return (
+            f"the forward of {type(self.model).__name__} sets {next(paths, owner.__name__)}.{change.name}, and reads it in its "
+            "next call, but where the model is cut the code between its layers is traced once: keep it in a layer, whose "
+            "forward runs in every step, or give a list with one module for each stage"
+        )
 
     def _graph_reads(self, module: nn.Module, name: str) -> bool:
         """Whether the forward's graph depends on an attribute: it is traced once more without it."""

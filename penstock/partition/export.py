@@ -12,16 +12,19 @@ import logging
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
+from penstock.partition.attributes import Attribute, AttributeChange, AttributeValues, attribute_owners
 from penstock.partition.graph_inputs import (
     GraphInputs,
     InputParameter,
@@ -35,6 +38,8 @@ from penstock.partition.opaque_units import UNIT_OPERATION, RecordedUnitCall, un
 from penstock.partition.unit_times import replace_tensors_temporarily
 from penstock.rows import rows_dim_of, unwrap_tree
 from penstock.torch_private import (
+    TreeSpec,
+    buffer_slots,
     export_guards,
     is_wrap_with_set_grad_enabled,
     tensor_slots,
@@ -66,12 +71,14 @@ def export_graph(
     with _model_on_device_without_memory(model, device) if device in (CPU, META) else nullcontext():
         exports = [_export_program(model, units, values) for _ in train_then_eval(model)]
     extras: dict[str, Any] = {}
-    graphs = [_Unflattener(program, calls, device, extras).make_graph() for program, calls in exports]
+    graphs = [_Unflattener(export, device, extras).make_graph() for export in exports]
 
     # What they hold for.
-    guards = dict.fromkeys(guard for program, _ in exports for guard in _size_guards(program))
-    inputs = GraphInputs(signature, _input_parameters(exports[0][0], values, rows_dims), list(guards))
-    return ModelGraph.from_train_and_eval_graphs(model, graphs, inputs, extras)
+    guards = dict.fromkeys(guard for export in exports for guard in _size_guards(export.program))
+    inputs = GraphInputs(signature, _input_parameters(exports[0].program, values, rows_dims), list(guards))
+    changes = exports[1].result.changes | exports[0].result.changes
+    constants = {id(tensor) for export in exports for tensor in export.constants_in_attributes()}
+    return ModelGraph.from_train_and_eval_graphs(model, graphs, inputs, list(changes.values()), extras, constants)
 
 
 # -- the example and the device ----------------------------------------------------------------------------------------
@@ -124,25 +131,106 @@ def _with_doubled_rows(leaf: Any, rows_dim: int | None) -> Any:
 # -- the export --------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class _ForwardResult:
+    """What the exported forward has returned and set. No attribute of the module: `torch.export` restores those."""
+
+    output_structure: TreeSpec = tree_flatten(None)[1]
+    changes: dict[Attribute, AttributeChange] = field(default_factory=dict)  # of modules around the units
+
+    def tensors_in_attributes(self) -> list[Tensor]:
+        """Return the tensors in attributes that the forward has set."""
+        return [leaf for change in self.changes.values() for leaf in change.leaves() if isinstance(leaf, Tensor)]
+
+
 class _KeywordModel(nn.Module):
-    """A model that takes its arguments as a dict: **keywords are then arguments like all others."""
+    """A model that takes its arguments as a dict: **keywords are then arguments like all others.
 
-    def __init__(self, model: nn.Module) -> None:
+    It returns the leaves of the output, then the tensors in attributes that it has set.
+    """
+
+    def __init__(self, model: nn.Module, calls: Sequence[RecordedUnitCall], result: _ForwardResult) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._calls_and_result = model, lambda: (calls, result)
 
-    def forward(self, values: dict[str, Any]) -> Any:
-        return self.model(**values)
+    def forward(self, values: dict[str, Any]) -> list[Any]:
+        calls, result = self._calls_and_result()
+        attributes = AttributeValues(attribute_owners(self.model))
+        with _replaced_buffers_are_filled(self.model):
+            leaves, result.output_structure = tree_flatten(self.model(**values))
+
+        in_units = {id(module) for call in calls for module in self.model.get_submodule(call.name).modules()}
+        changes = attributes.changes()
+        result.changes = {attribute: change for attribute, change in changes.items() if attribute[0] not in in_units}
+        attributes.restore()
+        return [*leaves, *result.tensors_in_attributes()]
 
 
-def _export_program(
-    model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any]
-) -> tuple[ExportedProgram, list[RecordedUnitCall]]:
-    """Return the model as a program in which units are operations, and the calls that these stand for."""
-    dynamic_shapes = tree_map(_dynamic_sizes, values)
+@contextmanager
+def _replaced_buffers_are_filled(model: nn.Module) -> Iterator[None]:
+    """Copy a tensor that the forward inside puts into a buffer's place (`self.mean = ..`) into the buffer, in the graph too."""
+    slots = {(id(slot.owner), slot.key): slot for slot in buffer_slots(model)}
+
+    def fill_buffer(module: nn.Module, name: str, value: Any) -> None:
+        slot = slots.get((id(module), name))
+        if slot is None or value is slot.tensor or not isinstance(value, Tensor):
+            return
+        if value.shape != slot.tensor.shape or value.dtype != slot.tensor.dtype:
+            raise MismatchError(
+                f"the forward of {type(model).__name__} replaces the buffer {slot.name}, {slot.tensor.dtype} of shape "
+                f"{tuple(slot.tensor.shape)}, by {value.dtype} of shape {tuple(value.shape)}, which cannot be followed: do it "
+                "in a layer"
+            )
+        with torch.no_grad():
+            slot.tensor.copy_(value)
+
+    hook = register_module_buffer_registration_hook(fill_buffer)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for slot in slots.values():
+            slot.replace(slot.tensor)
+
+
+class _Export(NamedTuple):
+    """A model as a program in which units are operations, the calls that these stand for, and what the forward did."""
+
+    program: ExportedProgram
+    calls: Sequence[RecordedUnitCall]
+    result: _ForwardResult
+
+    def constants_in_attributes(self) -> list[Tensor]:
+        """Return the tensors in attributes that depend on sizes alone: tables that the forward fills when it needs them."""
+        tensors = self.result.tensors_in_attributes()
+        nodes = list(self.program.graph.output_node().args[0])[self.result.output_structure.num_leaves :]  # type: ignore[arg-type]
+        return [tensor for tensor, node in zip(tensors, nodes, strict=True) if not _depends_on_tensors(node)]
+
+
+def _depends_on_tensors(node: Any) -> bool:
+    """Whether a node of a program depends on the values of an input, a parameter or a buffer."""
+    visited, pending = set[fx.Node](), [node]
+    while pending:
+        node = pending.pop()
+        if node in visited or isinstance(node.meta.get("val"), torch.SymInt):
+            continue
+        visited.add(node)
+        if node.op == "placeholder" or node.target is UNIT_OPERATION:
+            return True
+        pending += node.all_input_nodes
+    return False
+
+
+def _export_program(model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any]) -> _Export:
+    """Return the model as a program in which units are operations."""
+    dynamic_shapes, result = tree_map(_dynamic_sizes, values), _ForwardResult()
     with torch.enable_grad(), units_as_custom_ops(units) as calls, _without_logs():
         try:
-            return torch.export.export(_KeywordModel(model), (values,), dynamic_shapes=(dynamic_shapes,), strict=False), calls
+            root = _KeywordModel(model, calls, result)
+            program = torch.export.export(root, (values,), dynamic_shapes=(dynamic_shapes,), strict=False)
+            return _Export(program, calls, result)
+        except MismatchError:
+            raise
         except Exception as error:
             reason, advice = first_line(error), "change what it says"
             if "data-dependent" in reason:  # torch's words for a decision by values
@@ -204,13 +292,12 @@ def _leaf_spec(leaf: Any, node: fx.Node, rows_dim: int | None) -> Any:
 class _Unflattener:
     """Copies an exported program to a graph in which its units are called as modules again.
 
-    `calls`: of the units, as the program numbers them. `extras`: gets what the graph reads that is no part of the model.
+    `extras`: gets what the graph reads that is no part of the model.
     """
 
-    def __init__(
-        self, program: ExportedProgram, calls: Sequence[RecordedUnitCall], device: torch.device, extras: dict[str, Any]
-    ) -> None:
-        self.program, self.calls, self.device, self.extras = program, calls, device, extras
+    def __init__(self, export: _Export, device: torch.device, extras: dict[str, Any]) -> None:
+        self.program, self.calls, self.device, self.extras = export.program, export.calls, device, extras
+        self._output_structure = export.result.output_structure
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, Any] = {}  # node of the program -> node of the graph; of a unit, those of its tensors
 
@@ -221,7 +308,8 @@ class _Unflattener:
             self.copies[node] = self._copy_input_or_parameter(node, input_specs[node.name])
 
         leaves = self._copy_body(self.program.graph_module, with_grad=True)
-        structure = self.program.call_spec.out_spec
+        structure = self._output_structure
+        leaves = leaves[: structure.num_leaves]  # without the tensors in attributes
         output = leaves[0] if structure.is_leaf() else self.graph.call_function(tree_unflatten, (leaves, structure))
         self.graph.output(output)
         return self.graph

@@ -36,6 +36,7 @@ class InputParameter(NamedTuple):
     name: str
     structure: TreeSpec | None = None
     leaves: tuple[Any, ...] = ()  # InputTensorSpec, or the value itself, which is a constant of the graph
+    takes_none: bool = True  # whether the graph holds for None, too
 
 
 class GraphInputs(NamedTuple):
@@ -58,6 +59,11 @@ class GraphInputs(NamedTuple):
             if parameter.name not in arguments:
                 raise MismatchError(f"the model was cut for a forward with {parameter.name}=, which is missing")
             value = arguments[parameter.name]
+            if value is None and not parameter.takes_none:
+                raise MismatchError(
+                    f"{parameter.name} is None, and the model was cut for another value, for which its forward does something "
+                    "else: give example_args with None if it is always None, or a list with one module for each stage"
+                )
             leaves += [value] if parameter.structure is None else _flatten_and_check(parameter, value, cast)
 
         for guard in self.guards:

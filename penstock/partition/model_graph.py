@@ -3,12 +3,13 @@
 `trace.py` and `export.py` are the two ways to a graph, `graph_stage.py` cuts it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx, nn
 
 from penstock.errors import MismatchError
+from penstock.partition.attributes import AttributeChange
 from penstock.partition.graph_inputs import GraphInputs
 from penstock.torch_private import OpOverload, mutated_arguments
 
@@ -29,22 +30,30 @@ class ModelGraph(NamedTuple):
     graphs: Mapping[bool, fx.Graph]  # of training (True) and of evaluation
     inputs: GraphInputs
     extras: Mapping[str, Any]  # constants that the graphs read and that are no part of the model
+    changes: Sequence[AttributeChange]  # attributes that the forward around the units has set
+    constants: Collection[int]  # ids of tensors in them that are the same in each call
 
     @classmethod
     def from_train_and_eval_graphs(
-        cls, model: nn.Module, graphs: Sequence[fx.Graph], inputs: GraphInputs, extras: Mapping[str, Any]
+        cls,
+        model: nn.Module,
+        graphs: Sequence[fx.Graph],
+        inputs: GraphInputs,
+        changes: Sequence[AttributeChange],
+        extras: Mapping[str, Any] | None = None,
+        constants: Collection[int] = (),
     ) -> "ModelGraph":
         """Make one of the graphs of training and evaluation.
 
         Raises MismatchError unless both call the same units, in the same order.
         """
         for graph in graphs:
-            graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _has_side_effect(node))
+            eliminate_unused_nodes(graph)
             _number_random_nodes(model, graph)
         training, evaluation = graphs
         if _called_units(training) != _called_units(evaluation):
             raise train_eval_mismatch_error(model)
-        return cls(model, {True: training, False: evaluation}, inputs, extras)
+        return cls(model, {True: training, False: evaluation}, inputs, extras or {}, changes, constants)
 
     def text(self) -> str:
         """Return both graphs as text, to compare them with others."""
@@ -53,6 +62,11 @@ class ModelGraph(NamedTuple):
     def unit_order(self) -> list[str]:
         """Return the units in the order in which they are called first."""
         return list(dict.fromkeys(_called_units(self.graphs[True])))
+
+
+def eliminate_unused_nodes(graph: fx.Graph) -> None:
+    """Remove nodes whose values nobody uses, and that change nothing."""
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _has_side_effect(node))
 
 
 def train_then_eval(model: nn.Module) -> Iterator[bool]:

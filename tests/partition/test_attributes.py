@@ -1,6 +1,7 @@
 """Plain attributes of modules: what layers count while they are measured, and what a forward that is cut reads."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from reference import accumulate
 from torch import nn
 
 import penstock as ps
-from penstock.partition import split
+from penstock.partition import run, split
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
 mse = nn.functional.mse_loss
@@ -182,3 +183,222 @@ BETWEEN = {
 def test_what_a_cut_forward_would_lose_is_told(what):
     with pytest.raises(ps.MismatchError, match=f"^the forward of Between {BETWEEN[what][1]}"):
         split(Between(what), 2, cuts=["last"])
+
+
+# -- what a forward leaves for its next call
+
+
+class Stateful(nn.Module):
+    """Two layers; `STATE[what]` runs between them."""
+
+    calls_of_class = 0
+
+    def __init__(self, what, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.what, self.function = what, function
+        self.first, self.last, self.part = nn.Linear(4, 4), nn.Linear(4, 4), nn.Module()
+        self.calls, self.tau, self.is_new, self.earlier, self.table = 0, 1.0, True, None, None
+        self.history, self.state, self.part.calls, self.zeros = [], SimpleNamespace(calls=0), 0, torch.zeros(2, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, inputs):
+        return self.last(self.function(self, self.first(inputs)))
+
+
+def branches_by_counter(model, hidden):
+    model.calls += 1
+    return hidden * 2 if model.calls > 3 else hidden
+
+
+def multiplies_by_counter(model, hidden):
+    model.calls += 1
+    return hidden * model.calls
+
+
+def anneals(model, hidden):
+    model.tau = max(model.tau * 0.9, 0.1)
+    return hidden / model.tau
+
+
+def differs_in_the_first_call(model, hidden):
+    hidden = hidden * 3 if model.is_new else hidden
+    model.is_new = False
+    return hidden
+
+
+def adds_the_last_hidden(model, hidden):
+    hidden = hidden if model.earlier is None else hidden + model.earlier
+    model.earlier = hidden.detach()
+    return hidden
+
+
+def concatenates_the_last_hidden(model, hidden):
+    both = torch.cat([hidden, model.zeros])
+    model.zeros = hidden.detach()
+    return both
+
+
+def multiplies_by_the_history(model, hidden):
+    model.history.append(1)
+    return hidden * len(model.history)
+
+
+def counts_in_an_object(model, hidden):
+    model.state.calls += 1
+    return hidden * model.state.calls
+
+
+def counts_in_a_part(model, hidden):
+    model.part.calls += 1
+    return hidden * model.part.calls
+
+
+def counts_in_the_class(model, hidden):
+    Stateful.calls_of_class += 1
+    return hidden * Stateful.calls_of_class
+
+
+READS_STATE = {
+    branches_by_counter: "Stateful.calls",
+    multiplies_by_counter: "Stateful.calls",
+    anneals: "Stateful.tau",
+    differs_in_the_first_call: "Stateful.is_new",
+    adds_the_last_hidden: "Stateful.earlier",
+    concatenates_the_last_hidden: "Stateful.zeros",
+    multiplies_by_the_history: "Stateful.history",
+    counts_in_an_object: "Stateful.state",
+    counts_in_a_part: "part.calls",
+    counts_in_the_class: "Stateful.calls_of_class",
+}
+CUTS = {"by names": {"cuts": ["last"]}, "by an example": {"example_args": (X[:2],)}}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("function", READS_STATE)
+def test_a_cut_forward_that_reads_what_its_last_call_has_left_is_refused(function, cut):
+    with pytest.raises(ps.MismatchError, match=f"^the forward of Stateful sets {READS_STATE[function]}, and reads it in"):
+        split(Stateful("state", function), 2, **CUTS[cut])
+    assert Stateful.calls_of_class == 0
+
+
+def counts(model, hidden):
+    model.calls += 1
+    model.part.calls += 1
+    Stateful.calls_of_class += 1
+    if model.calls % 100 == 0:
+        model.is_new = False
+    return hidden
+
+
+def collects(model, hidden):
+    model.history.append(hidden.detach())
+    model.history = model.history[-2:]
+    model.earlier = hidden
+    return hidden
+
+
+def averages_for_a_log(model, hidden):
+    model.tau = 0.9 * model.tau + 0.1 * hidden.mean().detach()
+    model.state.calls += hidden.shape[0]
+    return hidden
+
+
+def keeps_within_one_call(model, hidden):
+    model.losses = [hidden.mean()]
+    model.hidden = hidden
+    return model.hidden + sum(model.losses)
+
+
+def fills_a_table(model, hidden):
+    if model.table is None or model.table.shape[0] != hidden.shape[0]:
+        model.table = torch.ones(hidden.shape[0], 4)
+    return hidden * model.table
+
+
+def replaces_a_buffer(model, hidden):
+    model.mean = 0.9 * model.mean + 0.1 * hidden.detach().mean(0)
+    return hidden - model.mean
+
+
+def reads_a_buffer_then_replaces_it(model, hidden):
+    hidden = hidden * model.mean.exp()
+    model.mean = 0.9 * model.mean + 0.1 * hidden.detach().mean(0)
+    return hidden
+
+
+READS_NO_STATE = {counts: CUTS, collects: CUTS, averages_for_a_log: CUTS, keeps_within_one_call: CUTS}
+READS_NO_STATE |= {
+    function: ["by an example"] for function in (fills_a_table, replaces_a_buffer, reads_a_buffer_then_replaces_it)
+}
+
+
+@pytest.mark.parametrize(("function", "cut"), [(function, cut) for function, cuts in READS_NO_STATE.items() for cut in cuts])
+def test_a_cut_forward_that_leaves_values_and_does_not_read_them_is_that_of_the_model(function, cut):
+    model, uncut = Stateful("state", function), Stateful("state", function)
+    stages = split(model, 2, **CUTS[cut])
+    for inputs in (X[:2], X, X[2:]):
+        assert torch.equal(run(stages, inputs), uncut(inputs))
+    assert torch.equal(model.mean, uncut.mean)
+
+
+def rank_replaces_buffer(function):
+    model = Stateful("state", function)
+    pipe = ps.Pipeline(model, mse, "1f1b", 2, example_args=(X[:2],), cuts=["last"])
+    losses = [pipe.step(X, target=X) for _ in range(2)]
+    return losses, pipe.state_dict(), {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
+@pytest.mark.ranks
+def test_a_buffer_that_the_forward_between_layers_replaces_has_the_bits_of_one_process():
+    model = Stateful("state", replaces_a_buffer)
+    expected = [accumulate(model, mse, (X, X), 2) for _ in range(2)]
+    for losses, state, gradients in ps.launch(rank_replaces_buffer, 2, replaces_a_buffer):
+        assert list(map(torch.equal, losses, expected)) == [True, True]
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+        assert all(torch.equal(gradient, model.get_parameter(name).grad) for name, gradient in gradients.items())
+
+
+def replaces_a_buffer_by_another_shape(model, hidden):
+    model.mean = hidden.detach()
+    return hidden
+
+
+def test_a_buffer_that_is_replaced_by_one_of_another_shape_is_refused():
+    with pytest.raises(ps.MismatchError, match=r"^the forward of Stateful replaces the buffer mean, torch"):
+        split(Stateful("state", replaces_a_buffer_by_another_shape), 2, example_args=(X[:2],))
+
+
+# -- arguments that are None
+
+
+class TakesMask(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.first, self.last = function, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs, mask):
+        return self.last(self.function(self.first(inputs), mask))
+
+
+ASKS_FOR_NONE = {
+    "is None": lambda hidden, mask: hidden * 2 if mask is None else hidden,
+    "is not None": lambda hidden, mask: hidden if mask is None else hidden * mask,
+    "a default": lambda hidden, mask: hidden * (1 if mask is None else mask),
+}
+
+
+@pytest.mark.parametrize("what", ASKS_FOR_NONE)
+def test_a_model_cut_by_names_that_asks_whether_an_argument_is_none_refuses_none(what):
+    model = TakesMask(ASKS_FOR_NONE[what])
+    stages = split(model, 2, cuts=["last"])
+    assert torch.equal(run(stages, X, X + 1), model(X, X + 1))
+    with pytest.raises(ps.MismatchError, match=r"^mask is None, and the model was cut for another value, for which"):
+        run(stages, X, None)
+
+
+def test_a_model_cut_by_names_takes_none_for_an_argument_that_it_only_hands_on():
+    model = TakesMask(lambda hidden, mask: hidden)
+    stages = split(model, 2, cuts=["last"])
+    assert torch.equal(run(stages, X, None), model(X, None))

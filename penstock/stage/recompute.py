@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.partition.attributes import CONTAINERS, MODULE_ATTRIBUTES
 from penstock.randomness import GeneratorAccess, list_generators, use_generator_states
 from penstock.stage.attention import AttentionContext, current_context
 from penstock.stage.backward.parameter_slot import replace_temporarily
@@ -16,10 +18,10 @@ Recompute = Literal["stage", "block"]
 
 
 class ForwardRecomputer:
-    """Runs forwards of modules twice. For a step, it remembers their buffers and generators, and whether they change inputs."""
+    """Runs forwards of modules twice. For a step, it remembers what they may change, and whether they change inputs."""
 
     def __init__(self) -> None:
-        self._state: dict[nn.Module, tuple[list[TensorSlot], list[GeneratorAccess]]] = {}
+        self._state: dict[nn.Module, tuple[list[TensorSlot], list[GeneratorAccess], list[nn.Module]]] = {}
         self._keep_inputs: set[nn.Module] = set()  # modules that have left their inputs unchanged
 
     def begin_step(self) -> None:
@@ -31,18 +33,20 @@ class ForwardRecomputer:
         """Return `forward(seed, *args)`, which runs `module`, and run it again in the backward.
 
         Its random numbers are the same: a seed sets the device's generator, without one torch restores its state, and the
-        states of other generators are restored here.
+        states of other generators, buffers and attributes are restored here.
         """
         if (state := self._state.get(module)) is None:
-            state = self._state[module] = buffer_slots(module), list_generators(module)
-        slots, generators = state
+            owners = [submodule for submodule in module.modules() if not type(submodule).__module__.startswith("torch.nn.")]
+            state = self._state[module] = _tensor_slots(module, owners), list_generators(module), owners
+        slots, generators, owners = state
         changed_buffers: dict[str, Tensor] = {}  # name -> the value before the forward
         generator_states = [generator.read() for generator in generators]
+        attributes = _Attributes(owners)
 
         def make_contexts() -> tuple[Any, Any]:
             return (
                 _record_changed_buffers(slots, changed_buffers) if slots else nullcontext(),
-                _use_former_state(slots, changed_buffers, generators, generator_states),
+                _use_former_state(slots, changed_buffers, attributes, generators, generator_states),
             )
 
         inputs = _RecomputedInputs(forward, args, copy_inputs=module not in self._keep_inputs)
@@ -121,15 +125,59 @@ def _record_changed_buffers(slots: Sequence[TensorSlot], changed: dict[str, Tens
 def _use_former_state(
     slots: Sequence[TensorSlot],
     changed: dict[str, Tensor],
+    attributes: "_Attributes",
     generators: Sequence[GeneratorAccess],
     generator_states: Sequence[Any],
 ) -> Iterator[None]:
-    """Run the second forward inside. Generators have the states, and buffers are copies, from before the first forward."""
-    buffers = [(slot, changed[slot.name] if slot.name in changed else slot.tensor.clone()) for slot in _current_buffers(slots)]
-    with replace_temporarily(buffers), use_generator_states(generators, generator_states):
-        yield
+    """Run the second forward inside. All state is that from before the first forward; buffers are copies."""
+    current_attributes = _Attributes(attributes.owners)
+    attributes.restore()
+    try:
+        buffers = _current_buffers(slots)
+        copies = [(slot, changed[slot.name] if slot.name in changed else slot.tensor.clone()) for slot in buffers]
+        with replace_temporarily(copies), use_generator_states(generators, generator_states):
+            yield
+    finally:
+        current_attributes.restore()
 
 
 def _current_buffers(slots: Sequence[TensorSlot]) -> list[TensorSlot]:
     """Return the slots with the tensors that are there now: a forward may put another one into a buffer's place."""
-    return [slot._replace(tensor=tensor) for slot in slots if (tensor := slot.registry.get(slot.key)) is not None]
+    tensors = [(slot, slot.registry.get(slot.key)) for slot in slots]
+    return [slot._replace(tensor=tensor) for slot, tensor in tensors if isinstance(tensor, Tensor)]
+
+
+def _tensor_slots(module: nn.Module, owners: Sequence[nn.Module]) -> list[TensorSlot]:
+    """Return the slots of buffers, and of tensors that modules have as plain attributes."""
+    names = {id(owner): name for name, owner in module.named_modules()}
+    attributes = [
+        TensorSlot(f"{names[id(owner)]}.{key}", owner, key, value, vars(owner))
+        for owner in owners
+        for key, value in vars(owner).items()
+        if isinstance(value, Tensor)
+    ]
+    return buffer_slots(module) + attributes
+
+
+class _Attributes:
+    """The attributes that modules have now, with the elements of lists, dicts, sets and deques, to restore them."""
+
+    def __init__(self, owners: Sequence[nn.Module]) -> None:
+        self.owners = owners
+        self._values = [
+            (vars(owner), {name: value for name, value in vars(owner).items() if name not in MODULE_ATTRIBUTES})
+            for owner in owners
+        ]
+        self._copies = [
+            (value, copy(value)) for _, values in self._values for value in values.values() if isinstance(value, CONTAINERS)
+        ]
+
+    def restore(self) -> None:
+        """Give the modules these attributes again."""
+        for attributes, values in self._values:
+            for name in attributes.keys() - values.keys() - MODULE_ATTRIBUTES:
+                del attributes[name]
+            attributes.update(values)
+        for container, elements in self._copies:
+            container.clear()
+            (container.update if isinstance(container, dict | set) else container.extend)(elements)

@@ -177,6 +177,43 @@ def test_what_runs_again_begins_with_the_buffers_that_it_began_with_the_first_ti
     assert_same(found[1], found[0])
 
 
+class CountingLayer(nn.Module):
+    """Decides by a counter, a list, a moving mean and a tensor that are attributes, and changes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.mean, self.last_rows, self.seen = 0, 0.0, None, {"largest": 0.0}
+        self.history, self.sums = [], torch.zeros(4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * value.mean().item()
+        self.history.append(self.calls % 3)
+        self.seen["largest"] = max(self.seen["largest"], value.detach().max().item())
+        value = value * sum(self.history) if self.calls > 3 else value
+        value = value if self.last_rows is None else value + self.last_rows.mean()
+        self.sums += value.detach().sum(0)
+        self.last_rows = value.detach()
+        return value.tanh() - self.mean + self.seen["largest"] * self.sums
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", one_rank(2)])
+def test_what_runs_again_begins_with_the_attributes_that_it_began_with_the_first_time(schedule: Any) -> None:
+    found = []
+    for recompute in (None, "block", "stage"):
+        torch.manual_seed(1)
+        layers = [CountingLayer(), CountingLayer()]
+        model = nn.Sequential(nn.Linear(4, 4), layers[0], nn.Linear(4, 4), layers[1], nn.Linear(4, 4))
+        pipe = ps.Pipeline(model, nn.functional.mse_loss, schedule, M, topology=ps.Topology(), recompute=recompute)
+        batch = torch.linspace(-1, 1, 28).view(7, 4)
+        losses = [pipe.step(batch, target=batch).item() for _ in range(2)]
+        state = [(layer.calls, layer.mean, layer.history, layer.seen, layer.sums.tolist()) for layer in layers]
+        found.append((losses, state, gradients(pipe.named_parameters())))
+    for losses, state, grads in found[1:]:
+        assert (losses, state) == found[0][:2]
+        assert_same(grads, found[0][2])
+
+
 class Scaling(nn.Module):
     """Changes its input in place, by a weight that needs it as it was."""
 

@@ -217,6 +217,7 @@ class Pipeline(ModuleMisuseHints):
                 config.cuttable.trace_context = outdated_weights.allow_outdated_use
             given_stages = {} if config.cuttable else partition.given_stages
             self._original = OriginalModel(model, config.cuttable, given_stages)
+            self._first_attributes = (redistribution or self._original).first_attributes
             if config.cut_context is not None:
                 in_slices = self.schedule.slices > 1
                 check_attention(partition.modules.values(), config.cuttable, config.cut_context, in_slices, redistribution)
@@ -302,9 +303,9 @@ class Pipeline(ModuleMisuseHints):
         than microbatches is split into its rows.
 
         Raises, on every rank: MismatchError for a batch that does not fit; StageError when the model or the loss raises;
-        LostRankError when a rank dies or is silent. Gradients are restored. After the first two the next step works, unless
-        there is an axis dp, cp or tp. If a checkpoint in the background could not be written, its error is raised here, once,
-        before the step begins: call again to run the step.
+        LostRankError when a rank dies or is silent. Gradients are restored, buffers only with `on_nonfinite`. After the first
+        two the next step works, unless there is an axis dp, cp or tp. If a checkpoint in the background could not be written,
+        its error is raised here, once, before the step begins: call again to run the step.
         """
         call = Call("step()", True, args, kwargs, target, scale=scale, losses=losses, wants_outputs=return_outputs)
         used = {
@@ -488,8 +489,8 @@ class Pipeline(ModuleMisuseHints):
             pipe, optimizer = pipe.rebuild("zb-v", microbatches=8, optimizer=optimizer)
 
         Each rank receives the weights, buffers, gradients and optimizer state of its new stages from the rank that has them.
-        Later steps have the bits of a training that was so from the start. Nothing is written to disk. Step count, modes and
-        frozen parameters stay. All ranks make the same call, between steps.
+        Later steps have the bits of a training that was so from the start. Nothing is written to disk. Step count, modes,
+        frozen parameters, and attributes of layers that are numbers or texts stay. All ranks make the same call, between steps.
 
         schedule, microbatches
             As for `Pipeline`; by default unchanged.
@@ -530,7 +531,9 @@ class Pipeline(ModuleMisuseHints):
                         return self if optimizer is None else (self, optimizer)
                     arguments["cuts"] = cut.cuts
                 was_trained = self._has_optimizer or self.step_count > 0
-                redistribution = Redistribution(self._original, self.stages, optimizers, self._cuts_tokens, was_trained)
+                redistribution = Redistribution(
+                    self._original, self.stages, optimizers, self._first_attributes, self._cuts_tokens, was_trained
+                )
                 pipe = Pipeline(redistribution, **arguments)
         except BaseException:
             if redistribution is not None and redistribution.has_started:

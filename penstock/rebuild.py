@@ -1,12 +1,14 @@
 """The same model in another cut: every tensor is sent from a rank that has it to the ranks that will run it.
 
-Its gradient and its optimizer state are sent with it. Tensors are sent one after the other, not through a disk, and are
+Its gradient and its optimizer state are sent with it; first, what has changed of the attributes of submodules, as a drop-out
+rate. Tensors are sent one after the other, not through a disk, and are
 released where they were: a rank needs memory for its old and its new stages, and no more. First all ranks compare what they
 have; until then nothing changes.
 """
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -28,6 +30,7 @@ from penstock.engine.optimizers import (
 )
 from penstock.errors import MismatchError
 from penstock.partition import CuttableModel
+from penstock.partition.attributes import attributes_to_send
 from penstock.partition.graph_stage import move_stage_to_device
 from penstock.partition.materialise import META, reallocate_in_place
 from penstock.schedule.schedule import Schedule
@@ -94,6 +97,7 @@ class ModuleState(NamedTuple):
     training: bool
     has_hooks: bool
     extra_state: Any  # of its `get_extra_state()`; None without one
+    attributes: Mapping[str, Any]  # of `attributes_to_send`, those that differ from the first pipeline's
 
 
 class RankInventory(NamedTuple):
@@ -213,7 +217,8 @@ class Redistribution:
     """Moves the state of the `stages` that this rank runs to those of the next pipeline, to which it is given as its model.
 
     `original`: what the first pipeline was made of. `optimizers`: of this rank's parameters; their groups and state become
-    those of the parameters that it will have. `cuts_tokens`: whether the first pipeline cut its tokens. `was_trained`: whether
+    those of the parameters that it will have. `first_attributes`: of submodules by name, when the first pipeline was made.
+    `cuts_tokens`: whether the first pipeline cut its tokens. `was_trained`: whether
     the program has an optimizer, even if it gives none.
     """
 
@@ -222,9 +227,11 @@ class Redistribution:
         original: OriginalModel,
         stages: Mapping[int, nn.Module],
         optimizers: Sequence[Any],
+        first_attributes: Mapping[str, Mapping[str, Any]],
         cuts_tokens: bool,
         was_trained: bool,
     ) -> None:
+        self.first_attributes = first_attributes
         self.model, self._original, self.cuts_tokens, self._was_trained = original.model, original, cuts_tokens, was_trained
         self._stages, self._optimizers = stages, optimizers
         self._tensors, self._modules = original.stage_tensors(stages), original.stage_submodules(stages)
@@ -314,7 +321,9 @@ class Redistribution:
         return RankInventory(
             layouts,
             {
-                name: ModuleState(module.training, has_hooks(module), _extra_state(module))
+                name: ModuleState(
+                    module.training, has_hooks(module), _extra_state(module), self._changed_attributes(name, module)
+                )
                 for name, module in self._modules.items()
             },
             {name: has_gradient_hooks(tensor) for name, tensor in needed_tensors},
@@ -325,6 +334,16 @@ class Redistribution:
                 for optimizer in self._optimizers
             ],
         )
+
+    def _changed_attributes(self, name: str, module: nn.Module) -> dict[str, Any]:
+        first, missing = self.first_attributes.get(name, {}), object()
+        return {key: value for key, value in attributes_to_send(module).items() if first.get(key, missing) != value}
+
+    def _set_attributes(self, module: nn.Module, name: str, changed: Mapping[str, Any]) -> None:
+        current, missing = attributes_to_send(module), object()
+        for key, value in {**self.first_attributes.get(name, {}), **changed}.items():
+            if current.get(key, missing) != value:
+                vars(module)[key] = deepcopy(value)
 
     def _fill_tensor(self, tensor: Tensor, record: Mapping[str, Any], device: torch.device) -> None:
         """Give `tensor` the values, gradient and optimizer state that were received."""
@@ -349,12 +368,13 @@ class Redistribution:
             tensor.data = tensor.data.to(self._remote_device)
 
     def _restore_module_states(self, stages: Mapping[int, nn.Module], inventories: Mapping[int, RankInventory]) -> None:
-        """Give submodules that came from other ranks their mode and extra state."""
+        """Give submodules that came from other ranks their mode, attributes and extra state."""
         states = {name: state for inventory in inventories.values() for name, state in inventory.modules.items()}
         training = inventories[min(inventories)].training
         for name, module in self._original.stage_submodules(stages).items():
             if name not in self._modules:
                 module.training = states[name].training if name in states else training
+                self._set_attributes(module, name, states[name].attributes if name in states else {})
                 if name in states and states[name].extra_state is not None:
                     module.set_extra_state(states[name].extra_state)
         if self._original.cuttable is not None:

@@ -13,6 +13,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh import data_parallel
 from penstock.mesh.position import MeshPosition
+from penstock.partition.attributes import attributes_to_send
 from penstock.partition.balance import Balance
 from penstock.partition.graph_stage import skip_routes
 from penstock.schedule.schedule import Schedule
@@ -61,14 +62,20 @@ class OriginalModel(NamedTuple):
             named_tensors.setdefault(id(slot.tensor), (name, slot.tensor))
         return {name: tensor for name, tensor in named_tensors.values() if name not in local_names}
 
+    def submodules(self) -> dict[str, nn.Module]:
+        """Return all submodules by name, each once."""
+        return {
+            prefix + name: module for prefix, root in self._modules_by_prefix().items() for name, module in root.named_modules()
+        }
+
+    @property
+    def first_attributes(self) -> dict[str, dict[str, Any]]:
+        """Return the `attributes_to_send` of each submodule, by its name: for pipelines that are rebuilt from this one."""
+        return {name: attributes_to_send(module) for name, module in self.submodules().items()}
+
     def stage_submodules(self, stages: Mapping[int, nn.Module]) -> dict[str, nn.Module]:
         """Return the submodules of `stages` by name. A stage that was cut is itself no submodule of the model."""
-        named = [
-            (prefix + name, module)
-            for prefix, root in self._modules_by_prefix().items()
-            for name, module in root.named_modules()
-        ]
-        names = {id(module): name for name, module in reversed(named)}
+        names = {id(module): name for name, module in reversed(self.submodules().items())}
         return {names[id(module)]: module for stage in stages.values() for module in stage.modules() if id(module) in names}
 
 

@@ -331,7 +331,7 @@ class NoLoss(nn.Module):
 
 
 def rank_options() -> list[Any]:
-    """Modes, frozen parts, an option of the family, recomputation, another loss, a plan, a table; a list of stages."""
+    """Modes, frozen parts, attributes, an option of the family, recomputation, another loss, a plan, a table."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)) for _ in range(8)]
     pipe = ps.Pipeline(
@@ -339,6 +339,8 @@ def rank_options() -> list[Any]:
     )
     for stage in pipe.stages.values():
         stage[0][1].eval()  # of layers 0, 2, 4 and 6
+        for layer in stage:
+            layer[2].p, layer[2].history = 0.25, [layers.index(layer)]
     for name, parameter in pipe.named_parameters():
         parameter.requires_grad_("1.bias" not in name)
     inputs = torch.randn(16, 4)
@@ -348,7 +350,9 @@ def rank_options() -> list[Any]:
     def note() -> None:
         modes = {layer: layers[layer][1].training for stage in pipe.stages.values() for layer in map(layers.index, stage)}
         frozen = sorted(name for name, parameter in pipe.named_parameters() if not parameter.requires_grad)
-        results.append((pipe.schedule.name, pipe.schedule.stages, pipe.schedule.microbatches, pipe.seed, modes, len(frozen)))
+        attributes = {layer: (layers[layer][2].p, layers[layer][2].history) for layer in modes}
+        schedule = pipe.schedule
+        results.append((schedule.name, schedule.stages, schedule.microbatches, pipe.seed, modes, len(frozen), attributes))
         pipe.step(inputs, target=inputs)
 
     for change in (
@@ -363,7 +367,7 @@ def rank_options() -> list[Any]:
     return results
 
 
-def test_modes_frozen_parts_and_options_go_along_and_any_of_them_may_change():
+def test_modes_frozen_parts_attributes_and_options_go_along_and_any_of_them_may_change():
     first, second = ps.launch(rank_options, 2)
     assert [value[:4] for value in first[:-1]] == [
         ("interleaved-1f1b", 8, M, 5),
@@ -374,6 +378,7 @@ def test_modes_frozen_parts_and_options_go_along_and_any_of_them_may_change():
     for one, other in zip(first[:-1], second[:-1], strict=True):
         assert one[4] | other[4] == {layer: layer % 2 == 1 for layer in range(8)}
         assert one[5] == other[5] == 4
+        assert one[6] | other[6] == {layer: (0.25, [layer]) for layer in range(8)}
     assert first[-1] == second[-1] == "NoLoss"
 
 

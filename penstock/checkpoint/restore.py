@@ -31,7 +31,7 @@ from penstock.checkpoint.training_state import (
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.system import print_notice
 from penstock.engine.optimizers import optimizer_list, scheduler_list
-from penstock.errors import MismatchError, PenstockError
+from penstock.errors import MismatchError, PenstockError, warn_user
 from penstock.pipeline import Pipeline
 from penstock.stage.rank_parameters import describe_mismatches
 
@@ -54,6 +54,7 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
         list of several, in the order in which they were saved.
     `scheduler`: of the learning rate; gets its state. Or a list, in the order of the saved ones.
 
+    If the pipeline has an optimizer, a saved optimizer, schedule or scaler that is not restored is a warning.
     Returns the `extra` that was given to `save`. Raises MismatchError, on every rank and before anything is restored, if no
     checkpoint is complete (the file is named), or if names, shapes, dtypes or optimizers do not fit.
 
@@ -81,6 +82,8 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
             check_optimizers_match(optimizers, content["optimizers"], names)
         scheduler_states = unpack_scheduler_states(schedulers, content["schedulers"], files)
         scaler_state = unpack_scaler_state(content.get("scaler"), files, pipe.scaler, checkpoint)
+        if control.topology.rank == 0 and (optimizers or pipe._has_optimizer):
+            _warn_of_unrestored_state(content, checkpoint, optimizers, schedulers, pipe.scaler)
         with roll_back_on_failure(checkpoint, pipe, optimizers, schedulers):
             copy_into_model(pipe, ((name, value) for name, value in state.items() if not isinstance(value, Tensor)))
             for item, saved in zip(optimizers, content["optimizers"][: len(optimizers)], strict=True):
@@ -96,6 +99,21 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
     if len(folders) > 1 and control.topology.rank == 0:
         print_notice(f"the ranks go on from {checkpoint}")
     return extra
+
+
+def _warn_of_unrestored_state(
+    content: Mapping[str, Any], checkpoint: Path, optimizers: Sequence[Any], schedulers: Sequence[Any], scaler: Any
+) -> None:
+    """Warn that a training would go on without a part of its state."""
+    lost = [part["kind"] for part in content["optimizers"] if not optimizers]
+    lost += ["a learning-rate schedule" for _ in content["schedulers"] if not schedulers]
+    lines = [f"checkpoint.resume(.., pipe, optimizer{', scheduler' * bool(content['schedulers'])})"] * bool(lost)
+    if scaler is None and (content.get("scaler") or {}).get("dict"):
+        lost.append("a GradScaler")
+        lines.append("Pipeline(.., scaler=scaler)")
+    if lost:
+        advice = f"{' and '.join(lines)} restore{'s' * (len(lines) == 1)} it"
+        warn_user(f"{checkpoint} holds the state of {', '.join(lost)}, which is not restored: {advice}")
 
 
 def exists(folder: Folder | Sequence[Folder]) -> bool:

@@ -336,6 +336,41 @@ def test_the_scaler_of_a_pipeline_goes_on_with_its_scale(tmp_path):
     assert_same(state, expected[0])
 
 
+def warnings_of_resume(folder, *state, **options):
+    model = torch.nn.Linear(4, 4)
+    pipe = ps.Pipeline([model], torch.nn.functional.mse_loss, topology=ps.Topology(), **options)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    given = {"optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint.resume(folder, pipe, *[given[name] for name in state])
+    return [str(warning.message).removeprefix(f"{folder}/step-00000000 ") for warning in caught]
+
+
+def test_a_training_that_resumes_without_a_part_of_its_state_is_told(tmp_path):
+    scaler = torch.amp.GradScaler("cpu")
+    pipe = ps.Pipeline([torch.nn.Linear(4, 4)], torch.nn.functional.mse_loss, topology=ps.Topology(), scaler=scaler)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    checkpoint.save(tmp_path, pipe, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    assert warnings_of_resume(tmp_path, "optimizer", "scheduler", scaler=scaler) == []
+    assert warnings_of_resume(tmp_path, "optimizer", scaler=scaler) == [
+        "holds the state of a learning-rate schedule, which is not restored: checkpoint.resume(.., pipe, optimizer, scheduler) "
+        "restores it"
+    ]
+    assert warnings_of_resume(tmp_path) == [
+        "holds the state of SGD, a learning-rate schedule, a GradScaler, which is not restored: checkpoint.resume(.., pipe, "
+        "optimizer, scheduler) and Pipeline(.., scaler=scaler) restore it"
+    ]
+
+
+def test_weights_that_are_resumed_without_an_optimizer_are_not_told(tmp_path):
+    pipe = ps.Pipeline([torch.nn.Linear(4, 4)], torch.nn.functional.mse_loss, topology=ps.Topology())
+    checkpoint.save(tmp_path, pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.resume(tmp_path, ps.Pipeline([torch.nn.Linear(4, 4)], topology=ps.Topology()))
+
+
 def rank_saves_between(folder):
     """How often a save warned: in the middle of an accumulation, at its end, with gradients that have been used, in float16."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))

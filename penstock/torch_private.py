@@ -178,6 +178,13 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(forward_hooks or module._forward_hooks or module._backward_hooks)
 
 
+def has_hooks_of_user(module: nn.Module) -> bool:
+    """Return whether `module` has hooks besides those that torch.distributed puts there, as `fully_shard` does."""
+    names = [str(getattr(hook, "__module__", "")) for hook in forward_hooks(module)]
+    own_forward_hooks = any(not name.startswith("torch.distributed.") for name in names)
+    return own_forward_hooks or bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def has_hooks_or_patched_forward(module: nn.Module) -> bool:
     """Return whether `module` has forward hooks, or a forward that was set on the instance."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in module.__dict__

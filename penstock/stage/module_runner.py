@@ -15,6 +15,7 @@ from penstock.torch_private import (
     children_by_name,
     fsdp_casts_inputs_or_outputs,
     has_hooks,
+    has_hooks_of_user,
     has_hooks_or_patched_forward,
     is_compiled,
 )
@@ -77,7 +78,7 @@ class ModuleRunner:
     def _run_module(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         # Nothing has to be done between the layers.
         if seed is None and self.recompute != "block":
-            return self.module(*args, **kwargs)
+            return self._call_module(args, kwargs)
 
         # The layers are not known: the module is one layer.
         run_layers = self._find_layer_by_layer_method(args, kwargs)
@@ -107,8 +108,19 @@ class ModuleRunner:
 
     def _has_hooks_to_run(self) -> bool:
         """Return whether hooks of the module must run. `FSDPReplication` does all that `fully_shard`'s do, except casts."""
-        is_sharded = hasattr(type(self.module), "unshard")  # of the instance, nn.Module would look among its parameters
-        return fsdp_casts_inputs_or_outputs(self.module) if is_sharded else has_hooks(self.module)
+        if self._is_sharded:
+            return fsdp_casts_inputs_or_outputs(self.module) or has_hooks_of_user(self.module)
+        return has_hooks(self.module)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return hasattr(type(self.module), "unshard")  # of the instance, nn.Module would look among its parameters
+
+    def _call_module(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the module, without `fully_shard`'s hooks: in a backward they make zeros of a gradient that is None."""
+        if self._is_sharded and not self._has_hooks_to_run() and not is_compiled(self.module):
+            return self.module.forward(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
     def _run_graph(self, seed: int | None, *args: Any, **kwargs: Any) -> Any:
         return self.module.penstock(args, kwargs, partial(self._run_layer, seed))  # type: ignore[operator]
@@ -135,7 +147,7 @@ class ModuleRunner:
     ) -> Any:
         if seed is not None and _may_draw_random_numbers(layer):
             self.generator.manual_seed(mix_in(seed, number))
-        return layer(*args, **kwargs)
+        return self._call_module(args, kwargs) if layer is self.module else layer(*args, **kwargs)
 
 
 @contextmanager

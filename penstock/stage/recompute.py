@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
+from operator import is_
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -168,9 +168,8 @@ class _Attributes:
             (vars(owner), {name: value for name, value in vars(owner).items() if name not in MODULE_ATTRIBUTES})
             for owner in owners
         ]
-        self._copies = [
-            (value, copy(value)) for _, values in self._values for value in values.values() if isinstance(value, CONTAINERS)
-        ]
+        containers = [value for _, values in self._values for value in values.values() if isinstance(value, CONTAINERS)]
+        self._elements = [(container, _elements(container)) for container in containers]
 
     def restore(self) -> None:
         """Give the modules these attributes again."""
@@ -178,6 +177,17 @@ class _Attributes:
             for name in attributes.keys() - values.keys() - MODULE_ATTRIBUTES:
                 del attributes[name]
             attributes.update(values)
-        for container, elements in self._copies:
-            container.clear()
-            (container.update if isinstance(container, dict | set) else container.extend)(elements)
+
+        for container, elements in self._elements:
+            current = _elements(container)
+            if len(current) != len(elements) or not all(map(is_, current, elements)):
+                container.clear()
+                if isinstance(container, dict):
+                    container.update(zip(elements[::2], elements[1::2], strict=True))
+                else:
+                    (container.update if isinstance(container, set) else container.extend)(elements)
+
+
+def _elements(container: Any) -> list[Any]:
+    """Return the elements of a container, of a dict its keys and values in turn."""
+    return [element for pair in container.items() for element in pair] if isinstance(container, dict) else list(container)

@@ -136,6 +136,7 @@ def test_forward_hooks_are_seen_and_what_is_compiled_too():
     layer.register_forward_hook(lambda *_: None)
     other.register_forward_pre_hook(lambda *_: None)
     assert torch_private.has_hooks(layer)
+    assert torch_private.has_hooks_of_user(layer)
     assert torch_private.has_hooks(other)
     assert torch_private.has_hooks_or_patched_forward(other)
     own = nn.Linear(2, 2)

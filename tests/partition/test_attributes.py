@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from reference import accumulate
+from slow_cases import slow_except
 from torch import nn
 
 import penstock as ps
@@ -274,8 +275,11 @@ READS_STATE = {
 CUTS = {"by names": {"cuts": ["last"]}, "by an example": {"example_args": (X[:2],)}}
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("function", READS_STATE)
+READS_STATE_IN_CUTS = [(function, cut) for function in READS_STATE for cut in CUTS]
+QUICK = [(function, "by names") for function in READS_STATE] + [(adds_the_last_hidden, "by an example")]
+
+
+@pytest.mark.parametrize(("function", "cut"), slow_except(QUICK, READS_STATE_IN_CUTS))
 def test_a_cut_forward_that_reads_what_its_last_call_has_left_is_refused(function, cut):
     with pytest.raises(ps.MismatchError, match=f"^the forward of Stateful sets {READS_STATE[function]}, and reads it in"):
         split(Stateful("state", function), 2, **CUTS[cut])
@@ -333,7 +337,11 @@ READS_NO_STATE |= {
 }
 
 
-@pytest.mark.parametrize(("function", "cut"), [(function, cut) for function, cuts in READS_NO_STATE.items() for cut in cuts])
+READS_NO_STATE_IN_CUTS = [(function, cut) for function, cuts in READS_NO_STATE.items() for cut in cuts]
+QUICK = [(function, "by names") for function in READS_NO_STATE] + [(fills_a_table, "by an example")]
+
+
+@pytest.mark.parametrize(("function", "cut"), slow_except(QUICK, READS_NO_STATE_IN_CUTS))
 def test_a_cut_forward_that_leaves_values_and_does_not_read_them_is_that_of_the_model(function, cut):
     model, uncut = Stateful("state", function), Stateful("state", function)
     stages = split(model, 2, **CUTS[cut])

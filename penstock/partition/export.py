@@ -203,7 +203,7 @@ class _Export(NamedTuple):
     def constants_in_attributes(self) -> list[Tensor]:
         """Return the tensors in attributes that depend on sizes alone: tables that the forward fills when it needs them."""
         tensors = self.result.tensors_in_attributes()
-        nodes = list(self.program.graph.output_node().args[0])[self.result.output_structure.num_leaves :]  # type: ignore[arg-type]
+        nodes = list(self.program.graph.output_node().args[0])[self.result.output_structure.num_leaves :]
         return [tensor for tensor, node in zip(tensors, nodes, strict=True) if not _depends_on_tensors(node)]
 
 
@@ -308,7 +308,7 @@ class _Unflattener:
             self.copies[node] = self._copy_input_or_parameter(node, input_specs[node.name])
 
         leaves = self._copy_body(self.program.graph_module, with_grad=True)
-        structure = self._output_structure
+        structure: Any = self._output_structure
         leaves = leaves[: structure.num_leaves]  # without the tensors in attributes
         output = leaves[0] if structure.is_leaf() else self.graph.call_function(tree_unflatten, (leaves, structure))
         self.graph.output(output)

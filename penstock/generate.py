@@ -24,8 +24,8 @@ from torch import Tensor
 from penstock.batch.agreement import hash48
 from penstock.batch.call import Call
 from penstock.batch.pieces import split_sizes, token_lengths
-from penstock.comms.control_group import convert_transport_errors
 from penstock.comms.transport.channels import Channels
+from penstock.comms.wait_errors import convert_errors
 from penstock.engine.actions import messages_of
 from penstock.engine.cache import TokenCache, max_context, supports_incremental_decoding
 from penstock.engine.clock import ActionClock
@@ -102,7 +102,7 @@ def generate_text(
 
     generation = TextGeneration(engine, tokens, kwargs, options, rows_dim)
     engine.discard_step_state()
-    with convert_transport_errors("for the replicas to begin to generate"):
+    with convert_errors("for the replicas to begin to generate"):
         begin_step_and_prefetch([engine.stages[index].replication for index in generation.program.stages])
 
     for _ in range(options.max_new_tokens):
@@ -112,7 +112,7 @@ def generate_text(
         if generation.is_complete:
             break
 
-    with convert_transport_errors("for the replicas to generate"):
+    with convert_errors("for the replicas to generate"):
         for stage in engine.stages.values():
             stage.replication.finish_step(training=False)
     return generation.text

@@ -1,13 +1,14 @@
 """Communication of ranks: send tensors, make the same calls on all, raise the same error when one fails.
 
 topology          this process's rank, the number of ranks, this rank's device
-rendezvous        what ranks write into the store: the id of a run, which ranks have left
+rendezvous        how ranks meet: the id of a run, a wait for all
 backends          choose NCCL or Gloo, and the network interface
 heartbeat         a thread of each rank that sends heartbeats, and monitors other ranks
-process           the activity and state of a rank's process, readable by other processes of its machine
+process           a rank's process, and its last heartbeat, with what it is doing
 process_groups    process groups that can be closed while ranks wait in them
 abort             end all waits in a process group
-failure_reports   reports of ranks when a step fails, and the one error that all raise
+wait_errors       errors of waits and of the system, as Penstock's
+status            how each rank has ended, and the one error that all raise
 control_group     all ranks make the same calls, exchange small values, and raise the same error
 encoding          encode values as bytes, without pickle
 point_to_point    send a tensor from one rank to another

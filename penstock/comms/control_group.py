@@ -5,18 +5,17 @@ rank saves while others step, or steps another pipeline, the next row shows it.
 
 When rank 2 fails:
 
-    rank 2             writes its report into the store, and closes its groups
-    rank 1, 3          their waits for rank 2 end: they report that, and close their groups
+    rank 2             writes its status into the store, `raised` (status.py), and closes its groups
+    rank 1, 3          their waits for rank 2 end: they write `waited`, and close their groups
     rank 0             its wait for rank 1 ends: it does the same
-    rank 0, 1, 3       read reports until one has a rank's own error (failure_reports.py), and raise that error
+    rank 0, 1, 3       read statuses until one is `raised`, and raise that error
 
-A rank that others wait for, and that leaves no report, is lost.
+A rank that others wait for, and that writes no status, is lost.
 """
 
 import itertools
 import struct
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -27,27 +26,17 @@ import torch
 from penstock import torch_private
 from penstock.comms.abort import abort_group
 from penstock.comms.encoding import all_gather_encoded, encode_to_tensor
-from penstock.comms.failure_reports import FailureReport, collect_reports, diagnose, own_error_report, publish_report
-from penstock.comms.process_groups import ProcessGroups, call_unprofiled, is_transport_error
-from penstock.comms.system import convert_os_errors, explain_error
-from penstock.comms.topology import Topology, describe_transport_error
+from penstock.comms.process_groups import ProcessGroups, call_unprofiled
+from penstock.comms.status import explain_failure, publish, status_of_error
+from penstock.comms.system import explain_error
+from penstock.comms.topology import Topology
+from penstock.comms.wait_errors import WaitError, convert_errors, is_transport_error
 from penstock.errors import LostRankError, MismatchError, NonFiniteError, PenstockError, ResourceError
 
 ROW_TAG, TRANSFER_TAG = 1, 2
 MAX_ROW_NUMBERS = 16
 CALL_NAME = struct.Struct("6d")  # the name of a call, 48 bytes of ASCII, as the first numbers of a row
 OF_PIPELINE = " of pipeline "  # in the name of a call: between the method and the pipeline's number
-
-
-class WaitError(PenstockError):
-    """A wait for another rank failed. Users never see it: the error that `diagnose` returns is raised instead.
-
-    `awaited`: what the rank waited for, as text. `peer`: which rank, None for any. `cause`: the transport's error.
-    """
-
-    def __init__(self, awaited: str, peer: int | None, cause: BaseException) -> None:
-        super().__init__(awaited)
-        self.awaited, self.peer, self.cause = awaited, peer, cause
 
 
 class PendingTransfer(NamedTuple):
@@ -60,32 +49,8 @@ class PendingTransfer(NamedTuple):
 
     def wait(self) -> None:
         """Wait until the tensor has arrived. Raises WaitError."""
-        with convert_runtime_errors(f"for rank {self.peer} {self.purpose}", self.peer):
+        with convert_errors(f"for rank {self.peer} {self.purpose}", self.peer):
             self.work.wait()
-
-
-class convert_runtime_errors:
-    """A context manager that raises a RuntimeError of the block as WaitError(awaited, peer)."""
-
-    def __init__(self, awaited: str, peer: int | None = None) -> None:
-        self._awaited, self._peer = awaited, peer
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise WaitError(self._awaited, self._peer, error) from error
-
-
-@contextmanager
-def convert_transport_errors(awaited: str) -> Iterator[None]:
-    """Raise a RuntimeError of the block as WaitError(awaited), but only if another rank caused it."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_transport_error(error):
-            raise
-        raise WaitError(awaited, None, error) from error
 
 
 _groups_count = itertools.count()  # numbers the shared control groups of this process, the same on every rank
@@ -98,8 +63,8 @@ def shared_control_group(topology: Topology) -> "ControlGroup":
     if topology.world_size == 1:
         return ControlGroup(topology, "alone")
 
-    shared: ControlGroup | None = topology.context.control_group
-    if shared is None or shared.rank_was_lost or shared.topology != topology or shared.topology.store is not topology.store:
+    shared = topology.context.control_group
+    if not isinstance(shared, ControlGroup) or shared.rank_was_lost or not shared.has_topology(topology):
         topology.context.control_group = shared = ControlGroup(topology, f"penstock/{next(_groups_count)}")
     return shared
 
@@ -134,6 +99,10 @@ class ControlGroup:
         self._row: list[float] = []  # this rank's row in the current exchange
         self._arriving: tuple[torch.Tensor, list[Any]] = torch.empty(0), []  # its rows by rank, the works of its receives
         self._posted: tuple[torch.Tensor, list[Any]] = torch.empty(0), []  # the same for the next exchange
+
+    def has_topology(self, topology: Topology) -> bool:
+        """Return whether this group has been opened with `topology`, and its store."""
+        return self.topology == topology and self.topology.store is topology.store
 
     @contextmanager
     def collective_call(self, name: str, pipeline: int | None = None, announces: bool = True) -> Iterator[None]:
@@ -194,10 +163,7 @@ class ControlGroup:
             purpose = "connect to the other ranks"
             self.groups = ProcessGroups(self.topology, f"{self.name}/{self.times_closed}", self._active_mesh_groups)
             try:
-                with (
-                    convert_runtime_errors(f"to {purpose}"),
-                    convert_os_errors(f"rank {self.topology.rank} could not {purpose}"),
-                ):
+                with convert_errors(f"to {purpose}", failure=f"rank {self.topology.rank} could not {purpose}"):
                     self._group = self.groups.world_group
                     self._post_receives()
             except (ResourceError, WaitError) as error:
@@ -231,7 +197,7 @@ class ControlGroup:
         message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         last_sent, self._pending_sends = self._pending_sends, []
         for number, peer in enumerate(self._peers):
-            with convert_runtime_errors(f"for rank {peer} {purpose}", peer):
+            with convert_errors(f"for rank {peer} {purpose}", peer):
                 self._pending_sends.append((call_unprofiled(self._group.send, [message], peer, ROW_TAG), message))
                 if last_sent:
                     last_sent[number][0].wait()  # returns at once: the peer has received it
@@ -249,7 +215,7 @@ class ControlGroup:
             for peer, work in zip(self._peers, receives, strict=True):
                 if self.groups is not None and not self._call_has_begun:
                     self.groups.awaited = peer, purpose
-                with convert_runtime_errors(f"for rank {peer} {purpose}", peer):
+                with convert_errors(f"for rank {peer} {purpose}", peer):
                     if isinstance(work, RuntimeError):
                         raise work
                     work.wait()
@@ -286,7 +252,7 @@ class ControlGroup:
             return [value]
         encoded = encode_to_tensor(value)
         sizes = [int(size) for (size,) in self.all_gather_row([encoded.numel()], purpose)]
-        with convert_runtime_errors(f"for the other ranks {purpose}"):
+        with convert_errors(f"for the other ranks {purpose}"):
             return all_gather_encoded(encoded, sizes, lambda rows, row: self._group.allgather([rows], [row]).wait())
 
     def send(self, tensor: torch.Tensor, peer: int, purpose: str) -> PendingTransfer:
@@ -300,7 +266,7 @@ class ControlGroup:
 
     def _transfer(self, operation: str, tensor: torch.Tensor, peer: int, purpose: str) -> PendingTransfer:
         self.open_groups()
-        with convert_runtime_errors(f"for rank {peer} {purpose}", peer):
+        with convert_errors(f"for rank {peer} {purpose}", peer):
             return PendingTransfer(getattr(self._group, operation)([tensor], peer, TRANSFER_TAG), tensor, peer, purpose)
 
     def raise_error_on_all_ranks(self, error: BaseException) -> NoReturn:
@@ -314,14 +280,14 @@ class ControlGroup:
         if self.groups.aborted and isinstance(error, Exception) and not isinstance(error, WaitError):
             error = WaitError("for a rank that failed meanwhile", None, error)  # it follows from data that never arrived
 
-        groups, report = self.groups, self._failure_report(error)
-        publish_report(groups, report)
+        groups, status = self.groups, status_of_error(self.topology.rank, error, self.topology.timeout, self.topology.store)
+        publish(groups.store, status)
         self._close_groups()
         if not isinstance(error, WaitError):
             self._note_failure(error)
             raise error
 
-        diagnosis = diagnose(groups, *collect_reports(groups, report))
+        diagnosis = explain_failure(self.topology.store, groups.store, groups.ranks, status)
         self.rank_was_lost = self.rank_was_lost or isinstance(diagnosis, LostRankError)
         self._note_failure(diagnosis)
         raise diagnosis from (None if is_transport_error(error.cause) else error.cause)  # whose text helps no user
@@ -346,12 +312,6 @@ class ControlGroup:
             self._mesh_groups.pop(pipeline, None)
         if self._active_mesh_groups:
             torch_private.clear_dtensor_caches()  # they may have these groups, for tensors of later meshes
-
-    def _failure_report(self, error: BaseException) -> FailureReport:
-        if not isinstance(error, WaitError):
-            return own_error_report(self.topology.rank, error)
-        end = describe_transport_error(error.cause, self.topology.timeout)
-        return FailureReport(self.topology.rank, time.time(), None, error.awaited, error.peer, end)
 
 
 def _find_device_error(error: BaseException | None) -> torch.AcceleratorError | None:

@@ -6,9 +6,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from penstock.comms.control_group import convert_transport_errors, shared_control_group
+from penstock.comms.control_group import shared_control_group
 from penstock.comms.system import batch_thread_policy
 from penstock.comms.topology import current_topology
+from penstock.comms.wait_errors import convert_errors
 from penstock.errors import MismatchError
 
 
@@ -52,7 +53,7 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1, cp: int = 1) -> D
 
         if not dist.is_initialized():  # a world of one
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        with batch_thread_policy(), convert_transport_errors("for the other ranks to make a mesh"):
+        with batch_thread_policy(), convert_errors("for the other ranks to make a mesh"):
             return init_device_mesh(
                 topology.device.type,
                 tuple(axes.values()),

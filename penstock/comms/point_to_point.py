@@ -1,6 +1,7 @@
 """Send a tensor from one rank to another, with a header by which the receiver checks it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,10 +9,10 @@ import torch.distributed as dist
 
 from penstock import torch_private
 from penstock.comms.encoding import view_as_bytes
-from penstock.comms.heartbeat import select_lost
 from penstock.comms.process_groups import wait_for_work
-from penstock.comms.rendezvous import read_departures
-from penstock.comms.topology import Topology, convert_to_lost_rank_error, current_topology
+from penstock.comms.status import LOST, explain_failure, read, status_of_error
+from penstock.comms.topology import Topology, current_topology
+from penstock.comms.wait_errors import WaitError, convert_errors
 from penstock.errors import MismatchError, PenstockError
 
 DTYPES = (
@@ -39,9 +40,7 @@ def send_tensor(tensor: torch.Tensor, dest: int | None) -> None:
     if tensor.dim() > MAX_DIMENSIONS or tensor.dtype not in DTYPES:
         raise MismatchError(f"cannot send a tensor of {tensor.dim()} dimensions and {tensor.dtype}")
     header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    with convert_to_lost_rank_error(
-        topology, f"to send a {_describe_tensor(tensor.shape, tensor.dtype)} to rank {dest}", [dest]
-    ):
+    with _explain_failure(topology, f"to send a {_describe_tensor(tensor.shape, tensor.dtype)} to rank {dest}", dest):
         dist.send(torch.tensor(header + [0] * (MAX_DIMENSIONS + 2 - len(header)), device="cpu"), dest)
         data = view_as_bytes(tensor.detach().to(topology.transport_device).contiguous())
         _wait_for_transfer(_world_backend(topology).send([data], dest, 0), topology, dest)
@@ -64,7 +63,7 @@ def recv_tensor(
     topology = current_topology()
     src = _check_peer(topology, src, "receive from", "previous")
     header = torch.empty(MAX_DIMENSIONS + 2, dtype=torch.int64, device="cpu")
-    with convert_to_lost_rank_error(topology, f"for a {_describe_tensor(shape, dtype)} from rank {src}", [src]):
+    with _explain_failure(topology, f"for a {_describe_tensor(shape, dtype)} from rank {src}", src):
         dist.recv(header, src)
         index, dimensions, *sizes = header.tolist()
         if not (0 <= index < len(DTYPES) and 0 <= dimensions <= MAX_DIMENSIONS and min(sizes) >= 0):
@@ -85,13 +84,24 @@ def _world_backend(topology: Topology) -> Any:
     return torch_private.group_backend(dist.group.WORLD, topology.transport_device)
 
 
+@contextmanager
+def _explain_failure(topology: Topology, awaited: str, peer: int) -> Iterator[None]:
+    """Raise LostRankError, which says how `peer` or another rank has ended, if the block's wait for `peer` fails."""
+    try:
+        with convert_errors(awaited, peer):
+            yield
+    except WaitError as error:
+        status = status_of_error(topology.rank, error, topology.timeout, topology.store)
+        raise explain_failure(topology.store, None, range(topology.world_size), status) from None
+
+
 def _wait_for_transfer(work: Any, topology: Topology, peer: int) -> None:
-    """Wait until the transfer is done. Raises RuntimeError once `peer` has left without finishing it."""
+    """Wait until the transfer is done. Raises RuntimeError once `peer` has ended without finishing it."""
     wait_for_work(
         work,
         topology,
-        lambda: bool(read_departures(topology.store, [peer])),
-        lambda: bool(select_lost(read_departures(topology.store, [peer]))),
+        lambda: bool(read(topology.store, [peer])),
+        lambda: any(status.kind in LOST for status in read(topology.store, [peer]).values()),
     )
 
 

@@ -1,108 +1,61 @@
-"""The activity and state of a rank's process: other processes of its machine can read both, even while it is suspended."""
+"""What the store has of a rank: its process, whose state its machine shows, and its last heartbeat, with what it is doing."""
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from mmap import mmap
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from penstock.schedule.table import Action, Kind
-
-MEMORY_FILE_NAME = "penstock-activity"
-ActivityMemory = memoryview | Sequence[int]
-
-# The memory is two words of 8 bytes. A write of one word is atomic, so a reader never sees half of it.
-STEP_WORD, ACTION_WORD = 0, 1
-MEMORY_BYTES = 2 * 8
-
-# STEP_WORD: the step's number, then two bits: in a training step, in an evaluation; 0 if the step is over.
-TRAINING_BIT, EVALUATING_BIT, IN_STEP_MASK = 1, 2, 1 | 2
-
-# ACTION_WORD: stage + 1 (32 bits), microbatch (29 bits), kind (2 bits), whether it runs (1 bit); 0: no action yet.
-RUNNING_BIT = 1
-KINDS = tuple(Kind)
-KIND_BITS = {kind: number << 1 for number, kind in enumerate(KINDS)}
+from penstock.comms.rendezvous import read_text
+from penstock.schedule.table import Action
 
 SUSPENDED, ENDED, ALIVE = "stopped", "ended", "alive"
 LINUX_STATES = {"T": SUSPENDED, "Z": ENDED, "X": ENDED}  # in /proc/PID/stat; any other is alive
 
 
 class Activity:
-    """The current step and action of this process."""
+    """The current step and action of this process. The heartbeat's thread reads `now` while the main thread writes it."""
 
     def __init__(self) -> None:
-        self.memory = memoryview(bytearray(MEMORY_BYTES)).cast("q")
-        self.memory_fd = -1  # the file of the memory, once other processes can read it
-
-    def share(self) -> None:
-        """Let other processes read the memory from now on, if the system has memory files (Linux)."""
-        if self.memory_fd < 0 and hasattr(os, "memfd_create"):
-            with suppress(OSError):
-                fd = os.memfd_create(MEMORY_FILE_NAME)
-                os.fchmod(fd, 0o600)
-                os.ftruncate(fd, MEMORY_BYTES)
-                memory = memoryview(mmap(fd, MEMORY_BYTES)).cast("q")
-                memory[STEP_WORD], memory[ACTION_WORD] = self.memory
-                self.memory, self.memory_fd = memory, fd
+        self.now: tuple[str, Action | None, bool] = "", None, False  # the step, empty between steps; the action; if it runs
+        self.steps_done: int | None = None  # finished training steps; None if none has begun
 
     @contextmanager
     def during_step(self, number: int, training: bool) -> Iterator[None]:
         """Record that step `number` runs during the block, or an evaluation after step `number`."""
-        self.memory[ACTION_WORD] = 0
-        self.memory[STEP_WORD] = number << 2 | (TRAINING_BIT if training else EVALUATING_BIT)
-        steps_done = number - training
+        self.now = f"step {number}" if training else "an evaluation", None, False
+        self.steps_done = number - 1 if training else number or None
         try:
             yield
-            steps_done = number
+            self.steps_done = number or None
         finally:
-            self.memory[STEP_WORD] = steps_done << 2
-
-    def steps_done(self) -> int | None:
-        """Return the number of finished training steps; None if no step has begun."""
-        word = self.memory[STEP_WORD]
-        return (word >> 2) - (word & IN_STEP_MASK == TRAINING_BIT) if word else None
+            self.now = "", None, False
 
     def begin_action(self, action: Action) -> None:
         """Record that `action` runs."""
-        self.memory[ACTION_WORD] = _encode_action(action)
+        self.now = self.now[0], action, True
 
     def end_action(self) -> None:
         """Record that the action is done."""
-        self.memory[ACTION_WORD] &= ~RUNNING_BIT
+        step, action, _ = self.now
+        self.now = step, action, False
 
-
-def describe_activity(memory: ActivityMemory) -> str:
-    """Return the activity in the memory of an `Activity` as text: `in 2F3 of step 17`."""
-    step_word, action_word = memory
-    number, phase = step_word >> 2, step_word & IN_STEP_MASK
-    if not phase:
-        return f"after step {number}" if number else "before its first step"
-
-    step = f"step {number}" if phase == TRAINING_BIT else "an evaluation"
-    if not action_word:
-        return f"at the beginning of {step}"
-    return f"{'in' if action_word & RUNNING_BIT else 'after'} {_decode_action(action_word)} of {step}"
-
-
-@cache
-def _encode_action(action: Action) -> int:
-    kind, stage, microbatch, slice_ = action
-    return slice_ << 48 | stage + 1 << 32 | microbatch << 3 | KIND_BITS[kind] | RUNNING_BIT
-
-
-def _decode_action(word: int) -> Action:
-    return Action(KINDS[word >> 1 & 3], (word >> 32 & 2**16 - 1) - 1, word >> 3 & 2**29 - 1, word >> 48)
+    def describe(self) -> str:
+        """Return the activity as text: `in 2F3 of step 17`; empty before the first step."""
+        step, action, is_running = self.now
+        if not step:
+            return f"after step {self.steps_done}" if self.steps_done else ""
+        return f"{'in' if is_running else 'after'} {action} of {step}" if action else f"at the beginning of {step}"
 
 
 class ProcessRecord(NamedTuple):
-    """Identifies a process, so that other processes of its machine can read its state and its activity."""
+    """Identifies a process, so that other processes of its machine can read its state."""
 
     machine: str  # from `machine_id`; empty if the system does not show other processes
     pid: int
     start_ticks: str  # start time in clock ticks since boot: a later process may get the same pid
-    activity_fd: int  # the process's descriptor of its `Activity.memory`
 
     def state(self) -> str:
         """Return SUSPENDED, ENDED or ALIVE; an empty string if this process cannot see it."""
@@ -116,22 +69,14 @@ class ProcessRecord(NamedTuple):
             return ""
         return LINUX_STATES.get(state, ALIVE) if start_ticks == self.start_ticks else ENDED
 
-    def activity(self) -> str:
-        """Return the process's activity, or that before it was suspended, as text; empty if this process cannot see it."""
-        path = f"/proc/{self.pid}/fd/{self.activity_fd}"
-        with suppress(OSError):
-            if self.state() and os.readlink(path).startswith(f"/memfd:{MEMORY_FILE_NAME}"):
-                return describe_activity(memoryview(Path(path).read_bytes()[:MEMORY_BYTES]).cast("q"))
-        return ""
+
+UNKNOWN_PROCESS = ProcessRecord("", 0, "")
 
 
-UNKNOWN_PROCESS = ProcessRecord("", 0, "", -1)
-
-
-def read_process(pid: int, activity_fd: int = -1) -> ProcessRecord:
+def read_process(pid: int) -> ProcessRecord:
     """Return the record of this machine's process `pid`; UNKNOWN_PROCESS if this process cannot see it."""
     with suppress(OSError):
-        return ProcessRecord(machine_id(), pid, _read_proc_stat(pid)[2], activity_fd)
+        return ProcessRecord(machine_id(), pid, _read_proc_stat(pid)[2])
     return UNKNOWN_PROCESS
 
 
@@ -140,12 +85,6 @@ def read_parent_process(pid: int) -> ProcessRecord:
     with suppress(OSError):
         return read_process(int(_read_proc_stat(pid)[1]))
     return UNKNOWN_PROCESS
-
-
-def read_own_process(activity: Activity) -> ProcessRecord:
-    """Return the record of this process. Other processes can read its `activity` from now on."""
-    activity.share()
-    return read_process(os.getpid(), activity.memory_fd)
 
 
 def _read_proc_stat(pid: int) -> tuple[str, str, str]:
@@ -161,3 +100,39 @@ def machine_id() -> str:
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
+
+
+# ---- in the store
+
+
+def publish_process(store: Any, rank: int) -> None:
+    """Write the record of this process, which is `rank`."""
+    store.set(f"process-{rank}", json.dumps(read_process(os.getpid())))
+
+
+def have_published_processes(store: Any, ranks: Collection[int]) -> bool:
+    """Return whether all of these `ranks` have called `publish_process`."""
+    return bool(store.check([f"process-{rank}" for rank in ranks]))
+
+
+def read_process_of_rank(store: Any, rank: int) -> ProcessRecord:
+    """Return the record of the process of `rank`; UNKNOWN_PROCESS if it has not published one."""
+    text = read_text(store, f"process-{rank}")
+    return ProcessRecord(*json.loads(text)) if text else UNKNOWN_PROCESS
+
+
+class Heartbeat(NamedTuple):
+    """The last heartbeat of a rank."""
+
+    number: int = 0
+    activity: str = ""  # as `Activity.describe` gives it
+
+
+def publish_beat(store: Any, rank: int, beat: Heartbeat) -> None:
+    """Write a heartbeat of this `rank`."""
+    store.set(f"beat-{rank}", json.dumps(beat))
+
+
+def read_beat(store: Any, rank: int) -> Heartbeat:
+    """Return the last heartbeat of `rank`."""
+    return Heartbeat(*json.loads(read_text(store, f"beat-{rank}") or "[]"))

@@ -20,14 +20,12 @@ import torch.distributed as dist
 
 from penstock import torch_private
 from penstock.comms.abort import abort_backend, abort_group
-from penstock.comms.process import IN_STEP_MASK, STEP_WORD
-from penstock.comms.rendezvous import poll, read_departures, wait_for_all
-from penstock.comms.system import check_free_descriptors, error_text, print_notice
+from penstock.comms.rendezvous import ANY_STATUS_KEY, poll, wait_for_all
+from penstock.comms.system import check_free_descriptors, print_notice
 from penstock.comms.time_limits import DEPARTED_WORK_SECONDS, HEARTBEAT_SECONDS, LONG_WAIT_HEARTBEATS
 from penstock.comms.topology import Topology
 
 SOURCE_RANK, DESTINATION_RANK = 0, 1  # in the group of two that sends the messages of a channel
-FAILED_KEY = "failed"  # a rank that has failed sets it in the store of the groups
 
 
 class ProcessGroups:
@@ -49,7 +47,7 @@ class ProcessGroups:
         self._mesh_groups = {} if mesh_groups is None else mesh_groups
 
         # What the last heartbeat found, and how many heartbeats before it found the same.
-        self._last_activity: tuple[int, ...] = ()
+        self._last_activity: tuple[str, Any, bool] | None = None
         self._beats_in_activity = 0
         self._last_awaited: tuple[int, str] | None = None
         self._beats_in_wait = 0
@@ -87,9 +85,9 @@ class ProcessGroups:
         return group
 
     def rank_has_failed(self, store: Any = None) -> bool:
-        """Return whether another rank has failed or left. `store`: the calling thread's own connection, if it has one."""
+        """Return whether another rank has failed or ended. `store`: the calling thread's own connection, if it has one."""
         store = store or self.topology.store
-        return dist.PrefixStore(self.name, store).check([FAILED_KEY]) or bool(read_departures(store, self.ranks))
+        return any(place.check([ANY_STATUS_KEY]) for place in (dist.PrefixStore(self.name, store), store))
 
     def on_heartbeat(self, store: Any) -> None:
         """Abort waits in NCCL if a rank has failed, or if this rank has been in one action longer than the timeout.
@@ -98,11 +96,12 @@ class ProcessGroups:
         """
         self._warn_if_peer_is_late()
 
-        activity = tuple(self.topology.context.activity.memory)
-        if self.topology.backend != "nccl" or self.aborted or not self._open or not activity[STEP_WORD] & IN_STEP_MASK:
+        activity = self.topology.context.activity.now
+        step, *_ = activity
+        if self.topology.backend != "nccl" or self.aborted or not self._open or not step:
             return
 
-        self._beats_in_activity = self._beats_in_activity + 1 if activity == self._last_activity else 0
+        self._beats_in_activity = self._beats_in_activity + 1 if activity is self._last_activity else 0
         self._last_activity = activity
         if not self._beats_in_activity:
             return
@@ -191,9 +190,3 @@ def call_unprofiled(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args).result()
-
-
-def is_transport_error(error: BaseException) -> bool:
-    """Return whether `error` is from an operation of a group that failed because of another rank."""
-    text = error_text(error)
-    return isinstance(error, dist.DistError) or "gloo/transport" in text or "pair closure" in text

@@ -1,4 +1,4 @@
-"""Entries of ranks in the rendezvous store: the id of a run, and which ranks have left.
+"""How ranks meet in the rendezvous store: they agree on the id of a run, and wait for each other.
 
 torchrun's agents keep the store when they restart the ranks, with everything that ranks of the previous run have written. So
 each run needs new keys. torchrun's restart count cannot provide them: with several machines, one agent may count a restart that
@@ -8,8 +8,7 @@ another has not seen.
 import json
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +19,7 @@ from penstock.errors import LostRankError
 
 CURRENT_RUN_KEY = "penstock-start"
 WAIT_RESULT_KEY, ALL_ARRIVED = "ending", "all here"  # the result of a `wait_for_all`, the same for all of its ranks
-DEPARTED_KEY = "departed"  # set once any rank has left; `departed-3` says why rank 3 has
-FINISHED = "has finished"
+ANY_STATUS_KEY = "status"  # set once any rank has a status (status.py) in a store
 
 
 def poll(seconds: float) -> Iterator[None]:
@@ -47,14 +45,14 @@ def agree_on_run_id(store: Any, rank: int, world_size: int, timeout: timedelta) 
     4. A rank that finds its own signature among them returns. One that does not has read the id of an earlier run, and goes
        back to 2 when the id changes.
 
-    Raises LostRankError if not all ranks call it within `timeout`, or if one has left.
+    Raises LostRankError if not all ranks call it within `timeout`, DistError if one has ended.
     """
     signature, run_id, seconds = uuid.uuid4().hex, "", timeout.total_seconds()
     if rank == 0:
         store.set(CURRENT_RUN_KEY, signature)
 
     for _ in poll(seconds):
-        departures = read_departures(store, range(world_size))  # read first: a rank that has returned may leave at once
+        one_has_ended = store.check([ANY_STATUS_KEY])  # read first: a rank that has returned may leave at once
 
         current = signature if rank == 0 else read_text(store, CURRENT_RUN_KEY)
         if current != run_id:
@@ -67,8 +65,8 @@ def agree_on_run_id(store: Any, rank: int, world_size: int, timeout: timedelta) 
 
         if signature in json.loads(read_text(store, f"{run_id}/ready") or "[]"):
             return run_id
-        if departures:
-            raise departure_error(departures, f"rank {rank} waited for the other ranks to start")
+        if one_has_ended:
+            raise DistError("a rank has ended")
 
     raise LostRankError(f"rank {rank} waited {seconds:g} s for the other ranks to start")
 
@@ -92,24 +90,3 @@ def wait_for_all(store: Any, num_ranks: int, timeout: timedelta, has_failed: Cal
 
     if (result := store.get(WAIT_RESULT_KEY).decode()) != ALL_ARRIVED:
         raise DistError(result)
-
-
-def publish_departure(store: Any, rank: int, reason: str) -> None:
-    """Write why `rank` has left, for all other ranks. The first reason stays."""
-    with suppress(RuntimeError):  # the store may be gone with the process that has it
-        store.compare_set(f"{DEPARTED_KEY}-{rank}", "", reason)
-        store.set(DEPARTED_KEY, "")
-
-
-def read_departures(store: Any, ranks: Collection[int]) -> dict[int, str]:
-    """Return rank -> reason for those of `ranks` that have left."""
-    if store is None or not store.check([DEPARTED_KEY]):
-        return {}
-    return {rank: reason for rank in ranks if (reason := read_text(store, f"{DEPARTED_KEY}-{rank}"))}
-
-
-def departure_error(departures: dict[int, str], wait: str) -> LostRankError:
-    """Return the error for a `wait` (as text, `rank 1 waited for ..`) for ranks with these `departures` (rank -> reason)."""
-    hint = ": every rank must make the same calls" if FINISHED in departures.values() else ""
-    reasons = ", ".join(f"rank {rank} {reason}" for rank, reason in departures.items())
-    return LostRankError(f"{wait}, but {reasons}{hint}", departures)

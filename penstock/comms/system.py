@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from penstock.errors import PenstockError, ResourceError
+from penstock.errors import PenstockError
 
 DESCRIPTOR_TABLE_FULL = (errno.EMFILE, errno.ENFILE)  # of this process, or of the machine
 SPARE_DESCRIPTORS = 8  # that a new group, and files opened with it, need besides one for each rank
@@ -62,15 +62,6 @@ def batch_thread_policy() -> Iterator[None]:
         if policy == os.SCHED_OTHER:
             with suppress(OSError):
                 os.sched_setscheduler(0, policy, os.sched_param(0))
-
-
-@contextmanager
-def convert_os_errors(failure: str) -> Iterator[None]:
-    """Raise an OSError of the block as a ResourceError with the text `failure` (`rank 1 could not ..`) and the reason."""
-    try:
-        yield
-    except OSError as error:
-        raise ResourceError(f"{failure}: {explain_error(error)}") from error
 
 
 def is_out_of_resources(error: BaseException) -> bool:

@@ -4,8 +4,7 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -27,11 +26,13 @@ from penstock.comms.backends import (
     gpu_uuid,
     set_nccl_defaults,
 )
-from penstock.comms.heartbeat import HeartbeatThread, PeerMonitor, publish_and_read_departures, select_lost
+from penstock.comms.heartbeat import HeartbeatThread, PeerMonitor
 from penstock.comms.process import Activity
-from penstock.comms.rendezvous import FINISHED, agree_on_run_id, departure_error, poll, publish_departure, wait_for_all
-from penstock.comms.system import batch_thread_policy, explain_error, keep_freed_memory, read_torchrun_integer
-from penstock.comms.time_limits import DEFAULT_TIMEOUT, DEPARTURE_LAG_SECONDS
+from penstock.comms.rendezvous import agree_on_run_id, wait_for_all
+from penstock.comms.status import RankStatus, diagnose, error_of, publish, read, status_of_end
+from penstock.comms.system import batch_thread_policy, keep_freed_memory, read_torchrun_integer
+from penstock.comms.time_limits import DEFAULT_TIMEOUT
+from penstock.comms.wait_errors import has_timed_out
 from penstock.errors import LostRankError, PenstockError
 from penstock.randomness import use_deterministic_algorithms
 
@@ -47,7 +48,7 @@ class ProcessContext:
         self.heartbeat: HeartbeatThread | None = None
         self.topology: Topology | None = None  # once this process has joined the other ranks
         self.open_groups: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in the order of opening
-        self.control_group: Any = None  # of all ranks: see `shared_control_group`
+        self.control_group: object = None  # the ControlGroup of all ranks: see `shared_control_group`
 
     @cached_property
     def gloo_network_device(self) -> Any:
@@ -78,10 +79,10 @@ class ProcessContext:
         for groups in list(self.open_groups):
             groups.on_heartbeat(store)
 
-    def publish_departure(self, reason: str) -> None:
-        """Publish the reason why this rank leaves, for the other ranks."""
+    def publish_end(self, status: RankStatus) -> None:
+        """Publish how this rank ends its program, if it has joined the other ranks."""
         if self.topology is not None and self.topology.store is not None:
-            publish_departure(self.topology.store, self.topology.rank, reason)
+            publish(self.topology.store, status._replace(rank=self.topology.rank))
 
     def close(self) -> None:
         """End the heartbeat and all process groups."""
@@ -169,8 +170,7 @@ def shutdown() -> None:
     global _context
     if _context is None or _context.pid != os.getpid():
         return
-    error = getattr(sys, "last_value", None)  # the exception that ended the program, if one has
-    _context.publish_departure(FINISHED if error is None else f"ended with {explain_error(error)}")
+    _context.publish_end(status_of_end(0, getattr(sys, "last_value", None)))  # the exception that ended the program, if any
     _context.close()
     _context = None
 
@@ -229,14 +229,14 @@ def _init_process_group(backend: str | None, device: torch.device, timeout: time
 
     No rank returns before all have created the group. Else a rank that returns and exits at once would look lost to the others.
     """
-    rank = os.environ["RANK"]
+    rank, first_store, world_size = os.environ["RANK"], None, 0
     try:
         try:
-            store, number, world_size = next(rendezvous("env://", timeout=timeout))
+            first_store, number, world_size = next(rendezvous("env://", timeout=timeout))
         except ValueError as error:  # RANK was not set by a launcher
             problem = f"RANK={rank} is set here, but not all that torchrun sets with it ({error})"
             raise PenstockError(f"{problem}: start the program with torchrun, or unset RANK") from error
-        store = dist.PrefixStore(agree_on_run_id(store, number, world_size, timeout), store)
+        store = dist.PrefixStore(agree_on_run_id(first_store, number, world_size, timeout), first_store)
         backend = backend or agree_on_backend(device, store, number, world_size, timeout)
         carriers = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
         with batch_thread_policy():
@@ -244,7 +244,13 @@ def _init_process_group(backend: str | None, device: torch.device, timeout: time
         wait_for_all(store, world_size, timeout)
         return backend
     except RuntimeError as error:  # the transport's text names no rank, but may say that an address is wrong
-        end = describe_transport_error(error, timeout)
+        ended = dict[int, RankStatus]()
+        with suppress(RuntimeError):
+            ended = read(first_store, range(world_size))
+        if ended:
+            wait = RankStatus(number, "waited", "for the other ranks to start")
+            raise error_of(*diagnose([wait, *ended.values()], range(world_size))) from None
+        end = f"no answer within {timeout.total_seconds():g} s" if has_timed_out(error) else "the connection is closed"
         raise LostRankError(f"rank {rank} waited to connect to the other ranks and gave up: {end}") from error
 
 
@@ -275,27 +281,3 @@ def _set_gloo_interface(master: str) -> None:
     interface = find_interface("127.0.0.1" if master in LOOPBACK_HOSTS else master, several_machines)
     if interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-
-
-@contextmanager
-def convert_to_lost_rank_error(topology: Topology, purpose: str, ranks: Collection[int]) -> Iterator[None]:
-    """Raise a RuntimeError of the block, which waits for `ranks`, as a LostRankError that names the lost or silent rank.
-
-    `purpose`: of the wait, as text: `to send a (2, 3) float32 tensor to rank 1`.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        wait = f"rank {topology.rank} waited {purpose}"
-        for _ in poll(DEPARTURE_LAG_SECONDS):
-            departures = publish_and_read_departures(topology.store, range(topology.world_size))
-            awaited = {rank: reason for rank, reason in departures.items() if rank in ranks}
-            if relevant := awaited | select_lost(departures):
-                raise departure_error(relevant, wait) from None
-        raise LostRankError(f"{wait} and gave up: {describe_transport_error(error, topology.timeout)}") from None
-
-
-def describe_transport_error(error: BaseException, timeout: timedelta) -> str:
-    """Return why a wait failed, by the transport's `error`: `no answer within 60 s`, or `the connection is closed`."""
-    timed_out = "timed out" in str(error).lower()
-    return f"no answer within {timeout.total_seconds():g} s" if timed_out else "the connection is closed"

@@ -17,8 +17,7 @@ from penstock.batch.pieces import (
     join,
     scalars_to_floats,
 )
-from penstock.comms.control_group import WaitError
-from penstock.comms.process_groups import is_transport_error
+from penstock.comms.wait_errors import WaitError, is_transport_error
 from penstock.engine.loss import TargetWithTeacher
 from penstock.engine.report import MicrobatchLosses
 from penstock.errors import MismatchError, PenstockError, StageError

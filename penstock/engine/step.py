@@ -27,9 +27,10 @@ from typing import Any
 
 from penstock.batch.agreement import Agreement
 from penstock.batch.call import Call, CallReader
-from penstock.comms.control_group import ControlGroup, WaitError, convert_transport_errors
+from penstock.comms.control_group import ControlGroup
 from penstock.comms.preemption import preempted
 from penstock.comms.transport.channels import Channels
+from penstock.comms.wait_errors import WaitError, convert_errors
 from penstock.engine.actions import ActionFunctions, EarlyForward, StepActions, error_with_location
 from penstock.engine.clock import ActionClock, make_clock, measure_own_clock_skew
 from penstock.engine.observers import ObservedStep, Observer, Observers, StepFunctions
@@ -132,7 +133,7 @@ class Engine:
         self.agreement.begin(batch.description, call.steps_before, call.scale, self.observers.start(step), wait_reason)
 
         # 3. Begin to gather the parameters that replicas share out.
-        with convert_transport_errors("for the replicas to begin the step"):
+        with convert_errors("for the replicas to begin the step"):
             begin_step_and_prefetch([self.stages[index].replication for index in self._full_program.stages])
 
         # 4. Run the first forward while rows travel.

@@ -1,16 +1,16 @@
 """The outcome of one attempt (one start of all ranks), and which ranks failed by themselves.
 
-Exit codes and a rank's own errors count more than reports of ranks about each other. Results of ranks are in the order in which
-they arrived: the pipe of a killed rank closes before its connections do, so its death is known before the errors that it causes
-on other ranks.
+Results of ranks are in the order in which they arrived: the pipe of a killed rank closes before its connections do, so its
+death is known before the errors that it causes on other ranks.
 """
 
 import re
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from textwrap import shorten
 from typing import NamedTuple, TypeVar
 
+from penstock.comms.status import RankStatus, diagnose
 from penstock.errors import LostRankError, PenstockError
 from penstock.launcher.rank_main import EarlyExitError, RankResult
 
@@ -18,17 +18,6 @@ T = TypeVar("T")
 UNGUARDED_EXIT_CODE = 86  # of a rank that would launch ranks while it imports the program
 SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # not caused by a crash
 MAX_ERROR_CHARACTERS = 400
-
-
-class RankDiedError(LostRankError):
-    """The process of a rank ended without a result.
-
-    `crashed`: True for a crash, which may happen again; False for a signal from outside.
-    """
-
-    def __init__(self, text: str, crashed: bool = False) -> None:
-        super().__init__(text)
-        self.crashed = crashed
 
 
 class Attempt(NamedTuple):
@@ -75,97 +64,80 @@ def count_same_failures(attempts: Sequence[Attempt]) -> int:
     return needed if can_be_compared and len(failures) == 1 and len(attempts) >= needed else 0
 
 
-def exit_error(rank: int, exitcode: int | None) -> PenstockError:
-    """Return the error for the process of `rank`, which ended with `exitcode` and without a result."""
+def exit_result(rank: int, exitcode: int | None) -> RankResult:
+    """Return the result of `rank`, whose process ended with `exitcode` and without one."""
     if exitcode == UNGUARDED_EXIT_CODE:
         problem = "this program launches ranks wherever it is imported, and every rank imports it"
-        return PenstockError(f'{problem}: put what launches under `if __name__ == "__main__":`')
-    if exitcode is not None and exitcode < 0:
-        number = -exitcode
-        names = {known_signal.value: known_signal.name for known_signal in signal.Signals}
-        name = names.get(number, f"signal {number}")  # a real-time signal has no name
-        return RankDiedError(f"rank {rank} was killed by {name}", crashed=number not in SIGNALS_FROM_OUTSIDE)
-    return RankDiedError(f"rank {rank} ended with exit code {exitcode} before it was done", crashed=True)
+        text = f'{problem}: put what launches under `if __name__ == "__main__":`'
+        return RankResult(PenstockError(text), RankStatus(rank, "raised", text))
+    if exitcode is None or exitcode >= 0:
+        return RankResult(None, RankStatus(rank, "gone", f"ended with exit code {exitcode} before it was done", error="exit"))
+    names = {known_signal.value: known_signal.name for known_signal in signal.Signals}
+    name = names.get(-exitcode, f"signal {-exitcode}")  # a real-time signal has no name
+    crash = "" if -exitcode in SIGNALS_FROM_OUTSIDE else name
+    return RankResult(None, RankStatus(rank, "gone", f"was killed by {name}", error=crash))
 
 
 def diagnose_attempt(ranks: int, results: Mapping[int, RankResult]) -> Attempt:
     """Return the attempt whose ranks had these `results` (rank -> result, in the order in which they arrived).
 
-    | the first rank that failed, and not because others are lost | the attempt's error                           |
-    |---------------------------------------------------------------|-----------------------------------------------|
-    | raised an error                                               | that error, or the one that it names as origin |
-    | died                                                          | LostRankError with its death                  |
-    | there is none                                                 | LostRankError with the ranks that sent nothing |
+    The table of `diagnose` says what counts. A crash after the first failure does not: it may have come of that. Ranks that
+    nobody waited for count as alive.
     """
     steps = max((result.steps_done for result in results.values() if result.steps_done is not None), default=None)
     failed = {rank: result for rank, result in results.items() if not result.succeeded}
-    first_rank = next((rank for rank, result in failed.items() if not result.lost_others), None)
     if not failed:
-        attempt = Attempt(ranks)
-    elif first_rank is None:
-        attempt = _attempt_with_lost_ranks(ranks, failed, results.keys())
-    elif isinstance(failed[first_rank].value, RankDiedError):
-        attempt = _attempt_with_dead_ranks(ranks, failed, first_rank)
-    else:
-        attempt = _attempt_with_error(ranks, failed, first_rank)
-    return attempt._replace(steps_done=steps)
+        return Attempt(ranks, steps_done=steps)
+
+    first = next((result.status for result in failed.values() if result.status.kind != "waited"), None)
+    statuses = [result.status for result in results.values() if result.status is first or not result.crashed]
+    awaited = {peer for status in statuses for peer in status.peers}
+    cause, witness = diagnose(statuses, range(ranks), set(range(ranks)) - awaited)
+
+    if witness is None and cause[0].kind == "raised":
+        return _attempt_with_error(ranks, failed, cause[0])._replace(steps_done=steps)
+    return _attempt_with_lost_ranks(ranks, failed, cause, witness)._replace(steps_done=steps)
 
 
-def _attempt_with_error(ranks: int, failed: Mapping[int, RankResult], first_rank: int) -> Attempt:
-    """Return the attempt in which `first_rank` raised an error: its own, or that of a rank that its error names."""
-    origins = failed[first_rank].ranks
-    origin = next((rank for rank in origins if rank in failed and _raised_own_error(failed[rank])), first_rank)
+def _attempt_with_error(ranks: int, failed: Mapping[int, RankResult], status: RankStatus) -> Attempt:
+    """Return the attempt that ended by the error in `status`, which its rank or another one has sent."""
+    sender = next(rank for rank, result in failed.items() if result.status is status)
+    own_errors = [rank for rank, result in failed.items() if (result.status.kind, result.status.rank) == ("raised", rank)]
+    origin = status.rank if status.rank in own_errors else sender
+
     error = failed[origin].value
-
     kind_and_text = type(error), str(error)
-    ranks_with_same_error = [
-        rank for rank, result in failed.items() if (type(result.value), str(result.value)) == kind_and_text and not result.ranks
-    ]
-    # If several raised the same, no rank in particular failed.
-    failed_ranks = origins or (ranks_with_same_error if len(ranks_with_same_error) == 1 else ())
-    traceback = failed[ranks_with_same_error[0] if ranks_with_same_error else first_rank].traceback
-    return Attempt(ranks, error, tuple(failed_ranks), traceback=traceback, mistake=_error_without_numbers(error))
-
-
-def _raised_own_error(result: RankResult) -> bool:
-    return not result.lost_others and not result.ranks and not isinstance(result.value, RankDiedError)
-
-
-def _attempt_with_dead_ranks(ranks: int, failed: Mapping[int, RankResult], first_rank: int) -> Attempt:
-    """Return the attempt in which `first_rank` died.
-
-    Other ranks that were killed by a signal have failed too. A rank that crashed may have done so because a rank was gone.
-    """
-    error = failed[first_rank].value
-    deaths = {rank: result.value for rank, result in failed.items() if isinstance(result.value, RankDiedError)}
-    failed_ranks = (first_rank, *[rank for rank, death in deaths.items() if rank != first_rank and not death.crashed])
-    causes = "; ".join(str(failed[rank].value) for rank in failed_ranks)
-
-    text, traceback = causes, ""
-    for result in failed.values():
-        blames_them = result.lost_others and set(result.ranks) <= set(failed_ranks)
-        if isinstance(result.value, LostRankError) and blames_them:
-            text, traceback = f"{result.value}; {causes}", result.traceback
-            break
+    equal_errors = [rank for rank in own_errors if (type(failed[rank].value), str(failed[rank].value)) == kind_and_text]
+    none_in_particular = sender == origin and len(equal_errors) > 1
+    mistake = _without_numbers(f"{type(error).__name__}: {error}")
     return Attempt(
-        ranks, LostRankError(text), failed_ranks, traceback=traceback, mistake=_error_without_numbers(error), died=True
+        ranks, error, () if none_in_particular else (status.rank,), traceback=failed[origin].traceback, mistake=mistake
     )
 
 
-def _attempt_with_lost_ranks(ranks: int, failed: Mapping[int, RankResult], ranks_with_result: Collection[int]) -> Attempt:
-    """Return the attempt in which all errors say that other ranks are lost. Of these ranks, those without a result failed."""
-    blamed = [rank for result in failed.values() for rank in result.ranks]
-    silent = tuple(dict.fromkeys(rank for rank in blamed if rank not in ranks_with_result))
-    witnesses = [result for result in failed.values() if isinstance(result.value, LostRankError)]
-    if not witnesses:
-        first_rank, result = next(iter(failed.items()))
-        return Attempt(ranks, LostRankError(f"rank {first_rank} has lost the other ranks"), silent, traceback=result.traceback)
-    witness = next((result for result in witnesses if set(result.ranks) & set(silent)), witnesses[0])
-    return Attempt(ranks, witness.value, silent, traceback=witness.traceback)
+def _attempt_with_lost_ranks(
+    ranks: int, failed: Mapping[int, RankResult], cause: Sequence[RankStatus], witness: RankStatus | None
+) -> Attempt:
+    """Return the attempt that ended because the ranks in `cause` died, or do not answer; with the error of the `witness`."""
+    failed_ranks = tuple(status.rank for status in cause if status.kind != "left")
+    error, traceback = next(
+        ((result.value, result.traceback) for result in failed.values() if result.status is witness), (None, "")
+    )
+    if not failed_ranks or failed_ranks[0] not in failed:
+        if not isinstance(error, LostRankError):
+            assert witness is not None
+            error = LostRankError(f"rank {witness.rank} has lost the other ranks")
+        return Attempt(ranks, error, failed_ranks, traceback=traceback)
+
+    text = "; ".join(status.sentence() for status in cause)
+    if witness is not None and isinstance(error, LostRankError) and set(witness.peers) <= set(failed_ranks):
+        text = f"{error}; {text}"
+    else:
+        traceback = ""
+    mistake = _without_numbers(cause[0].sentence()) if cause[0].error else ""
+    return Attempt(ranks, LostRankError(text), failed_ranks, traceback=traceback, mistake=mistake, died=True)
 
 
-def _error_without_numbers(error: BaseException) -> str:
-    """Return the error as text in which ranks and steps are replaced by #; empty for a signal from outside."""
-    if isinstance(error, RankDiedError) and not error.crashed:
-        return ""
-    return f"{type(error).__name__}: {re.sub(r'[0-9]+', '#', str(error))}"
+def _without_numbers(text: str) -> str:
+    """Return `text` with # for ranks and steps."""
+    return re.sub(r"[0-9]+", "#", text)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from penstock.comms.preemption import catches_preemption, preempted
-from penstock.comms.system import convert_os_errors, print_notice
+from penstock.comms.system import print_notice
+from penstock.comms.wait_errors import convert_errors
 from penstock.errors import PenstockError
 from penstock.launcher.attempt import (
     UNGUARDED_EXIT_CODE,
@@ -95,7 +96,7 @@ def _check_arguments(function: Any, ranks: Any, restarts: Any, min_ranks: Any) -
         raise PenstockError(f"cannot restart with {min_ranks!r} ranks at least: use 1 to {ranks}, or None for all of them")
 
 
-@convert_os_errors("ranks cannot be started")
+@convert_errors(failure="ranks cannot be started")
 def _run_attempt(call: bytes, ranks: int, number: int, may_restart: bool) -> tuple[list[Any], Attempt]:
     """Run `call` on all ranks once; return its results by rank (empty if a rank failed), and the attempt."""
     from torch.distributed import HashStore

@@ -9,6 +9,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,8 +17,9 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from penstock.comms.preemption import catch_preemption
-from penstock.comms.rendezvous import FINISHED, publish_departure
+from penstock.comms.status import RankStatus, publish, status_of_end
 from penstock.comms.system import explain_error
+from penstock.comms.wait_errors import is_transport_error
 from penstock.errors import LostRankError, PenstockError
 from penstock.launcher.forkserver import HELD_SIGNALS
 from penstock.launcher.pickling import choose_pickle_dumps, unpickle_call
@@ -26,14 +28,22 @@ PR_SET_PDEATHSIG = 1  # Linux's prctl for the signal that a process gets when it
 
 
 class RankResult(NamedTuple):
-    """What a rank returned or raised."""
+    """What a rank returned or raised, and the status that follows from it: its own, or that of a rank which its error names."""
 
-    succeeded: bool
-    value: Any  # what the function returned, or the error
+    value: Any  # what the function returned, or the error; None if the process has ended without either
+    status: RankStatus
     traceback: str = ""
-    lost_others: bool = False  # whether it failed only because other ranks are lost
-    ranks: tuple[int, ...] = ()  # ranks that its error names as its origin
     steps_done: int | None = None  # training steps of its pipelines
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the function has returned."""
+        return self.status.kind == "left"
+
+    @property
+    def crashed(self) -> bool:
+        """Whether the process has ended by itself, without a result and not by a signal from outside."""
+        return self.status.kind == "gone" and bool(self.status.error)
 
 
 class EarlyExitError(PenstockError):
@@ -65,17 +75,17 @@ def rank_main(spec: LaunchSpec, rank: int, result_pipe: Connection, store_pipe: 
     gc.freeze()  # exclude what torch's import created, and is never deleted, from garbage collections
     torch.set_num_threads(_num_threads())
 
-    by_value = False
+    by_value, status = False, status_of_end(rank, None)
     try:
         function, args, by_value = unpickle_call(spec.call)
         value = function(*args)
-        data, departure = _pickle_value(value, rank, by_value), FINISHED
+        data = _pickle_value(value, rank, by_value)
     except BaseException as error:
-        data, departure = _pickle_error(error, rank, by_value), f"ended with {explain_error(error)}"
+        data, status = _pickle_error(error, rank, by_value), status_of_end(rank, error)
 
     if context := current_context():
-        context.publish_departure(departure)
-    publish_departure(store, rank, departure)  # also for ranks that wait in this store, before they have joined
+        context.publish_end(status)
+    publish(store, status)  # also for ranks that wait in this store, before they have joined
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # its reader is gone, or there is none
             stream.flush()
@@ -121,15 +131,13 @@ def _num_threads() -> int:
 def _pickle_value(value: Any, rank: int, by_value: bool) -> bytes:
     """Return the RankResult of a function that returned `value`, as bytes. Raises PenstockError if it does not pickle."""
     try:
-        return choose_pickle_dumps(by_value)(RankResult(True, value, steps_done=_steps_done()))
+        return choose_pickle_dumps(by_value)(RankResult(value, status_of_end(rank, None), steps_done=_steps_done()))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise PenstockError(f"rank {rank} cannot send home what its function returned ({error}): it must pickle") from error
 
 
 def _pickle_error(error: BaseException, rank: int, by_value: bool) -> bytes:
     """Return the RankResult of a function that raised `error`, as bytes; a PenstockError replaces one that does not pickle."""
-    from penstock.comms.process_groups import is_transport_error
-
     if isinstance(error, SystemExit) and not error.code:  # `launch` would raise it, and end the program without an error
         error = EarlyExitError(f"rank {rank} called sys.exit() before its function was done")
 
@@ -140,23 +148,30 @@ def _pickle_error(error: BaseException, rank: int, by_value: bool) -> bytes:
         ).with_traceback(error.__traceback__)
 
     text = f"\n\nrank {rank}:\n" + "".join(traceback.format_exception(error))
-    causes = list(_error_and_causes(error))
-    lost_others = any(isinstance(cause, LostRankError) or is_transport_error(cause) for cause in causes)
-    ranks = next((cause.ranks for cause in causes if isinstance(cause, PenstockError) and cause.ranks), ())
+    result = RankResult(error, _status_of_failure(error, rank), text, _steps_done())
     try:
-        data = choose_pickle_dumps(by_value)(RankResult(False, error, text, lost_others, ranks, _steps_done()))
+        data = choose_pickle_dumps(by_value)(result)
         str(pickle.loads(data).value)
         return data
     except Exception:
-        replacement = PenstockError(f"rank {rank}: {explain_error(error)}")
-        return pickle.dumps(RankResult(False, replacement, text, lost_others, ranks, _steps_done()))
+        return pickle.dumps(result._replace(value=PenstockError(f"rank {rank}: {explain_error(error)}")))
+
+
+def _status_of_failure(error: BaseException, rank: int) -> RankStatus:
+    """Return the status that `error` on `rank` tells: that it waited for others, or raised; or that the named rank raised."""
+    causes = list(_error_and_causes(error))
+    ranks = next((cause.ranks for cause in causes if isinstance(cause, PenstockError) and cause.ranks), ())
+    lost_others = any(isinstance(cause, LostRankError) or is_transport_error(cause) for cause in causes)
+    if lost_others and rank not in ranks:
+        return RankStatus(rank, "waited", explain_error(error), time.time(), peers=ranks)
+    return RankStatus(ranks[0] if ranks else rank, "raised", explain_error(error), time.time(), type(error).__name__)
 
 
 def _steps_done() -> int | None:
     from penstock.comms.topology import current_context
 
     context = current_context()
-    return context.activity.steps_done() if context else None
+    return context.activity.steps_done if context else None
 
 
 def _error_and_causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.comms.preemption import forward_signals_to, stop_forwarding_to
 from penstock.comms.process import ALIVE, SUSPENDED, ProcessRecord, read_parent_process, read_process
+from penstock.comms.status import RankStatus
 from penstock.comms.system import explain_error
 from penstock.comms.time_limits import (
     ERROR_REPORT_SECONDS,
@@ -22,7 +23,7 @@ from penstock.comms.time_limits import (
     RANK_EXIT_SECONDS,
 )
 from penstock.errors import PenstockError
-from penstock.launcher.attempt import RankDiedError, exit_error
+from penstock.launcher.attempt import exit_result
 from penstock.launcher.forkserver import FORKSERVER_ENDED_EXIT_CODE, ForkserverEndedError, block_signals_in_children
 from penstock.launcher.pickling import hide_missing_main_file
 from penstock.launcher.rank_main import LaunchSpec, RankResult, rank_main
@@ -103,14 +104,13 @@ def collect_results_and_errors(
                     data = receivers[rank].recv_bytes()
                 except (EOFError, OSError):  # OSError if it ended while it sent its result
                     processes[rank].join()
-                    error = killer.errors.get(rank) or _exit_or_forkserver_error(rank, processes[rank].exitcode, server)
-                    results[rank] = RankResult(False, error)
+                    results[rank] = _result_of_ended_process(rank, processes[rank].exitcode, killer, server)
                 else:
                     results[rank] = _unpickle_result(data, rank)
                 stop_forwarding_to(processes[rank].pid)
 
                 if not results[rank].succeeded:
-                    is_known = may_restart and not results[rank].lost_others
+                    is_known = may_restart and results[rank].status.kind != "waited"
                     seconds = ERROR_REPORT_SECONDS_BEFORE_RESTART if is_known else ERROR_REPORT_SECONDS
                     deadline = min(deadline, time.monotonic() + seconds)
     return results
@@ -122,14 +122,21 @@ def _unpickle_result(data: bytes, rank: int) -> RankResult:
         result: RankResult = pickle.loads(data)
     except Exception as error:  # of any class: unpickling runs code of the program
         problem = f"what rank {rank} returned does not unpickle ({explain_error(error)})"
-        return RankResult(False, PenstockError(f"{problem}: return values that do, such as numbers and tensors"))
+        text = f"{problem}: return values that do, such as numbers and tensors"
+        return RankResult(PenstockError(text), RankStatus(rank, "raised", text))
     return result
 
 
-def _exit_or_forkserver_error(rank: int, exitcode: int | None, server: ProcessRecord) -> PenstockError:
-    """Return the error for a rank that ended without a result; ForkserverEndedError if the server has ended."""
-    server_has_ended = exitcode == FORKSERVER_ENDED_EXIT_CODE and server.state() != ALIVE
-    return ForkserverEndedError() if server_has_ended else exit_error(rank, exitcode)
+def _result_of_ended_process(
+    rank: int, exitcode: int | None, killer: "_SuspendedRankKiller", server: ProcessRecord
+) -> RankResult:
+    """Return the result of a rank that has sent none; with ForkserverEndedError if the server has ended."""
+    if rank in killer.statuses:
+        return RankResult(None, killer.statuses[rank])
+    if exitcode == FORKSERVER_ENDED_EXIT_CODE and server.state() != ALIVE:
+        error = ForkserverEndedError()
+        return RankResult(error, RankStatus(rank, "raised", str(error)))
+    return exit_result(rank, exitcode)
 
 
 class _SuspendedRankKiller:
@@ -140,7 +147,7 @@ class _SuspendedRankKiller:
 
     def __init__(self, processes: Sequence[Any]) -> None:
         self.records = [read_process(process.pid) for process in processes]
-        self.errors: dict[int, RankDiedError] = {}  # rank that was killed -> its error
+        self.statuses: dict[int, RankStatus] = {}  # of ranks that were killed
         self._checks_suspended, self._stopping = [0] * len(processes), threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-stops", daemon=True)
 
@@ -162,6 +169,6 @@ class _SuspendedRankKiller:
             self._checks_suspended[rank] = self._checks_suspended[rank] + 1 if record.state() == SUSPENDED else 0
             if self._checks_suspended[rank] == KILL_SUSPENDED_AFTER_CHECKS:
                 seconds = KILL_SUSPENDED_AFTER_CHECKS * HEARTBEAT_SECONDS
-                self.errors[rank] = RankDiedError(f"rank {rank} was stopped by a signal for {seconds:g} s, and was ended")
+                self.statuses[rank] = RankStatus(rank, "stopped", f"was stopped by a signal for {seconds:g} s, and was ended")
                 with suppress(ProcessLookupError):
                     os.kill(record.pid, signal.SIGKILL)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from penstock import torch_private
-from penstock.comms.control_group import convert_transport_errors
+from penstock.comms.wait_errors import convert_errors
 from penstock.errors import MismatchError
 from penstock.mesh import data_parallel, tensor_parallel
 from penstock.mesh.data_parallel import broadcast_buffers
@@ -16,7 +16,7 @@ from penstock.stage.replication import NoReplication, Replication
 from penstock.stage.stage import Stage
 
 
-@convert_transport_errors("for the ranks beside it to build the pipeline")
+@convert_errors("for the ranks beside it to build the pipeline")
 def parallelize_stages(
     position: MeshPosition,
     modules: Mapping[int, nn.Module],
@@ -79,7 +79,7 @@ def finish_gradient_averaging(
     stages: Iterable[Stage], parameters: RankParameters, position: MeshPosition, training: bool
 ) -> None:
     """Wait until gradients are averaged over replicas; in training, sum partial ones along `tp`, and broadcast buffers."""
-    with convert_transport_errors("for the replicas to average the gradients"):
+    with convert_errors("for the replicas to average the gradients"):
         for stage in stages:
             stage.replication.finish_step(training)
         if position.tp is not None and training:

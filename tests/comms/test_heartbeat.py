@@ -2,38 +2,43 @@
 
 import ctypes
 import fcntl
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
-from penstock.comms import heartbeat
-from penstock.comms.failure_reports import FailureReport, collect_reports, diagnose, publish_report
+from penstock.comms import heartbeat, status
 from penstock.comms.heartbeat import SILENT_AFTER_MISSED_BEATS, SUSPENDED_AFTER_MISSED_BEATS, MonitoredRank, ranks_to_monitor
 from penstock.comms.process import (
     ALIVE,
     ENDED,
     SUSPENDED,
     Activity,
+    Heartbeat,
     ProcessRecord,
-    describe_activity,
     machine_id,
-    read_own_process,
+    publish_beat,
+    read_beat,
+    read_process,
 )
-from penstock.comms.rendezvous import CURRENT_RUN_KEY, FINISHED, agree_on_run_id, publish_departure, read_departures
+from penstock.comms.status import (
+    HANGING_KEY,
+    RankStatus,
+    explain_failure,
+    publish,
+    read,
+    status_of_end,
+)
 from penstock.schedule.table import Action, Kind
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how another process is")
@@ -47,24 +52,25 @@ def test_each_rank_of_a_machine_is_watched_by_one_other_and_each_machine_by_anot
 
 def test_what_a_rank_is_doing_is_told_in_words():
     doing = Activity()
+    assert doing.describe() == ""
     with doing.during_step(17, True):
-        assert describe_activity(doing.memory) == "at the beginning of step 17"
+        assert doing.describe() == "at the beginning of step 17"
         doing.begin_action(Action(Kind.W, 2, 3))
-        assert describe_activity(doing.memory) == "in 2W3 of step 17"
+        assert doing.describe() == "in 2W3 of step 17"
         doing.end_action()
-        assert describe_activity(doing.memory) == "after 2W3 of step 17"
-    assert describe_activity(doing.memory) == "after step 17"
+        assert doing.describe() == "after 2W3 of step 17"
+    assert doing.describe() == "after step 17"
     with doing.during_step(17, False):
         doing.begin_action(Action(Kind.F, 0, 0))
-        assert describe_activity(doing.memory) == "in 0F0 of an evaluation"
+        assert doing.describe() == "in 0F0 of an evaluation"
 
 
 @linux
 def test_a_process_is_seen_alive_stopped_and_ended_from_outside_and_no_other_is_taken_for_it():
-    assert read_own_process(Activity()).state() == ALIVE
+    assert read_process(os.getpid()).state() == ALIVE
     with subprocess.Popen(["sleep", "60"]) as child:
         started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        seen = ProcessRecord(machine_id(), child.pid, started, -1)
+        seen = ProcessRecord(machine_id(), child.pid, started)
         assert seen.state() == ALIVE
         child.send_signal(signal.SIGSTOP)
         while seen.state() == ALIVE:
@@ -88,62 +94,12 @@ def test_a_store_that_is_gone_is_not_asked_again_and_one_that_fails_once_is(monk
             raise next(errors)
 
     thread = heartbeat.HeartbeatThread()
-    thread._monitor = FailingMonitor()
-    while thread._monitor is not None:
+    thread.monitor = FailingMonitor()
+    while thread.monitor is not None:
         assert asked.wait(60)
     assert next(errors, None) is None
     assert thread._thread.is_alive()
     thread.stop()
-
-
-def test_a_rank_that_did_not_answer_in_time_is_not_told_as_gone_whatever_was_waited_for():
-    groups = SimpleNamespace(ranks=range(2), topology=SimpleNamespace(store=torch.distributed.HashStore()))
-    report = FailureReport(0, 0.0, text="to connect to the other ranks", end="no answer within 5 s")
-    diagnosis = diagnose(groups, [report], {})
-    assert str(diagnosis) == "rank 1 does not answer: rank 0 waited to connect to the other ranks: no answer within 5 s"
-    assert diagnosis.ranks == (1,)
-
-
-class StandsStill:
-    """A store whose reader stands still once it has seen that `key` is not there, while something is done."""
-
-    def __init__(self, store: torch.distributed.Store, key: str, meanwhile: Callable[[], None]) -> None:
-        self._store, self._key, self._meanwhile = store, key, meanwhile
-        self.get, self.set = store.get, store.set
-
-    def check(self, keys: list[str]) -> bool:
-        seen = self._store.check(keys)
-        if keys == [self._key] and not seen:
-            self._meanwhile()
-        return seen
-
-
-def test_a_rank_that_leaves_once_it_has_told_all_is_heard_by_who_looked_just_before():
-    job = torch.distributed.HashStore()
-    there, mine = SimpleNamespace(store=job), FailureReport(0, 0.0, text="in a scatter")
-
-    def tell_and_leave() -> None:
-        publish_report(there, FailureReport(1, 1.0, text="in a broadcast"))
-        publish_departure(job, 1, FINISHED)
-
-    publish_report(there, mine)
-    store = StandsStill(job, "report-1", tell_and_leave)
-    reports, left_here = collect_reports(
-        SimpleNamespace(ranks=range(2), store=store, topology=SimpleNamespace(store=job)), mine
-    )
-    assert [report.text for report in reports] == ["in a scatter", "in a broadcast"]
-    assert left_here == {}
-
-
-def test_a_start_of_which_a_rank_has_left_as_soon_as_all_were_ready_is_a_start():
-    job = torch.distributed.HashStore()
-
-    def start_and_leave() -> None:
-        job.set("here/ready", json.dumps([job.get("here/rank-1").decode()]))
-        publish_departure(job, 0, FINISHED)
-
-    job.set(CURRENT_RUN_KEY, "here")
-    assert agree_on_run_id(StandsStill(job, "here/ready", start_and_leave), 1, 2, timedelta(seconds=60)) == "here"
 
 
 class InState:
@@ -157,13 +113,12 @@ class InState:
 
 
 def beat(store, number):
-    store.set("beat-1", str(number))
+    publish_beat(store, 1, Heartbeat(number, f"in 1F0 of step {number}"))
 
 
 def watched(monkeypatch, store, *states):
     """Rank 1 of two, in these states, which has beaten once."""
     monkeypatch.setattr(heartbeat, "read_process_of_rank", lambda *_: InState(*states))
-    monkeypatch.setattr(heartbeat, "publish_and_read_departures", lambda *_: read_departures(store, [1]))
     beat(store, 1)
     found = MonitoredRank(store, 1, 2)
     found.check_and_publish_loss()
@@ -173,24 +128,24 @@ def watched(monkeypatch, store, *states):
 def test_a_rank_that_goes_on_at_the_moment_of_proof_is_not_lost_and_one_whose_proof_could_not_be_told_is(monkeypatch):
     store = torch.distributed.HashStore()
     seen = watched(monkeypatch, store, SUSPENDED)
-    found = iter([{}, RuntimeError("the store"), {1: "is stopped"}])
+    found = iter([set(), RuntimeError("the store"), {1}])
 
-    def stopped(*_: object) -> dict[int, str]:
+    def suspended(*_: object) -> set[int]:
         if isinstance(now := next(found), Exception):
             raise now
         return now
 
-    monkeypatch.setattr(heartbeat, "describe_suspended_ranks", stopped)
+    monkeypatch.setattr(status, "ranks_in_state", suspended)
     for _ in range(SUSPENDED_AFTER_MISSED_BEATS):
         seen.check_and_publish_loss()
-    assert not store.check([heartbeat.LOST_KEY])
+    assert not store.check([HANGING_KEY])
     beat(store, 2)
     seen.check_and_publish_loss()
     for number in range(SUSPENDED_AFTER_MISSED_BEATS + 1):
         with pytest.raises(RuntimeError) if number == SUSPENDED_AFTER_MISSED_BEATS - 1 else nullcontext():
             seen.check_and_publish_loss()
-    assert store.check([heartbeat.LOST_KEY])
-    assert read_departures(store, [1]) == {1: "is stopped"}
+    assert store.check([HANGING_KEY])
+    assert read(store, [1])[1].kind == "stopped"
 
 
 def test_a_rank_that_beats_no_more_but_is_not_stopped_is_not_lost(monkeypatch):
@@ -198,8 +153,8 @@ def test_a_rank_that_beats_no_more_but_is_not_stopped_is_not_lost(monkeypatch):
     seen = watched(monkeypatch, store, ALIVE)
     for _ in range(10 * SILENT_AFTER_MISSED_BEATS):
         seen.check_and_publish_loss()
-    assert not store.check([heartbeat.LOST_KEY])
-    assert read_departures(store, [1]) == {}
+    assert not store.check([HANGING_KEY])
+    assert read(store, [1]) == {}
 
 
 def test_a_rank_of_another_machine_is_lost_once_it_has_missed_many_looks_in_a_row(monkeypatch):
@@ -208,22 +163,25 @@ def test_a_rank_of_another_machine_is_lost_once_it_has_missed_many_looks_in_a_ro
     for number in (2, 3):
         for _ in range(SILENT_AFTER_MISSED_BEATS - 1):
             seen.check_and_publish_loss()
-        assert not store.check([heartbeat.LOST_KEY])
+        assert not store.check([HANGING_KEY])
         beat(store, number)
         seen.check_and_publish_loss()
     for _ in range(SILENT_AFTER_MISSED_BEATS):
         seen.check_and_publish_loss()
-    assert store.check([heartbeat.LOST_KEY])
-    assert read_departures(store, [1]) == {1: "has given no heartbeat for 120 s"}
+    assert store.check([HANGING_KEY])
+    wait = RankStatus(0, "waited", "for the output of 1F0 from rank 1", peers=[1])
+    diagnosis = explain_failure(store, torch.distributed.PrefixStore("call", store), range(2), wait)
+    last_seen = "rank 1 has given no heartbeat for 120 s, last seen in 1F0 of step 3"
+    assert str(diagnosis) == f"{last_seen}: rank 0 waited for the output of 1F0 from rank 1"
 
 
 def test_a_rank_of_another_machine_that_has_left_is_silent_by_right(monkeypatch):
     store = torch.distributed.HashStore()
     seen = watched(monkeypatch, store, "")
-    publish_departure(store, 1, FINISHED)
+    publish(store, status_of_end(1, None))
     for _ in range(2 * SILENT_AFTER_MISSED_BEATS):
         seen.check_and_publish_loss()
-    assert not store.check([heartbeat.LOST_KEY])
+    assert not store.check([HANGING_KEY])
 
 
 def rank_holds_its_interpreter(folder):
@@ -275,7 +233,8 @@ def rank_trains(folder: str) -> None:
     try:
         while not (Path(folder) / f"end-{pipe.step_count}").exists():
             pipe.step(inputs, target=inputs)
-            write(Path(folder) / f"step-{topology.rank}", str(pipe.step_count))
+            if read_beat(topology.store, topology.rank).activity:  # a heartbeat has carried it
+                write(Path(folder) / f"step-{topology.rank}", str(pipe.step_count))
             if topology.rank == 0 and (Path(folder) / "end").exists():
                 (Path(folder) / f"end-{pipe.step_count + 1}").touch()  # the others see it before they have done that one
     except ps.LostRankError as error:
@@ -322,10 +281,12 @@ def test_under_torchrun_a_stopped_rank_is_named_with_its_step(tmp_path):
     with training(tmp_path, *TORCHRUN) as (_, ranks):
         os.kill(ranks[1], signal.SIGSTOP)
         until((tmp_path / "error-0").exists)
-        step = (tmp_path / "step-1").read_text()
+        step = int((tmp_path / "step-1").read_text())
         words = (tmp_path / "error-0").read_text()
-        assert words.startswith("rank 1 is stopped (SIGSTOP) ")
-        assert f" step {step}" in words or f" step {int(step) + 1}" in words
+        moment = r"(?:(?:in|after) 1[FB][01] of|at the beginning of|after)"
+        last_seen = re.match(rf"rank 1 is stopped \(SIGSTOP\), last seen {moment} step (\d+): ", words)
+        assert last_seen is not None, words
+        assert int(last_seen[1]) <= step + 1
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -27,11 +28,11 @@ from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.job import train_rank
 from penstock.commands.train.memory import memory_of_launch
 from penstock.commands.train.restarts import resize_for_processes
-from penstock.comms.failure_reports import first_own_error, own_error_report
 from penstock.comms.process import SUSPENDED, read_process
+from penstock.comms.status import error_of, status_of_error
 from penstock.launcher import rank_processes
-from penstock.launcher.attempt import count_same_failures, diagnose_attempt, exit_error
-from penstock.launcher.rank_main import RankResult
+from penstock.launcher.attempt import count_same_failures, diagnose_attempt, exit_result
+from penstock.launcher.rank_main import RankResult, _status_of_failure
 
 STEPS = 12
 
@@ -211,13 +212,13 @@ def test_looks_in_a_row_and_not_the_clock_tell_that_a_rank_was_stopped():
             (signal.SIGCONT, 1),
             (signal.SIGSTOP, rank_processes.KILL_SUSPENDED_AFTER_CHECKS),
         ):
-            assert not stops.errors
+            assert not stops.statuses
             process.send_signal(number)
             while (read_process(process.pid).state() == SUSPENDED) != (number == signal.SIGSTOP):
                 time.sleep(0.01)
             for _ in range(looks):
                 stops.check()
-        assert "rank 0 was stopped" in str(stops.errors[0])
+        assert "rank 0 was stopped" in stops.statuses[0].sentence()
         assert process.wait(60) == -signal.SIGKILL
 
 
@@ -252,43 +253,50 @@ def test_where_the_server_of_the_ranks_is_killed_nobody_is_blamed_and_all_begin_
     assert (second.ranks, second.error) == (3, None)
 
 
-def outcomes(*message):
-    return {rank: RankResult(False, error, lost_others=lost_others, ranks=ranks) for rank, error, lost_others, ranks in message}
+def outcomes(*failures):
+    """rank -> result, of pairs (rank, its error or exit code)."""
+    return {rank: exit_result(rank, end) if isinstance(end, int) else raised(rank, end) for rank, end in failures}
 
 
-LOST, OWN = ps.LostRankError("rank 1 is gone"), ValueError("own")
-TOLD = first_own_error([own_error_report(1, OWN)])  # of that, on another rank
+def raised(rank, error):
+    return RankResult(error, _status_of_failure(error, rank))
+
+
+OWN, OWN_OF_1 = ValueError("own"), ps.PenstockError("own", [1])  # what rank 1 raises, and what it may be raised as on others
+LOST, LOST_2 = ps.LostRankError("rank 1 is gone", [1]), ps.LostRankError("rank 2 is gone", [2])
+TOLD = error_of([status_of_error(1, OWN, timedelta(0), None)], None)  # of that, on another rank
 
 
 @pytest.mark.parametrize(
     ("came", "failed_ranks", "words"),
     [
         (
-            outcomes((0, LOST, True, (1,)), (1, exit_error(1, -9), False, ())),
+            outcomes((0, LOST), (1, -9)),
             (1,),
             "rank 1 is gone; rank 1 was killed by SIGKILL",
         ),
-        (outcomes((0, LOST, True, (1,)), (2, exit_error(2, -9), False, ())), (2,), "rank 2 was killed by SIGKILL"),
-        (outcomes((2, exit_error(2, -11), False, ()), (0, exit_error(0, -6), False, ())), (2,), "rank 2 was killed by SIGSEGV"),
+        (outcomes((0, LOST), (2, -9)), (2,), "rank 2 was killed by SIGKILL"),
+        (outcomes((2, -11), (0, -6)), (2,), "rank 2 was killed by SIGSEGV"),
         (
-            outcomes((2, exit_error(2, -9), False, ()), (0, exit_error(0, -9), False, ())),
+            outcomes((2, -9), (0, -9)),
             (2, 0),
             "rank 2 was .*; rank 0 was killed by .*",
         ),
         (
-            outcomes((0, exit_error(0, 3), False, ()), (1, OWN, False, ())),
+            outcomes((0, 3), (1, OWN)),
             (0,),
             "rank 0 ended with exit code 3 before it was done",
         ),
-        (outcomes((1, OWN, False, ()), (0, exit_error(0, -6), False, ())), (1,), "own"),
-        (outcomes((0, OWN, False, (1,)), (1, OWN, False, ())), (1,), "own"),
-        (outcomes((0, OWN, False, ()), (1, OWN, False, ())), (), "own"),
-        (outcomes((0, TOLD, False, (1,)), (1, OWN, False, ())), (1,), "own"),
-        (outcomes((0, TOLD, False, (1,)), (1, exit_error(1, -9), False, ())), (1,), "rank 1 ended: ValueError.*"),
-        (outcomes((0, TOLD, False, (1,)), (1, LOST, True, ())), (1,), "rank 1 ended: ValueError.*"),
-        (outcomes((0, LOST, True, (1,))), (1,), "rank 1 is gone"),
-        (outcomes((0, LOST, True, (1,)), (1, LOST, True, (2,))), (2,), "rank 1 is gone"),
-        (outcomes((0, RuntimeError("gloo/transport"), True, ())), (), "rank 0 has lost the other ranks"),
+        (outcomes((1, OWN), (0, -6)), (1,), "own"),
+        (outcomes((0, OWN_OF_1), (1, OWN)), (1,), "own"),
+        (outcomes((0, OWN), (1, OWN)), (), "own"),
+        (outcomes((0, TOLD), (1, OWN)), (1,), "own"),
+        (outcomes((0, TOLD), (1, -9)), (1,), "rank 1 ended: ValueError.*"),
+        (outcomes((0, TOLD), (1, ps.LostRankError("lost"))), (1,), "rank 1 ended: ValueError.*"),
+        (outcomes((0, LOST), (1, LOST)), (1,), "rank 1 is gone"),  # it says so of itself, as one that has lost its GPU
+        (outcomes((0, LOST)), (1,), "rank 1 is gone"),
+        (outcomes((0, LOST), (1, LOST_2)), (2,), "rank 2 is gone"),
+        (outcomes((0, RuntimeError("gloo/transport"))), (), "rank 0 has lost the other ranks"),
     ],
 )
 def test_exit_codes_and_own_errors_decide_who_it_was_over_what_others_guess(came, failed_ranks, words):
@@ -312,8 +320,8 @@ def test_exit_codes_and_own_errors_decide_who_it_was_over_what_others_guess(came
     ],
 )
 def test_a_mistake_of_the_program_is_known_by_the_step_it_comes_at(ends, times):
-    came = [OWN if how == "raise" else exit_error(number, how) for number, (how, _) in enumerate(ends)]
-    attempts = [diagnose_attempt(4, outcomes((number, error, False, ()))) for number, error in enumerate(came)]
+    came = [OWN if how == "raise" else how for how, _ in ends]
+    attempts = [diagnose_attempt(4, outcomes((number, end))) for number, end in enumerate(came)]
     assert (
         count_same_failures([attempt._replace(steps_done=step) for attempt, (_, step) in zip(attempts, ends, strict=True)])
         == times

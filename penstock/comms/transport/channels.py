@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.comms.control_group import WaitError, convert_transport_errors
-from penstock.comms.process_groups import DESTINATION_RANK, SOURCE_RANK, ProcessGroups, is_transport_error
-from penstock.comms.system import convert_os_errors, explain_error, is_out_of_resources
+from penstock.comms.process_groups import DESTINATION_RANK, SOURCE_RANK, ProcessGroups
+from penstock.comms.system import is_out_of_resources
 from penstock.comms.topology import CPU, Topology
 from penstock.comms.transport import message_spec
 from penstock.comms.transport.group_transport import GroupReceiver, GroupSender, PendingSends
@@ -31,7 +30,7 @@ from penstock.comms.transport.memory_transport import MemoryReceiver, MemorySend
 from penstock.comms.transport.message_spec import MessageSpec, TensorSpec
 from penstock.comms.transport.send_thread import SendFailure
 from penstock.comms.transport.spec_cache import MessageSpecCache
-from penstock.errors import PenstockError, ResourceError
+from penstock.comms.wait_errors import convert_error, convert_errors, is_transport_error
 from penstock.schedule.program import Transfer
 from penstock.trees import flatten
 
@@ -59,10 +58,8 @@ class Channels:
         for source, destination in opening_order(links):  # in one order on all ranks: opening waits for the peer
             sender, receiver = topology.get_global_rank(source), topology.get_global_rank(destination)
             name, key = f"{sender}-{receiver}", f"{number}/{sender}-{receiver}"
-            with (
-                convert_os_errors(f"rank {rank} could not open the channel {name}"),
-                convert_transport_errors("for the other ranks to open their channels"),
-            ):
+            failure = f"rank {rank} could not open the channel {name}"
+            with convert_errors("for the other ranks to open their channels", failure=failure):
                 if rank == sender:
                     self.transports[name] = outgoing = open_sender(groups, key, receiver, pending)
                     self.outgoing[destination] = SendChannel(outgoing, pending.failure, self._specs)
@@ -70,7 +67,7 @@ class Channels:
                     self.transports[name] = incoming = open_receiver(groups, key, sender)
                     self.incoming[source] = ReceiveChannel(incoming, rank, sender, self._specs)
 
-        with convert_transport_errors("for the other ranks to open their channels"):
+        with convert_errors("for the other ranks to open their channels"):
             groups.world_group.barrier().wait()  # else a rank could begin the step while another fails to open a transport
 
     def begin_step(self, signatures: Sequence[Hashable]) -> None:
@@ -210,8 +207,6 @@ class ReceiveChannel:
             self.early[arriving] = message
         return self.early.pop(transfer)
 
-    def _convert_error(self, transfer: Transfer, error: Exception) -> PenstockError:
-        """Return Penstock's error for a receive that raised `error`: ResourceError or WaitError."""
-        if is_out_of_resources(error):
-            return ResourceError(f"rank {self.rank} could not receive the {transfer}: {explain_error(error)}")
-        return WaitError(f"for the {transfer} from rank {self.source}", self.source, error)
+    def _convert_error(self, transfer: Transfer, error: Exception) -> BaseException:
+        failure = f"rank {self.rank} could not receive the {transfer}"
+        return convert_error(error, f"for the {transfer} from rank {self.source}", self.source, failure)

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from penstock.comms.abort import abort_backend
 from penstock.comms.encoding import check_announced_size, view_as_bytes
-from penstock.comms.process_groups import DESTINATION_RANK, SOURCE_RANK, call_unprofiled, is_transport_error
+from penstock.comms.process_groups import DESTINATION_RANK, SOURCE_RANK, call_unprofiled
 from penstock.comms.topology import CPU
 from penstock.comms.transport import message_spec
 from penstock.comms.transport.message_spec import MessageSpec, TensorSpec
 from penstock.comms.transport.send_thread import SendFailure, TaskThread
+from penstock.comms.wait_errors import is_transport_error
 
 TENSORS, DESCRIPTIONS, HEADS = 0, 1, 2  # tags
 REPLACED = bytes.fromhex("9fd1c50d4aa3e87ebb2681f03c76d95a")  # chosen at random: messages rarely begin so

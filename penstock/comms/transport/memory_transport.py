@@ -254,7 +254,7 @@ class MemoryReceiver(_OsPipeEnd):
         return expected
 
     def receive(self, expected: Any) -> tuple[MessageSpec, list[Tensor]]:
-        """Wait for the next message; return its spec and its parts. Raises RuntimeError if the sender is lost or silent."""
+        """Wait for the next message; return its spec and its parts. Raises DistError if the sender is lost or silent."""
         start, description_bytes = self._read_from_pipe()
         spec = expected
         if description_bytes:
@@ -276,11 +276,11 @@ class MemoryReceiver(_OsPipeEnd):
         while not self._poll.poll(min(ABORT_CHECK_MILLISECONDS, self._timeout_milliseconds - waited)):
             waited += ABORT_CHECK_MILLISECONDS
             if self._aborted or waited >= self._timeout_milliseconds:
-                raise RuntimeError("a rank is lost" if self._aborted else "timed out")
+                raise dist.DistError("a rank is lost" if self._aborted else "timed out")
 
         record = os.read(self._pipe_fd, PIPE_RECORD.size)
         if len(record) < PIPE_RECORD.size:
-            raise RuntimeError("the sender has closed the pipe")
+            raise dist.DistError("the sender has closed the pipe")
         start, description_bytes = PIPE_RECORD.unpack(record)
         return start, description_bytes
 

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from penstock.comms.failure_reports import own_error_report, publish_report
 from penstock.comms.process_groups import ProcessGroups
+from penstock.comms.status import publish, status_of_error
 from penstock.comms.system import explain_error
 from penstock.errors import ResourceError
 
@@ -46,10 +46,11 @@ class SendFailure:
     def record_and_publish(self, message: object, error: Exception) -> None:
         """Record, and publish to the other ranks, that `message` could not be sent because of `error`."""
         if self._first_error is None:
-            rank = self._groups.topology.rank
-            self._first_error = ResourceError(f"rank {rank} could not send the {message}: {explain_error(error)}")
+            topology = self._groups.topology
+            self._first_error = ResourceError(f"rank {topology.rank} could not send the {message}: {explain_error(error)}")
             self._first_error.__cause__ = error
-            publish_report(self._groups, own_error_report(rank, self._first_error))
+            status = status_of_error(topology.rank, self._first_error, topology.timeout, topology.store)
+            publish(self._groups.store, status)
 
     def raise_if_failed(self) -> None:
         """Raise ResourceError if a send has failed."""

@@ -128,8 +128,8 @@ def _position(result: Any) -> str:
 
 
 def _run_on_rank(function: Callable[..., Any], path: Path, *args: Any) -> Any:
-    from penstock.comms.process_groups import is_transport_error
     from penstock.comms.topology import init_distributed
+    from penstock.comms.wait_errors import is_transport_error
 
     init_distributed(backend="gloo", timeout=TIMEOUT_SECONDS)
     try:

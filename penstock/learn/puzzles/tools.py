@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comms.process_groups import is_transport_error
+from penstock.comms.wait_errors import is_transport_error
 from penstock.learn.puzzles.check_helpers import CheckFailed, WaitsForMessage
 
 calls: list[tuple[str, int]] = []  # name, number of elements

@@ -137,7 +137,10 @@ class _Placing:
         # 2. The least time from the start of each to the end of the step. A cell waits for the one before it in its row.
         next_cells = {first: second for row in rows for first, second in pairwise(row)}
         self.tails: dict[Cell, float] = {}
-        order = self._in_order(rows)
+        first_forwards = table.with_cells([*more, *row] for row, more in zip(cells, forwards, strict=True))
+        timeline = simulate(first_forwards)  # every action takes 1: each starts before those that wait for it
+        starts = {self.cell_of[event.action]: event.start for event in timeline.events}
+        order = sorted(starts, key=starts.__getitem__)
         for cell in reversed(order):
             ways = [self.tails[follower] + message for follower, message in self.followers[cell]]
             ways += [self.tails[next_cells[cell]]] if cell in next_cells else []
@@ -166,27 +169,6 @@ class _Placing:
         if self.table.placement[low] == self.table.placement[high]:
             return 0.0
         return sum(self.message_costs[low, high])
-
-    def _in_order(self, rows: Sequence[Sequence[Cell]]) -> list[Cell]:
-        """Return all cells, each after those that it waits for. Raises ScheduleError if they wait for each other."""
-        waits_for, order = dict(self.num_inputs), list[Cell]()
-        places = {cell: (row, index) for row, cells in enumerate(rows) for index, cell in enumerate(cells)}
-        positions = [0] * len(rows)
-        runnable = list(range(len(rows)))
-        while runnable:
-            number = runnable.pop()
-            row = rows[number]
-            while positions[number] < len(row) and not waits_for[cell := row[positions[number]]]:
-                positions[number] += 1
-                order.append(cell)
-                for follower, _ in self.followers[cell]:
-                    waits_for[follower] -= 1
-                    follower_row, index = places[follower]
-                    if not waits_for[follower] and index == positions[follower_row]:
-                        runnable.append(follower_row)
-        if len(order) < len(places):
-            raise ScheduleError(f"{self.table.name} deadlocks (see verify)")
-        return order
 
     def rows(self, end: float, is_eager: bool, urgent_first: bool) -> list[list[Cell]]:
         """Return the row of each rank, if the step is to end at `end`.

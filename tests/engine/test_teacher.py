@@ -173,6 +173,15 @@ def rank_uses() -> dict[str, Any]:
     # Other ways to give it, and other calls.
     bf16 = ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=teacher(dtype=torch.bfloat16), seed=None)
     found["bf16"] = message(lambda: bf16.step(inputs.bfloat16(), target=target))
+    finer = ps.schedule.with_teacher(ps.schedule.build("1f1b", 2, M), stages=[0, 1, 0, 1], ahead=False)
+    many = ps.Pipeline(student(), loss_fn, finer, teacher=teacher())
+    found["more stages"] = [
+        many.step(inputs, target=target, next_args=(next_inputs,)).item(),
+        many.step(next_inputs, target=next_target).item(),
+    ]
+    found["stages of it"] = {int(str(event.action)[0]) for event in many.timeline().events}
+    elsewhere = ps.schedule.with_teacher(ps.schedule.build("1f1b", 2, M), stages=[1])
+    found["inputs elsewhere"] = message(lambda: ps.Pipeline(student(), loss_fn, elsewhere, teacher=teacher()))
     stages = ps.partition.split(teacher(), 2)
     losses = []
     for way in (teacher(), stages, {rank: stages[rank]}):
@@ -224,6 +233,7 @@ WRONG = {
     "meta": "of the teacher has tensors without values, on the meta device",
     "no module": "the teacher is an nn.Module",
     "a table": "1f1b with a teacher ahead is a table with a teacher: give Pipeline(.., teacher=model)",
+    "inputs elsewhere": "places the teacher's first stage on rank 1, and the inputs are read on rank 0, with stage 0",
     "other rows": "the teacher's output of shape (2, 6) does not have the 3 rows of the microbatch in dimension 0",
 }
 
@@ -244,6 +254,8 @@ def test_a_teacher_may_be_given_in_all_ways_of_a_model_and_reads_any_call() -> N
     for found in uses():
         first, second, *others = found["ways"]
         assert others == [first, second] * 2
+        assert found["more stages"] == [first, second]
+        assert found["stages of it"] == {0, 1}  # the second step only used what was there
         assert found["list"][0] == pytest.approx(found["list"][1])
         assert found["rebuilt"] == pytest.approx(found["list"][0])
         assert found["retry"] == first

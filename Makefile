@@ -65,12 +65,12 @@ dist: $(VENV)/ready
 
 # Schedules, models, meshes and faults over emulated NCCL, on the CPU: tests/emulated_nccl.py. `ahead` connects
 # at first use as `lazy` does, and takes every test; `lazy` those in which the host waits, `eager` those that make groups.
-NCCL_LAZY := faults mistakes rollback handshake
+NCCL_LAZY := faults mistakes rollback
 NCCL_EAGER := faults pipeline
-NCCL_AHEAD := changing_messages faults model batch training generation mistakes pipeline rollback handshake
-NCCL_TESTS_lazy := $(NCCL_LAZY:%=tests/engine/test_%.py)
+NCCL_AHEAD := changing_messages faults model batch training generation mistakes pipeline rollback
+NCCL_TESTS_lazy := $(NCCL_LAZY:%=tests/engine/test_%.py) tests/batch/test_agreement.py
 NCCL_TESTS_eager := $(NCCL_EAGER:%=tests/engine/test_%.py) tests/mesh/test_mesh.py::test_it_has_the_gradients_of_one_process
-NCCL_TESTS_ahead := $(NCCL_AHEAD:%=tests/engine/test_%.py) tests/mesh/test_mesh.py tests/stage
+NCCL_TESTS_ahead := $(NCCL_AHEAD:%=tests/engine/test_%.py) tests/batch/test_agreement.py tests/mesh/test_mesh.py tests/stage
 nccl: $(VENV)/ready nccl-lazy nccl-eager nccl-ahead
 	$(PYTEST) -n 2 --dist load -m nccl tests/nccl
 

@@ -103,7 +103,7 @@ def generate_text(
     generation = TextGeneration(engine, tokens, kwargs, options, rows_dim)
     engine.discard_step_state()
     with convert_errors("for the replicas to begin to generate"):
-        begin_step_and_prefetch([engine.stages[index].replication for index in generation.program.stages])
+        begin_step_and_prefetch([engine.stages[index].data_parallel for index in generation.program.stages])
 
     for _ in range(options.max_new_tokens):
         column = generation.generate_next_token(channels)
@@ -114,7 +114,7 @@ def generate_text(
 
     with convert_errors("for the replicas to generate"):
         for stage in engine.stages.values():
-            stage.replication.finish_step(training=False)
+            stage.data_parallel.finish_step(training=False)
     return generation.text
 
 

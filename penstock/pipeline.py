@@ -367,12 +367,14 @@ class Pipeline(ModuleMisuseHints):
         of one process that accumulates them over the same microbatches in the order that runs.
 
         Raises as `step`: MismatchError, on every rank and before data flows, for an empty list, targets of another number or
-        of other rows, an order that is none or differs between ranks, one that does not keep `limit`, and for more microbatches
-        than a schedule that is a table has.
+        of other rows, an invalid order or one that differs between ranks, one that does not keep `limit`, and for more
+        microbatches than a schedule that is a table has.
         """
         call = Call("step_microbatches()", True, (inputs,), {}, targets, scale=scale, losses=losses, is_list=True)
         rule = None if order == "given" and limit is None else self._order_rule(order, limit)
-        call = call._replace(order=comparable_order(order), limit=limit, order_rule=rule, wants_outputs=return_outputs)
+        call = call._replace(
+            order_option=comparable_order(order), limit_option=limit, order_rule=rule, wants_outputs=return_outputs
+        )
         result = self._run(call)
         loss = add_backward_hint(result.loss)
         return (loss, list(result.outputs) or None) if return_outputs else loss

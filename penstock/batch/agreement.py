@@ -1,9 +1,9 @@
 """What all ranks know of a step before data flows: in every step a row of numbers, in the first of its kind a description.
 
-    every step         kind, list, step, scale; numbers of observers          one latency, sent before the first forward
+    every step         kind_hash, list_hash, step, scale; numbers of observers  one latency, sent before the first forward
     first of its kind  modes, autocast, frozen parameters, microbatches      on all ranks or none: they read the same rows
 
-`kind` is a hash of all that memory and attention depend on, `list` of what differs from list to list: shapes and order. From
+`kind_hash` is of all that memory and attention depend on, `list_hash` of what differs from list to list: shapes and order. From
 the descriptions each rank draws the same conclusions, and keeps them by the hashes of all ranks. Sentences about what differs
 are made from the descriptions' values.
 """
@@ -38,10 +38,10 @@ class Description(NamedTuple):
     wants_losses: bool  # the loss of each microbatch
     has_loss_weights: bool
     num_seeds: int  # how many numbers for random numbers its replica's microbatches take
-    order: object  # of a list, as it was given; and the limit
-    limit: object
+    order_option: object  # of a list, as it was given; and the limit
+    limit_option: object
     inputs: Sequence[Shape] | None
-    run_order: Sequence[int]  # position in the step -> index in the list; empty: as given
+    order: Sequence[int]  # position in the step -> index in the list; empty: as given
     target_rows: Sequence[int | None] | None
     token_counts: Sequence[Sequence[int]]  # if tokens are cut: those of each microbatch's rows, of inputs and of target
     has_next_batch: bool = False  # whether a teacher runs for a next batch
@@ -61,7 +61,7 @@ class GivenBatch(NamedTuple):
 class LocalDescription(NamedTuple):
     """This rank's part in an agreement; `describe` and `describe_given` are called when they are needed."""
 
-    kind: float
+    kind_hash: float
     list_hash: float
     describe: Callable[[], Description]
     describe_given: Callable[[], GivenBatch]
@@ -82,8 +82,8 @@ class Agreed(NamedTuple):
     same_on_replicas: bool  # whether all replicas have as many microbatches, and the same ones of share 0
     first_microbatch: int  # of this replica, among those of all: for random numbers
     num_microbatches: int
-    kind: tuple[Sequence[float], Sequence[frozenset[int]]]  # of all ranks, and the microbatches of share 0 of all replicas
-    is_new: bool  # the first step of its kind: memory is measured, attention is checked
+    step_kind: tuple[Sequence[float], Sequence[frozenset[int]]]  # of all ranks, and the microbatches of share 0 of all replicas
+    is_new_kind: bool  # whether the step is the first of its kind on all ranks: memory is measured, attention is checked
     next_pieces: Sequence[Piece] = ()  # of the batch for which a teacher runs ahead
 
     @property
@@ -111,11 +111,11 @@ class Agreement:
 
     def begin(self, local: LocalDescription, step: int, scale: float, numbers: Sequence[float], purpose: str) -> None:
         """Send this rank's numbers to all others, without waiting."""
-        self.control.begin_all_gather_row([local.kind, local.list_hash, step, scale, *numbers], purpose)
+        self.control.begin_all_gather_row([local.kind_hash, local.list_hash, step, scale, *numbers], purpose)
 
-    def may_be_new(self, kind: float) -> bool:
-        """Whether a step of this rank's `kind` may be the first of its kind: all it can know before the others' rows."""
-        return kind not in self._kinds.values()
+    def has_run(self, kind_hash: float) -> bool:
+        """Whether this rank has run such a step; together with what the others run, it may still be the first of its kind."""
+        return kind_hash in self._kinds.values()
 
     def finish(self, local: LocalDescription, purpose: str) -> tuple[Agreed, Sequence[Sequence[float]]]:
         """Read all ranks' rows. Return what follows, and what each rank's observers tell.
@@ -138,13 +138,13 @@ class Agreement:
             agreed = self._conclude(descriptions, hashes, loss_weights)
             _add_newest(self._conclusions, hashes, (descriptions, agreed))
 
-        if agreed.kind not in self._kinds:
-            agreed = agreed._replace(is_new=True)
+        if agreed.step_kind not in self._kinds:
+            agreed = agreed._replace(is_new_kind=True)
         return agreed, [row[NUMBERS:] for row in rows]
 
     def remember(self, agreed: Agreed) -> None:
         """Remember the kind of a step that has ended. All ranks forget the same kinds, the oldest first."""
-        _add_newest(self._kinds, agreed.kind, agreed.kind[0][self.position.world.rank])
+        _add_newest(self._kinds, agreed.step_kind, agreed.step_kind[0][self.position.world.rank])
 
     def forget(self) -> None:
         """Forget all: after a failed step some ranks may know what others do not."""
@@ -214,8 +214,8 @@ class Agreement:
             same_on_replicas=len(shapes) == 1,
             first_microbatch=sum(replica.num_seeds for replica in replicas[:index]),
             num_microbatches=len(own.order),
-            kind=(tuple([kind for kind, _ in hashes]), tuple(skipped)),
-            is_new=False,
+            step_kind=(tuple([kind for kind, _ in hashes]), tuple(skipped)),
+            is_new_kind=False,
             next_pieces=next_pieces,
         )
 
@@ -326,7 +326,7 @@ class _Replica(NamedTuple):
         """Return what is said by `ranks`."""
         inputs: Sequence[Shape] = next((rank.inputs for rank in ranks if rank.inputs is not None), ())
         target_rows = next((rank.target_rows for rank in ranks if rank.target_rows is not None), None)
-        order = next((rank.run_order for rank in ranks if rank.run_order), range(len(inputs)))
+        order = next((rank.order for rank in ranks if rank.order), range(len(inputs)))
         tokens = [*dict.fromkeys(tuple(counts) for rank in ranks for counts in rank.token_counts)]
         input_rows = [shape.rows for shape in inputs]
         next_inputs: Sequence[Shape] = next((rank.next_inputs for rank in ranks if rank.next_inputs), ())
@@ -384,7 +384,7 @@ def _check_arguments(descriptions: Mapping[int, Description], prefix: str) -> No
     first_rank, expected = next(iter(descriptions.items()))
     for rank, description in descriptions.items():
         for name in ("order", "limit"):
-            values = getattr(description, name), getattr(expected, name)
+            values = getattr(description, f"{name}_option"), getattr(expected, f"{name}_option")
             value, first_value = (list(item) if isinstance(item, tuple) else item for item in values)
             if value != first_value:
                 raise MismatchError(

@@ -22,8 +22,8 @@ from penstock.batch.pieces import (
     count_rows,
     count_tokens,
     cut_tokens,
-    describe_kind,
     describe_shapes,
+    describe_type,
     microbatch_weights,
     shape_of,
     split_rows,
@@ -55,9 +55,9 @@ class Call(NamedTuple):
     target: Any = None
     steps_before: int = 0
     is_list: bool = False
-    order: object = None  # as ranks compare it
+    order_option: object = None  # as ranks compare it
     order_rule: OrderRule | None = None  # None: as given
-    limit: object = None
+    limit_option: object = None
     scaler: torch.amp.GradScaler | None = None
     scale: float = 1.0  # of the gradients, besides the scaler's
     losses: list[Tensor] | None = None  # gets each microbatch's loss
@@ -163,7 +163,7 @@ class CallReader:
         batch_hash = hash_values_of((settings, *parts))
         list_hash = 0
         if call.is_list:
-            arguments = call.order, call.limit, tuple(order)
+            arguments = call.order_option, call.limit_option, tuple(order)
             list_hash = hash_values_of((*arguments, tuple(inputs.shapes), tuple(target.rows or ()), _sums(target.lengths)))
 
         replica, num_seeds = self.position.replica, self.schedule.microbatches
@@ -304,8 +304,8 @@ class CallReader:
             call.losses is not None,
             bool(target.loss_weights),
             len(inputs.rows or ()) if call.is_list else self.schedule.microbatches,
-            call.order,
-            call.limit,
+            call.order_option,
+            call.limit_option,
             shapes,
             list(order) if call.order_rule is not None else (),
             target.rows,
@@ -466,7 +466,7 @@ def check_list(value: Any, name: str, call: str) -> None:
     """Raise MismatchError unless `value` is a list with an entry for each microbatch."""
     if isinstance(value, Tensor | str | tuple) or not isinstance(value, Sequence):
         raise MismatchError(
-            f"{call} takes {name} as a list with an entry for each microbatch, not {describe_kind(value)}: "
+            f"{call} takes {name} as a list with an entry for each microbatch, not {describe_type(value)}: "
             "give [first, second, ..], or call step(), which splits a batch itself"
         )
     if not value:

@@ -123,7 +123,7 @@ def _count_samples(num_rows: int, what: str, rows_per_sample: int) -> int:
 
 
 def _no_rows_error(batch: Any, what: str) -> MismatchError:
-    kinds = ", ".join(dict.fromkeys(map(describe_kind, leaves(batch)))) or "nothing"
+    kinds = ", ".join(dict.fromkeys(map(describe_type, leaves(batch)))) or "nothing"
     return MismatchError(
         f"{what} has no tensor with rows to split into microbatches, it is {kinds}: give tensors, a row or more"
     )
@@ -375,7 +375,7 @@ def microbatch_weights(targets: Sequence[Any], loss_weight: Callable[[Any], Any]
     scalars = [loss_weight(target) for target in targets]
     for scalar in scalars:
         if scalar.numel() != 1 if isinstance(scalar, Tensor) else not isinstance(scalar, int | float):
-            raise MismatchError(f"loss_weight(target) must be one number for a microbatch, got {describe_kind(scalar)}")
+            raise MismatchError(f"loss_weight(target) must be one number for a microbatch, got {describe_type(scalar)}")
 
     weights = scalars_to_floats(scalars)
     for microbatch, weight in enumerate(weights):
@@ -391,7 +391,7 @@ def scalars_to_floats(scalars: Sequence[Any]) -> list[float]:
     return [float(next(values) if isinstance(scalar, Tensor) else scalar) for scalar in scalars]
 
 
-def describe_kind(value: Any) -> str:
+def describe_type(value: Any) -> str:
     """Return in words what `value` is."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 

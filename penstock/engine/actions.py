@@ -1,7 +1,8 @@
 """The actions F, B, I and W of one step. A microbatch's gradient is scaled here: B of the last stage begins with its share."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +34,18 @@ ActionFunction = Callable[..., Any]  # (action, received values) -> messages
 ActionFunctions = Mapping[Kind, ActionFunction]
 
 
-class EarlyForward(NamedTuple):
-    """A forward of the first stage that ran before all ranks' rows had arrived."""
+@dataclass
+class FirstForward:
+    """What the first forward of the first stage gave, which ran before all ranks' rows had arrived."""
 
-    messages: list[Sequence[Any]]  # one entry, until it is sent
-    auxiliary_losses: list[Tensor]
+    messages: Sequence[Any] | None  # None once they are sent: their memory is freed then
+    auxiliary_losses: Sequence[Tensor]
+
+    def take_messages(self) -> Sequence[Any]:
+        """Return the messages, and keep them no longer."""
+        messages, self.messages = self.messages, None
+        assert messages is not None
+        return messages
 
 
 class StepActions:
@@ -84,7 +92,7 @@ class StepActions:
         with attention_context(self.attention):
             return self._functions[action.kind](action, values)
 
-    def early_forward(self, is_split: bool) -> ActionFunction:
+    def first_forward_function(self, is_split: bool) -> ActionFunction:
         """Return the function that runs the first forward of the first stage, with what this rank knows by itself."""
         piece, has_backward = self.batch.first_piece(), self.call.is_training
 
@@ -93,15 +101,15 @@ class StepActions:
 
         return forward
 
-    def begin(self, agreed: Agreed, early_forward: EarlyForward | None) -> None:
+    def begin(self, agreed: Agreed, first_forward: FirstForward | None) -> None:
         """Take what all ranks know, and what has run before."""
         self.agreed = agreed
         for stage in self.stages.values():
-            stage.replication.backwards_match = agreed.same_on_replicas
-        if early_forward is not None and 0 in agreed.forward_only:
+            stage.data_parallel.backwards_match = agreed.same_on_replicas
+        if first_forward is not None and 0 in agreed.forward_only:
             self.stages[0].in_flight.pop(0, None)
-        elif early_forward is not None:
-            self.auxiliary_losses += [(0, loss) for loss in early_forward.auxiliary_losses]
+        elif first_forward is not None:
+            self.auxiliary_losses += [(0, loss) for loss in first_forward.auxiliary_losses]
 
     def forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run a forward. Return a message for each receiver; none on the last stage, whose output becomes the loss."""

@@ -162,7 +162,7 @@ class MemoryObserver(Observer):
 
     def __init__(self, stages: Mapping[int, Stage], slices: int) -> None:
         self._stages, self._slices = stages, slices
-        self._sizes: dict[Any, Mapping[int, ActivationSize]] = {}  # by kind, the oldest first
+        self._sizes: dict[Any, Mapping[int, ActivationSize]] = {}  # by step kind, the oldest first
         self.measurement: MemoryMeasurement | None = None  # of the last step that was the first of its kind
 
     def start(self, step: ObservedStep) -> Sequence[float]:
@@ -172,7 +172,7 @@ class MemoryObserver(Observer):
 
     def compare(self, step: ObservedStep, rows: Any) -> None:
         """Begin now if only another rank's part is new. Evaluations are not measured."""
-        if not step.may_be_new:
+        if not step.is_new_on_rank:
             self.measurement = MemoryMeasurement(self._stages, self._slices) if step.call.is_training else None
         if self.measurement is not None:
             self.measurement.choose_microbatches(step.agreed)
@@ -185,10 +185,10 @@ class MemoryObserver(Observer):
     def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
         """Remember what was found."""
         if self.measurement is not None:
-            self._sizes[step.agreed.kind] = self.measurement.sizes
+            self._sizes[step.agreed.step_kind] = self.measurement.sizes
             while len(self._sizes) > MAX_KINDS:
                 del self._sizes[next(iter(self._sizes))]
 
-    def sizes_of(self, kind: Any) -> Mapping[int, ActivationSize]:
-        """Return what a microbatch keeps in steps of a kind, by stage; nothing if it was not measured."""
-        return self._sizes.get(kind, {})
+    def sizes_of(self, step_kind: Any) -> Mapping[int, ActivationSize]:
+        """Return what a microbatch keeps in steps of `step_kind`, by stage; nothing if it was not measured."""
+        return self._sizes.get(step_kind, {})

@@ -38,9 +38,9 @@ from penstock.schedule.table import Table
 from penstock.schedule.transform import with_full_backwards, without_teacher
 from penstock.stage.attention import AttentionContext, AttentionWhileTracing, attention_context
 from penstock.stage.connections import stage_connections
+from penstock.stage.hooks import DataParallelHooks
 from penstock.stage.rank_parameters import RankParameters
 from penstock.stage.recompute import Recompute
-from penstock.stage.replication import Replication
 from penstock.stage.stage import Stage
 from penstock.stage.tied_parameters import TiedParameters
 from penstock.timing.teacher import with_teacher
@@ -355,13 +355,13 @@ def build_engine(
             both = with_full_backwards(with_teacher(student, teacher.table.placement, ahead))
         return verify(both, skips=model_partition.skips | teacher.skips(student.stages)).program
 
-    # 2. Replication, then stages. A rank that fails before this exchange is heard by the others here.
+    # 2. Data parallelism, then stages. A rank that fails before this exchange is heard by the others here.
     parallelism = arguments.tensor_parallel, arguments.data_parallel
-    replications = parallelize_stages(
-        position, modules, model_partition.replications, model_partition.tied, names, *parallelism
+    data_parallel_hooks = parallelize_stages(
+        position, modules, model_partition.data_parallel_hooks, model_partition.tied, names, *parallelism
     )
     control.all_gather_value(None, "to build the pipeline")
-    stages = _build_stages(config, model_partition, comparison, modules, replications, table, position)
+    stages = _build_stages(config, model_partition, all_stages, modules, data_parallel_hooks, table, position)
     if teacher is not None:
         stages |= teacher.make_stages(position.pipeline.device, table.stages)
 
@@ -394,7 +394,7 @@ def _build_stages(
     model_partition: ModelPartition,
     comparison: RankComparisonResult,
     modules: Modules,
-    replications: Mapping[int, Replication],
+    data_parallel_hooks: Mapping[int, DataParallelHooks],
     table: Table,
     position: MeshPosition,
 ) -> dict[int, Stage]:
@@ -413,7 +413,7 @@ def _build_stages(
             connections=connections[index],
             later_keywords=frozenset().union(*comparison.keywords[index + 1 :]),
             recompute=config.recompute[index],
-            replication=replications[index],
+            data_parallel=data_parallel_hooks[index],
             in_order=table.has_weights_in_backward_order(index),
         )
         for index, module in modules.items()

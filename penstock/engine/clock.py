@@ -75,7 +75,7 @@ Interval = tuple[float, float, float]  # start and end of an action, and when it
 class ActionClock:
     """Records the start and end of every action and the end of its sends, in seconds of this machine's monotonic clock."""
 
-    num_early = 0  # actions that ran before the rows were read: the end of their sends says nothing
+    num_before_rows = 0  # actions that ran before the rows were read: the end of their sends says nothing
 
     def __init__(self, offset: float = 0.0, previous_end: Any = None) -> None:
         self.offset = offset  # seconds, added to every time that is read
@@ -101,7 +101,7 @@ class ActionClock:
         """Return (start, end, sent) of every action so far, in order."""
         times = [time + self.offset for time in self._times(self._marks)]
         ends = times[1::3]
-        return list(zip(times[::3], ends, ends[: self.num_early] + times[2::3][self.num_early :], strict=True))
+        return list(zip(times[::3], ends, ends[: self.num_before_rows] + times[2::3][self.num_before_rows :], strict=True))
 
     def span_and_busy_seconds(self) -> tuple[float, float, float]:
         """Return the first start, the last end, and the seconds spent in actions."""

@@ -77,7 +77,7 @@ class LastStep:
 
             intervals = zip(result.actions, result.clock.intervals(), strict=True)
             events = tuple(Event(position.pipeline.rank, action, *times) for action, times in intervals)
-            message = events, engine.clock_skew.error, self._memory.sizes_of(result.kind)
+            message = events, engine.clock_skew.error, self._memory.sizes_of(result.step_kind)
             messages = control.all_gather_value(message, "to tell their timelines")
 
         ranks = [position.pipeline.get_global_rank(rank) for rank in range(position.pipeline.world_size)]

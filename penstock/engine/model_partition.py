@@ -20,7 +20,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Skip
 from penstock.stage import tied_parameters
 from penstock.stage.connections import StageParameter, tied_parameter_skips
-from penstock.stage.replication import Replication
+from penstock.stage.hooks import DataParallelHooks
 from penstock.torch_private import TensorSlot, strip_compiled_prefix, tensor_slots, unwrap_compiled
 
 
@@ -91,7 +91,7 @@ class ModelPartition(NamedTuple):
     """The stages of this rank, as modules, and how they are connected to those of other ranks."""
 
     modules: dict[int, nn.Module]  # stage -> module, without DistributedDataParallel around it
-    replications: dict[int, Replication]  # stage -> the data parallelism that the user has applied to it
+    data_parallel_hooks: dict[int, DataParallelHooks]  # stage -> the data parallelism that the user has applied to it
     given_stages: Mapping[int, nn.Module]  # stage -> module, of all stages that this rank has, as in `modules`
     layer_numbers: Mapping[int, range] = {}  # stage -> numbers of its layers in the uncut model, where it is a Sequential
     tied: Sequence[Sequence[StageParameter]] = ()  # parameters that several stages share
@@ -183,7 +183,7 @@ def partition_model(
     rank_stages = table.stages_of(position.pipeline.rank)
     result = ModelPartition(
         modules={stage: bare[stage] for stage in rank_stages},
-        replications={stage: data_parallel.replication_of(bare[stage], stages[stage]) for stage in rank_stages},
+        data_parallel_hooks={stage: data_parallel.data_parallel_hooks_of(bare[stage], stages[stage]) for stage in rank_stages},
         given_stages=bare,
         layer_numbers=_layer_ranges(bare, structure.num_layers),
         tied=structure.tied,

@@ -38,7 +38,7 @@ class ObservedStep:
 
     call: Call
     batch: LocalBatch
-    may_be_new: bool  # whether it may be the first of its kind, before `agreed` says so
+    is_new_on_rank: bool  # whether this rank trains on the first such batch; `agreed` says whether all do
     clock: ActionClock
     actions: StepActions
     agreed: Agreed = field(init=False)  # from `compare` on
@@ -83,7 +83,7 @@ class Observers:
 
     def start(self, step: ObservedStep) -> list[float]:
         """Return all numbers for the first row."""
-        moments = self._in_new_steps if step.may_be_new else self._in_old_steps
+        moments = self._in_new_steps if step.is_new_on_rank else self._in_old_steps
         return [number for observer in moments.start for number in observer.start(step)]
 
     def compare(self, step: ObservedStep, rows: Rows) -> None:
@@ -107,7 +107,7 @@ class Observers:
             observer.after(step, [0.0 if index is None else row[index] for row in rows])
 
     def _moments(self, step: ObservedStep) -> "_Moments":
-        is_new = step.agreed.is_new if step.has_agreed else step.may_be_new
+        is_new = step.agreed.is_new_kind if step.has_agreed else step.is_new_on_rank
         return self._in_new_steps if is_new else self._in_old_steps
 
 

@@ -54,7 +54,7 @@ class StepResult(NamedTuple):
     report: StepReport
     actions: Sequence[Action]  # what this rank ran
     clock: ActionClock  # and when
-    kind: Any  # as all ranks know it
+    step_kind: Any  # as all ranks know it
     microbatch_sizes: tuple[int, ...]  # elements of each microbatch's largest input, in the order that runs
     chains: Chains  # of the table that ran
 

@@ -31,7 +31,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.comms.preemption import preempted
 from penstock.comms.transport.channels import Channels
 from penstock.comms.wait_errors import WaitError, convert_errors
-from penstock.engine.actions import ActionFunctions, EarlyForward, StepActions, error_with_location
+from penstock.engine.actions import ActionFunctions, FirstForward, StepActions, error_with_location
 from penstock.engine.clock import ActionClock, make_clock, measure_own_clock_skew
 from penstock.engine.observers import ObservedStep, Observer, Observers, StepFunctions
 from penstock.engine.optimizers import read_grad_scale
@@ -124,8 +124,8 @@ class Engine:
         num_parts = len(self.position.batch_parts)  # gradients are averaged over them afterwards
         grad_scale = read_grad_scale(call.scaler, self.position.world) * call.scale * num_parts
         actions = StepActions(self.stages, self.schedule.num_stages - 1, self.layout, call, batch, grad_scale, self.attention)
-        may_be_new = call.is_training and self.agreement.may_be_new(batch.description.kind)
-        step = ObservedStep(call, batch, may_be_new, clock, actions)
+        is_new_on_rank = call.is_training and not self.agreement.has_run(batch.description.kind_hash)
+        step = ObservedStep(call, batch, is_new_on_rank, clock, actions)
 
         # 2. Send this rank's row before any wait: a rank in another call must not wait for this one.
         first_action = self._full_program.lines[0].action if self._full_program.lines else "the others end it"
@@ -134,20 +134,20 @@ class Engine:
 
         # 3. Begin to gather the parameters that replicas share out.
         with convert_errors("for the replicas to begin the step"):
-            begin_step_and_prefetch([self.stages[index].replication for index in self._full_program.stages])
+            begin_step_and_prefetch([self.stages[index].data_parallel for index in self._full_program.stages])
 
         # 4. Run the first forward while rows travel.
-        early_forward = self._run_first_forward_early(step)
+        first_forward = self._run_first_forward_early(step)
 
         # 5. Read all rows.
         step.agreed, rows = self.agreement.finish(batch.description, wait_reason)
-        actions.begin(step.agreed, early_forward)
+        actions.begin(step.agreed, first_forward)
         self.observers.compare(step, rows)
 
         # 6. Run the program.
         channels.begin_step(step.agreed.signatures)
         functions = self.observers.wrap(step, self.step_functions(actions.functions, channels))
-        self.run_program(step.agreed.program.lines, functions, channels, clock, early_forward)
+        self.run_program(step.agreed.program.lines, functions, channels, clock, first_forward)
 
         # 7. Average gradients over replicas.
         finish_gradient_averaging(list(self.stages.values()), self.parameters, self.position, call.is_training)
@@ -162,7 +162,7 @@ class Engine:
         self._previous_end = clock.mark_end()
         return result
 
-    def _run_first_forward_early(self, step: ObservedStep) -> EarlyForward | None:
+    def _run_first_forward_early(self, step: ObservedStep) -> FirstForward | None:
         """Run this rank's first action before the rows are read, if it is a forward of the first stage: it waits for nobody."""
         batch, num_microbatches = step.batch, len(step.batch.order)
         # Along tp and cp the action waits for other ranks. Random numbers of a list depend on the lists of earlier replicas.
@@ -175,7 +175,7 @@ class Engine:
             return None
 
         stage = self.stages[0]
-        forward = step.actions.early_forward(action[1:] in program.split_backwards)
+        forward = step.actions.first_forward_function(action[1:] in program.split_backwards)
         try:
             stage.wait_parameters()
             self.activity.begin_action(action)
@@ -188,8 +188,8 @@ class Engine:
             raise
         except Exception as error:
             raise error_with_location(error, self.position.world.rank, action) from error
-        step.clock.num_early = 1
-        return EarlyForward([messages], stage.auxiliary_losses)
+        step.clock.num_before_rows = 1
+        return FirstForward(messages, stage.auxiliary_losses)
 
     def step_functions(self, actions: ActionFunctions, channels: Channels) -> StepFunctions:
         """Return what a program calls: these actions, and the channels' ends."""
@@ -209,13 +209,13 @@ class Engine:
         functions: StepFunctions,
         channels: Channels,
         clock: ActionClock,
-        early_forward: EarlyForward | None = None,
+        first_forward: FirstForward | None = None,
     ) -> None:
         """Run the lines of a program: for each, post its receives, wait for its inputs, run its action, send what it made."""
         (actions, receive, send), incoming = functions, channels.incoming
         local_values = dict[Transfer, Any]()  # between two stages of this rank
-        waits_for_parameters = not all(stage.replication.parameters_ready for stage in self.stages.values())
-        messages: Any = early_forward.messages.pop() if early_forward else None  # of the first line, which has run
+        waits_for_parameters = not all(stage.data_parallel.parameters_ready for stage in self.stages.values())
+        messages: Any = first_forward.take_messages() if first_forward else None  # of the first line, which has run
         try:
             for action, receives, inputs, outputs in lines:
                 for transfer in receives:
@@ -270,7 +270,7 @@ class Engine:
         )
         self.observers.after(step, rows)
         sizes = tuple([piece.elements for piece in agreed.pieces if piece.slice == 0])
-        return StepResult(loss, loss_list, actions.joined_outputs(), step.report, ran, clock, agreed.kind, sizes, agreed.chains)
+        return StepResult(loss, loss_list, actions.joined_outputs(), step.report, ran, clock, agreed.step_kind, sizes, agreed.chains)
 
     # -- between steps -------------------------------------------------------------------------------------------------
 

@@ -197,7 +197,7 @@ class NonFiniteMonitor(Observer):
             if is_backward and (kind := nonfinite_kind_in_tree(messages, may_be_mask=False)):
                 self._record_backward(kind, "")
             elif is_backward:
-                source = SHARED if stage.replication.hooks_gradients else OWN
+                source = SHARED if stage.data_parallel.hooks_gradients else OWN
                 self._check_weight_gradients((action.stage,), source, SMALL_GRADIENT_ELEMENTS)
             elif kind := nonfinite_kind_in_tree(messages):
                 self._set_first_value("", f"the stage gave {kind}")

@@ -22,7 +22,7 @@ from penstock.guards.unregistered_uses import RemoteParameterUseCheck
 from penstock.partition.attributes import AttributeSnapshot
 from penstock.plan.microbatch_costs import MicrobatchSamples
 from penstock.plan.recut import RecentSteps
-from penstock.stage.replication import NoReplication
+from penstock.stage.hooks import NoDataParallelHooks
 
 
 class PipelineObservers(NamedTuple):
@@ -50,7 +50,7 @@ def make_observers(
 
     # Uses of what is elsewhere. A user's own DistributedDataParallel may give borrowed parameters a gradient of zeros.
     remote_parameters = partition.remote_parameters(comparison.names)
-    if all(isinstance(replication, NoReplication) for replication in partition.replications.values()):
+    if all(isinstance(hooks, NoDataParallelHooks) for hooks in partition.data_parallel_hooks.values()):
         remote_parameters += engine.tied.parameters_of_other_owners()
 
     gradient_factor = GradientFactorCheck(engine.parameters, rank, num_ranks)

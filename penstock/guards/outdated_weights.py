@@ -149,9 +149,9 @@ class TensorsSharedBetweenPipelines(Observer):
         _pipelines.add(self)
 
     def start(self, step: ObservedStep) -> Sequence[float]:
-        """Refuse a training step as `check_not_trained_apart` does."""
+        """Raise as `check_not_trained_on_another_rank`, before a training step."""
         if step.call.is_training:
-            self.check_not_trained_apart()
+            self.check_not_trained_on_another_rank()
         return ()
 
     def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
@@ -165,7 +165,7 @@ class TensorsSharedBetweenPipelines(Observer):
             if remote is not None and remote() is not None and remote() is tensor():
                 self._remote_elsewhere.append((weakref.ref(pipeline), name, tensor, pipeline.steps))
 
-    def check_not_trained_apart(self) -> None:
+    def check_not_trained_on_another_rank(self) -> None:
         """Raise MismatchError if another pipeline has trained a layer on another rank. Called before a training step."""
         for reference, name, tensor, steps in self._remote_elsewhere:
             pipeline, weight = reference(), tensor()

@@ -5,6 +5,6 @@
 `trace_marks`   collects a rank's events that matter: ranges, operations, kernels
 `rank_trace`    reads the actions, receives and profiler steps of one rank
 `clocks`        aligns ranks' clocks by their messages
-`trace_causes`  finds pauses, blocked collectives, and work between steps
+`trace_delays`  finds pauses, blocked collectives, and work between steps
 `torch_trace`   reads the traces of all ranks into a record of timelines
 """

@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 from penstock.integrations.chrome_trace import PROFILE, is_trace
 from penstock.integrations.clocks import clock_offsets
 from penstock.integrations.rank_trace import RankTrace, TimedAction, read_rank
-from penstock.integrations.trace_causes import describe, find_causes
+from penstock.integrations.trace_delays import describe_delays, find_delays
 from penstock.schedule import Action, Event, Kind, MeasuredTimeline, Schedule, ScheduleError, build, from_rows, names
 from penstock.view.reading import check_timeline
 from penstock.view.record import TIMELINE_FILE, Record
@@ -85,8 +85,9 @@ def read_record(
         timelines.append(_check_timeline(timeline, key, traces))
     record = Record(tuple(timelines), unit="s", labels=tuple(map(_step_name, steps)))
     usual = list(steps.values())[record.steps.index(record.usual)]
-    findings = tuple(find_causes(record, traces, usual))
-    return replace(record, findings=findings), [*_notes(record, traces, num_dropped, error), *describe(record, traces, usual)]
+    findings = tuple(find_delays(record, traces, usual))
+    notes = [*_notes(record, traces, num_dropped, error), *describe_delays(record, traces, usual)]
+    return replace(record, findings=findings), notes
 
 
 def is_traces(path: Path) -> bool:
@@ -353,8 +354,8 @@ def _check_timeline(timeline: MeasuredTimeline, key: StepKey, traces: Sequence[R
     try:
         check_timeline(timeline)
     except ValueError as error:
-        circle = error.__cause__.args[1] if isinstance(error.__cause__, CycleError) else ()
-        ranks = sorted({event.rank for event in timeline.events if event.action in circle})
+        cycle = error.__cause__.args[1] if isinstance(error.__cause__, CycleError) else ()
+        ranks = sorted({event.rank for event in timeline.events if event.action in cycle})
         of_two = f", as {traces[ranks[0]].path} and {traces[ranks[1]].path} are of two runs" if len(ranks) > 1 else ""
         raise PenstockError(f"{_step_name(key)} contradicts itself{of_two}, {error}: {_GIVE_ONE_RUN}") from error
     return timeline

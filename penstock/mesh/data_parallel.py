@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import torch_private
 from penstock.errors import MismatchError
-from penstock.mesh.ddp import DDPReplication
-from penstock.mesh.fsdp import FSDPReplication, fsdp_modules
+from penstock.mesh.ddp import DDPHooks
+from penstock.mesh.fsdp import FSDPHooks, fsdp_modules
 from penstock.mesh.position import MeshPosition
 from penstock.stage.dtensor import local_shard
-from penstock.stage.replication import NoReplication, Replication
+from penstock.stage.hooks import DataParallelHooks, NoDataParallelHooks
 
 BROADCAST_BUCKET_BYTES = 1 << 25
 ApplyDataParallel = Callable[[nn.Module, DeviceMesh], nn.Module]  # (stage, axis of the mesh) -> the stage, replicated along it
@@ -38,8 +38,8 @@ APPLY_BY_NAME: dict[str, ApplyDataParallel] = {"ddp": apply_ddp, "fsdp": apply_f
 
 def make_data_parallel(
     module: nn.Module, position: MeshPosition, apply: ApplyDataParallel, ignored_names: Sequence[str]
-) -> Replication:
-    """Broadcast the first replica's values of `module` along `dp` and `cp`, apply `apply`, and return the stage's Replication.
+) -> DataParallelHooks:
+    """Broadcast the first replica's values of `module` along `dp` and `cp`, apply `apply`, and return the stage's hooks.
 
     `ignored_names`: of parameters whose gradients go to another stage. Raises MismatchError if `apply` replicates nothing.
     """
@@ -48,7 +48,7 @@ def make_data_parallel(
     group = mesh.get_group()
     broadcast_from_first((*module.parameters(), *module.buffers()), group)
     if not any(True for _ in module.parameters()):
-        return NoReplication()
+        return NoDataParallelHooks()
     torch_private.ignore_in_ddp(module, ignored_names)
     if apply is apply_ddp and position.tp is not None:
         apply = torch_private.replicate_with_fsdp  # DistributedDataParallel does not accept DTensors
@@ -56,25 +56,25 @@ def make_data_parallel(
     if apply is apply_ddp and not any(
         parameter.requires_grad and name not in ignored_names for name, parameter in module.named_parameters()
     ):
-        return DDPReplication(module, None, group, wrap)
+        return DDPHooks(module, None, group, wrap)
     wrapped = wrap()
-    replication = replication_of(module, wrapped, group, wrap)
-    if isinstance(replication, NoReplication):
+    hooks = data_parallel_hooks_of(module, wrapped, group, wrap)
+    if isinstance(hooks, NoDataParallelHooks):
         problem = f"data_parallel={getattr(apply, '__name__', repr(apply))} gave {type(wrapped).__name__}"
         raise MismatchError(f"{problem}, no DistributedDataParallel and not sharded: return what it makes")
-    return replication
+    return hooks
 
 
-def replication_of(
+def data_parallel_hooks_of(
     module: nn.Module, wrapped: Any, group: dist.ProcessGroup | None = None, wrap: Callable[[], Any] | None = None
-) -> Replication:
-    """Return the Replication for `wrapped`: DDP's or FSDP's, or NoReplication if neither was applied to `module`.
+) -> DataParallelHooks:
+    """Return the hooks for `wrapped`: DDP's or FSDP's, or none if neither was applied to `module`.
 
     `group`: the replicas. `wrap`: returns `module` wrapped anew. Both are None for replicas that are separate pipelines.
     """
     if isinstance(wrapped, DistributedDataParallel):
-        return DDPReplication(module, wrapped, group, wrap)
-    return FSDPReplication(wrapped, group) if isinstance(wrapped, nn.Module) and fsdp_modules(wrapped) else NoReplication()
+        return DDPHooks(module, wrapped, group, wrap)
+    return FSDPHooks(wrapped, group) if isinstance(wrapped, nn.Module) and fsdp_modules(wrapped) else NoDataParallelHooks()
 
 
 def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -1,7 +1,7 @@
 """A stage that DistributedDataParallel replicates: gradients are averaged over the replicas once, after the last backward.
 
 DistributedDataParallel's own forward is not called: it would average the gradients in the backward of every microbatch. Instead
-its reducer is controlled by the hooks of `Replication`:
+its reducer is controlled by `DataParallelHooks`:
 
     begin_step            wrap the module again if other parameters are trainable now
     F F .. B B ..         forwards and all backwards but the last: the reducer does nothing
@@ -23,12 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import torch_private
 from penstock.mesh.gradient_presence import GradientPresenceReduce
-from penstock.stage.replication import Replication
+from penstock.stage.hooks import DataParallelHooks
 from penstock.torch_private import run_backward
 
 
-class DDPReplication(Replication):
-    """The replication of a stage by DistributedDataParallel, which averages its gradients: see above.
+class DDPHooks(DataParallelHooks):
+    """The hooks of a stage by DistributedDataParallel, which averages its gradients: see above.
 
     `ddp_module`: None as long as no parameter is trainable.
     `wrap`: returns a new `ddp_module`. With it the all-reduces overlap with the rank's further actions until `finish_step`,

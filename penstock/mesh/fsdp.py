@@ -18,13 +18,13 @@ from torch import nn
 
 from penstock import torch_private
 from penstock.mesh.gradient_presence import GradientPresenceReduce
-from penstock.stage.replication import NoReplication, Replication
+from penstock.stage.hooks import DataParallelHooks, NoDataParallelHooks
 
 _averaging_pool = ThreadPoolExecutor(1, "penstock-average")  # on the CPU the reduce-scatters block their caller
 
 
-class FSDPReplication(Replication):
-    """The replication of a stage by `fully_shard`, or by torch's `replicate`, of the stage or of its submodules.
+class FSDPHooks(DataParallelHooks):
+    """The hooks of a stage that is sharded by `fully_shard`, or by torch's `replicate`, of the stage or of its submodules.
 
     `group`: the replicas; None for replicas that are separate pipelines, which must use the same parameters.
     """
@@ -109,10 +109,10 @@ def fsdp_modules(module: nn.Module) -> list[Any]:
     return [submodule for submodule in module.modules() if isinstance(submodule, fsdp.FSDPModule)] if fsdp is not None else []
 
 
-def begin_step_and_prefetch(replications: list[Replication]) -> None:
+def begin_step_and_prefetch(hooks_by_stage: list[DataParallelHooks]) -> None:
     """Begin a step of stages, given in order: set the `next_stage` of each, and begin to gather the first one's parameters."""
-    for replication, next_stage in pairwise([*replications, NoReplication()]):
-        replication.begin_step()
-        replication.next_stage = next_stage
-    for replication in replications[:1]:
-        replication.prefetch_parameters()
+    for hooks, next_hooks in pairwise([*hooks_by_stage, NoDataParallelHooks()]):
+        hooks.begin_step()
+        hooks.next_stage = next_hooks
+    for hooks in hooks_by_stage[:1]:
+        hooks.prefetch_parameters()

@@ -11,8 +11,8 @@ from penstock.mesh import data_parallel, tensor_parallel
 from penstock.mesh.data_parallel import broadcast_buffers
 from penstock.mesh.position import MeshPosition
 from penstock.stage.connections import StageParameter
+from penstock.stage.hooks import DataParallelHooks, NoDataParallelHooks
 from penstock.stage.rank_parameters import RankParameters
-from penstock.stage.replication import NoReplication, Replication
 from penstock.stage.stage import Stage
 
 
@@ -20,17 +20,17 @@ from penstock.stage.stage import Stage
 def parallelize_stages(
     position: MeshPosition,
     modules: Mapping[int, nn.Module],
-    replications: Mapping[int, Replication],
+    hooks_by_stage: Mapping[int, DataParallelHooks],
     tied: Sequence[Sequence[StageParameter]],
     names: Sequence[Mapping[str, str]],
     plan: tensor_parallel.TensorParallelPlan | None,
     data_parallel_mode: str | data_parallel.ApplyDataParallel,
-) -> dict[int, Replication]:
-    """Apply tensor and data parallel to this rank's stages; return the Replication of each stage.
+) -> dict[int, DataParallelHooks]:
+    """Apply tensor and data parallel to this rank's stages; return the hooks of each stage.
 
-    `modules`, `replications`: by stage. `tied`: parameters that several stages share. `names`: for every stage, an entry's name
-    in the stage -> in the uncut model. Raises MismatchError for a `plan` without an axis `tp` or that does not fit the model,
-    and for tied parameters that would be sharded.
+    `modules`, `hooks_by_stage`: of this rank. `tied`: parameters that several stages share. `names`: for every stage, an
+    entry's name in the stage -> in the uncut model. Raises MismatchError for a `plan` without an axis `tp` or that does not fit
+    the model, and for tied parameters that would be sharded.
     """
     if position.peer_groups:
         torch_private.clear_dtensor_caches()  # they may have groups of an earlier pipeline, which a failed step has closed
@@ -45,21 +45,21 @@ def parallelize_stages(
         raise MismatchError(f"parameters of several stages ({parameter_names}) can be neither sharded nor split over tp")
     if position.tp is not None or position.dp_cp_mesh is not None:
         _check_gradient_dtypes(modules, names, position.world.rank)
-    replication_of_stage = dict(replications)
+    hooks_of_stage = dict(hooks_by_stage)
     for stage, module in modules.items():
         if position.tp is not None and plan is not None:
             data_parallel.broadcast_from_first((*module.parameters(), *module.buffers()), position.tp.get_group())
             tensor_parallel.parallelize_stage(plan, module, names[stage], position.tp)
         if position.dp_cp_mesh is not None:
-            if not isinstance(replication_of_stage[stage], NoReplication):
+            if not isinstance(hooks_of_stage[stage], NoDataParallelHooks):
                 raise MismatchError(f"stage {stage} is data parallel already: give it as it is, the mesh has an axis dp")
             owned_elsewhere = [name for group in tied for owner, name in group if owner == stage != group[0][0]]
-            replication_of_stage[stage] = data_parallel.make_data_parallel(module, position, apply, owned_elsewhere)
-    if len({type(value) for value in replication_of_stage.values() if not isinstance(value, NoReplication)}) > 1:
+            hooks_of_stage[stage] = data_parallel.make_data_parallel(module, position, apply, owned_elsewhere)
+    if len({type(value) for value in hooks_of_stage.values() if not isinstance(value, NoDataParallelHooks)}) > 1:
         raise MismatchError(
             "data_parallel= makes DistributedDataParallel of one stage and shards another: do the same with all"
         )
-    return replication_of_stage
+    return hooks_of_stage
 
 
 def _check_gradient_dtypes(modules: Mapping[int, nn.Module], names: Sequence[Mapping[str, str]], rank: int) -> None:
@@ -81,7 +81,7 @@ def finish_gradient_averaging(
     """Wait until gradients are averaged over replicas; in training, sum partial ones along `tp`, and broadcast buffers."""
     with convert_errors("for the replicas to average the gradients"):
         for stage in stages:
-            stage.replication.finish_step(training)
+            stage.data_parallel.finish_step(training)
         if position.tp is not None and training:
             tensor_parallel.sum_partial_gradients(parameters.parameters())
         if position.dp_cp_mesh is not None and training:

@@ -29,7 +29,7 @@ LARGEST_COST_FACTORS = (inf, 1.0, 0.98, 0.95, 0.9, 0.8)  # bounds tried while en
 WINDOW_COSTS = 2**15  # evaluated when all ends move once
 SPLITS_TRIED = 7  # places at which a run may be cut in two
 MIN_WINDOW = 4  # boundaries tried on each side of an end
-LEAST_GAIN = 1e-4  # of a move; with less, the next smaller step follows
+MIN_GAIN = 1e-4  # of a move; with less, the next smaller step follows
 
 
 class RunCosts:
@@ -137,13 +137,13 @@ def _best_ends_in_matrix(costs: Floats, groups: int) -> Integers | None:
     best_ends = _cheapest_ends(costs, groups)
     if best_ends is None:
         return None
-    least, largest_cost = sum_and_largest(best_ends)
+    best_sum, largest_cost = sum_and_largest(best_ends)
     last_row_alone = costs[-2, -1]
     candidates = np.unique(costs[(costs < largest_cost) & (costs >= last_row_alone)])
     for largest in candidates[:: max(1, ceil(len(candidates) / LARGEST_COSTS_TRIED))].tolist():
         ends = _cheapest_ends(np.where(costs <= largest, costs, inf), groups)
-        if ends is not None and (total := sum_and_largest(ends)[0]) < least:
-            least, best_ends = total, ends
+        if ends is not None and (total := sum_and_largest(ends)[0]) < best_sum:
+            best_sum, best_ends = total, ends
     return best_ends
 
 
@@ -180,15 +180,15 @@ def _move_ends(costs: RunCosts, ends: list[int], parts: float) -> list[int]:
     groups, rows = len(ends), len(costs.lengths)
     window = max(MIN_WINDOW, int((WINDOW_COSTS / groups) ** 0.5 / 2))
     step = ceil(rows / groups / (2 * window))
-    least = inf
+    best_total = inf
     while True:
         total, moved_ends = _best_ends_in_windows(costs, ends, step, window, parts)
         transferred_ends = _transfer_ends(costs, moved_ends, parts)
         if transferred_ends != moved_ends:
             total, moved_ends = min((total, moved_ends), _best_ends_in_windows(costs, transferred_ends, step, window, parts))
-        has_gained = total < (1 - LEAST_GAIN) * least
-        if total < least:
-            least, ends = total, moved_ends
+        has_gained = total < (1 - MIN_GAIN) * best_total
+        if total < best_total:
+            best_total, ends = total, moved_ends
         if not has_gained and step == 1:
             return ends
         if not has_gained:

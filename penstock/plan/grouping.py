@@ -36,7 +36,7 @@ def group_rows(lengths: Sequence[int], microbatches: int, cost: Cost | None = No
     from penstock.plan.group_search import RunCosts, best_group_ends  # imports numpy, which a pipeline without groups needs not
 
     lengths = list(map(int, lengths))
-    size_limit = SizeLimit(limit, getattr(cost, "bytes", None))
+    size_limit = MicrobatchLimit(limit, getattr(cost, "bytes", None))
     _check_lengths_and_limit(lengths, microbatches, size_limit)
 
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
@@ -44,8 +44,8 @@ def group_rows(lengths: Sequence[int], microbatches: int, cost: Cost | None = No
     fitting_ends = costs.longest_fitting_ends()
     if len(fitting_ends) > microbatches:
         raise MismatchError(
-            f"{len(lengths)} rows do not fit into {microbatches} microbatches of at most {size_limit.format(size_limit.most)}: "
-            f"give {len(fitting_ends)} microbatches or more, or a higher limit"
+            f"{len(lengths)} rows do not fit into {microbatches} microbatches of at most "
+            f"{size_limit.size_text(size_limit.max_size)}: give {len(fitting_ends)} microbatches or more, or a higher limit"
         )
 
     with _progress_bar(len(lengths)) as on_progress:
@@ -56,7 +56,7 @@ def group_rows(lengths: Sequence[int], microbatches: int, cost: Cost | None = No
     return [sorted(order[start:end]) for start, end in (*runs[::2], *reversed(runs[1::2]))]
 
 
-class SizeLimit:
+class MicrobatchLimit:
     """The limit on a microbatch: in padded tokens, or in bytes as `bytes_of(rows, longest)` returns them.
 
     Raises MismatchError for a `limit` that is neither, and for one in bytes without `bytes_of`.
@@ -66,7 +66,7 @@ class SizeLimit:
         amount = parse_bytes(limit) if isinstance(limit, str) else inf if limit is None else limit
         if not isinstance(amount, int | float) or not amount > 0:
             raise MismatchError(f"limit={limit!r}: give padded tokens, as 4096, or bytes, as '2GB', or None for no limit")
-        self.most, self._bytes_of = amount, bytes_of if isinstance(limit, str) else None
+        self.max_size, self._bytes_of = amount, bytes_of if isinstance(limit, str) else None
         self.is_in_bytes = isinstance(limit, str)
         if isinstance(limit, str) and bytes_of is None:
             raise MismatchError(
@@ -78,30 +78,30 @@ class SizeLimit:
         """Return the size of a microbatch of `rows` padded to `longest` tokens, in the limit's unit."""
         return self._bytes_of(rows, longest) if self._bytes_of else rows * longest
 
-    def format(self, size: float) -> str:
+    def size_text(self, size: float) -> str:
         """Return a size as text, with its unit."""
         return format_bytes(size) if self._bytes_of else f"{size:,.0f} padded tokens"
 
 
-def _check_lengths_and_limit(lengths: Sequence[int], microbatches: int, limit: SizeLimit) -> None:
+def _check_lengths_and_limit(lengths: Sequence[int], microbatches: int, limit: MicrobatchLimit) -> None:
     if not 1 <= microbatches <= len(lengths):
         raise MismatchError(f"{len(lengths)} rows cannot be shared out over {microbatches} microbatches: each needs one")
     if min(lengths) < 1:
         raise MismatchError(f"row {lengths.index(min(lengths))} has length {min(lengths)}: a row has at least one token")
-    if limit.size(1, max(lengths)) > limit.most:
-        row, size = lengths.index(max(lengths)), limit.format(limit.size(1, max(lengths)))
+    if limit.size(1, max(lengths)) > limit.max_size:
+        row, size = lengths.index(max(lengths)), limit.size_text(limit.size(1, max(lengths)))
         raise MismatchError(
-            f"row {row} of length {max(lengths)} takes {size} alone, more than the limit of {limit.format(limit.most)} of a "
-            "microbatch: shorten it, or give a higher limit"
+            f"row {row} of length {max(lengths)} takes {size} alone, more than the limit of "
+            f"{limit.size_text(limit.max_size)} of a microbatch: shorten it, or give a higher limit"
         )
 
 
-def _cost_within_limit(cost: Cost | None, limit: SizeLimit) -> tuple[Cost | None, float]:
+def _cost_within_limit(cost: Cost | None, limit: MicrobatchLimit) -> tuple[Cost | None, float]:
     """Return the cost that is inf above the limit; or no cost, and the limit in padded tokens."""
     if cost is None and not limit.is_in_bytes:
-        return None, limit.most
+        return None, limit.max_size
     cost_of = cost or (lambda rows, longest: rows * longest)
-    return (lambda rows, longest: cost_of(rows, longest) if limit.size(rows, longest) <= limit.most else inf), inf
+    return (lambda rows, longest: cost_of(rows, longest) if limit.size(rows, longest) <= limit.max_size else inf), inf
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.batch.pieces import Shape
 from penstock.errors import MismatchError, is_whole_number
-from penstock.plan.grouping import Limit, SizeLimit
+from penstock.plan.grouping import Limit, MicrobatchLimit
 from penstock.plan.microbatch_costs import MicrobatchCosts
 from penstock.schedule.table import Table
 from penstock.timing.simulate import Costs
@@ -29,7 +29,7 @@ def microbatch_order(
     `table_of(microbatches)`: the table that will run. Without `costs`, the elements of a microbatch stand for its cost. Raises
     MismatchError for an invalid order, and for one that has more than `limit` in flight on a rank.
     """
-    size_limit = SizeLimit(limit, costs and costs.bytes)
+    size_limit = MicrobatchLimit(limit, costs and costs.bytes)
     shapes = [(entry.rows or 1, entry.elements / (entry.rows or 1)) for entry in inputs]
     sizes = [size_limit.size(*shape) for shape in shapes]
     indices: Sequence[int] | str = comparable_order(order)
@@ -40,7 +40,7 @@ def microbatch_order(
 
         factors = [costs(*shape) if costs else float(entry.elements) for shape, entry in zip(shapes, inputs, strict=True)]
         stage_costs = costs.step_costs(shapes) if costs else Costs()
-        max_size = None if limit is None else size_limit.most
+        max_size = None if limit is None else size_limit.max_size
         indices = plan_order(factors, table_of(len(inputs)), stage_costs, sizes, max_size, in_seconds=costs is not None)
     if isinstance(indices, str) or sorted(indices) != list(range(len(inputs))):
         shown = list(order) if isinstance(order, tuple) else order
@@ -53,15 +53,15 @@ def microbatch_order(
     return list(indices)
 
 
-def _check_limit(sizes: Sequence[float], table: Table, order: object, limit: SizeLimit) -> None:
+def _check_limit(sizes: Sequence[float], table: Table, order: object, limit: MicrobatchLimit) -> None:
     """Raise MismatchError where microbatches of these `sizes`, in the order they run, have more than `limit` in flight."""
     from penstock.plan.microbatch_order import peak_in_flight  # imports numpy, which no other step needs
 
     peaks = peak_in_flight(sizes, table)
-    if max(peaks) > limit.most:
+    if max(peaks) > limit.max_size:
         hint = "no order was found that has less" if order == "planned" else "order='planned' looks for one that has less"
         raise MismatchError(
-            f"order={order!r} has up to {limit.format(max(peaks))} in flight on rank {peaks.index(max(peaks))}, more than the "
-            f"limit of {limit.format(limit.most)}: {hint}. Make smaller microbatches, take a schedule with fewer in flight, "
-            "or give a higher limit"
+            f"order={order!r} has up to {limit.size_text(max(peaks))} in flight on rank {peaks.index(max(peaks))}, more than "
+            f"the limit of {limit.size_text(limit.max_size)}: {hint}. Make smaller microbatches, take a schedule with fewer in "
+            "flight, or give a higher limit"
         )

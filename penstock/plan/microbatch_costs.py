@@ -34,7 +34,7 @@ MAX_SAMPLES = 1024  # of one kind of action on one stage, the newest
 Sample = tuple[int, int, float]  # rows, elements, and seconds or bytes
 REWEIGHTINGS = 4
 FEATURE_SETS = [list(features) for size in (1, 2, 3) for features in combinations(range(3), size)]
-LEAST_GAIN = 0.99  # a larger set of features must bring the deviation down to this share
+MAX_DEVIATION_RATIO = 0.99  # a larger set of features must bring the deviation down to this share
 
 
 class MicrobatchFit(NamedTuple):
@@ -74,7 +74,7 @@ class MicrobatchSamples(Observer):
         if not step.call.is_list or not agreed.has_backward or len(agreed.pieces) != agreed.num_microbatches:
             return
         shapes = [(piece.rows or 1, piece.elements) for piece in agreed.pieces]
-        if agreed.is_new and self._memory.measurement is not None:
+        if agreed.is_new_kind and self._memory.measurement is not None:
             for (stage, number), size in self._memory.measurement.sizes_by_microbatch.items():
                 self._bytes[stage].append((*shapes[number], size.act))
             return
@@ -127,13 +127,13 @@ def _solve_nonnegative(relative: "np.ndarray", weights: "np.ndarray") -> "np.nda
     import numpy as np
 
     products, sums = relative.T @ (weights[:, None] * relative), relative.T @ weights
-    best, least = np.zeros(3), np.inf
+    best, min_deviation = np.zeros(3), np.inf
     for features in FEATURE_SETS:
         x = np.zeros(3)
         x[features] = np.linalg.lstsq(products[np.ix_(features, features)], sums[features], rcond=None)[0]
         deviation = float(weights @ (relative @ x - 1) ** 2)
-        if x.min() >= 0 and deviation < LEAST_GAIN * least:
-            best, least = x, deviation
+        if x.min() >= 0 and deviation < MAX_DEVIATION_RATIO * min_deviation:
+            best, min_deviation = x, deviation
     return best
 
 

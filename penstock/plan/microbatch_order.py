@@ -25,7 +25,7 @@ MAX_ROUNDS = 4  # more gain next to nothing
 SEARCH_SHARE = 0.02  # of a step's time, at most, for the search of its order
 SECONDS_PER_CELL, SECONDS_PER_CELL_AND_ORDER = 6e-6, 2.5e-8  # of one timing of many orders on a core of 2020, at most
 MAX_SWAPS = 276  # of a round: all pairs of 24 microbatches
-LEAST_GAIN = 1e-9  # of a step; rounding differs by less
+MIN_GAIN = 1e-9  # of a step; rounding differs by less
 
 
 def plan_order(
@@ -109,7 +109,7 @@ class OrderTimer:
         """Return the fastest order; the first one if the others gain nothing."""
         times = self.step_times(orders)
         best = int(times.argmin())
-        order: list[int] = orders[:, best if times[best] < times[0] * (1 - LEAST_GAIN) else 0].tolist()
+        order: list[int] = orders[:, best if times[best] < times[0] * (1 - MIN_GAIN) else 0].tolist()
         return order
 
 

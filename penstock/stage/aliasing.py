@@ -75,14 +75,14 @@ def record_versions(tensors: Iterable[Tensor]) -> Versions:
     return [(tensor, tensor_version(tensor)) for tensor in tensors if not tensor.is_inference()]
 
 
-def check_unchanged(versions: Versions, stage: int, kind: tuple[str, str]) -> None:
+def check_unchanged(versions: Versions, stage: int, what: tuple[str, str]) -> None:
     """Raise MismatchError if a forward of `stage` has changed one of these tensors in place.
 
-    `kind`: ALIASED_VALUE or SHARED_PARAMETER.
+    `what`: ALIASED_VALUE or SHARED_PARAMETER.
     """
     for tensor, version in versions:
         if tensor_version(tensor) != version:
-            changed, advice = kind
+            changed, advice = what
             raise MismatchError(
                 f"stage {stage} changes in place {changed.format(tuple(tensor.shape))}, which would change with it in the "
                 f"uncut model, but not here: {advice}"

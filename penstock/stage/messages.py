@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.partition.graph_stage import GraphStage
 from penstock.stage.aliasing import Versions, mark_aliased
-from penstock.stage.backward.autograd_edges import StageInputGradients
+from penstock.stage.backward.autograd_edges import GradientCapture
 from penstock.stage.backward.parameter_slot import list_parameters_with_places
 from penstock.stage.connections import StageConnections
 from penstock.torch_private import TensorSlot
@@ -21,7 +21,7 @@ from penstock.trees import flatten
 class ReceivedInputs(NamedTuple):
     """The messages that a microbatch received, for which it returns gradients; none on the first stage."""
 
-    inputs: tuple[StageInputGradients, ...] = ()  # one for each message
+    inputs: tuple[GradientCapture, ...] = ()  # one for each message
     borrowed: Sequence[tuple[TensorSlot, Tensor]] = ()  # what takes the places of parameters of earlier stages
 
 
@@ -47,13 +47,13 @@ class StageMessages:
 
     def attach_inputs(self, messages: Sequence[Any]) -> tuple[Sequence[Any], ReceivedInputs]:
         """Return the values for the module, as the beginning of a graph, and what else came with the messages."""
-        inputs: list[StageInputGradients] = []
+        inputs: list[GradientCapture] = []
         values: list[Any] = []
         borrowed: list[tuple[TensorSlot, Tensor]] = []
         for slots, message in zip(self._borrowed, messages, strict=True):
             parameters = [_leaf_like(slot.parameter) for slot in slots]  # this rank's, as if they had come with the message
             borrowed += [(place, leaf) for slot, leaf in zip(slots, parameters, strict=True) for place in slot.places]
-            inputs.append(StageInputGradients(parameters))
+            inputs.append(GradientCapture(parameters))
             values.append(inputs[-1].attach(message))
 
         if len(values) > len(self._value_sources):

@@ -107,7 +107,7 @@ class ModuleRunner:
         return self._run_sequential if self._layers is not None and not kwargs and len(args) == 1 else None
 
     def _has_hooks_to_run(self) -> bool:
-        """Return whether hooks of the module must run. `FSDPReplication` does all that `fully_shard`'s do, except casts."""
+        """Return whether hooks of the module must run. `FSDPHooks` does all that `fully_shard`'s do, except casts."""
         if self._is_sharded:
             return fsdp_casts_inputs_or_outputs(self.module) or has_hooks_of_user(self.module)
         return has_hooks(self.module)

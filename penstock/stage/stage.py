@@ -26,10 +26,10 @@ from penstock.stage.backward.deferred import DeferredGradients
 from penstock.stage.backward.parameter_slot import ParameterSlot, list_parameters_with_places, replace_temporarily
 from penstock.stage.backward.split import BackwardSplitter
 from penstock.stage.connections import StageConnections
+from penstock.stage.hooks import DataParallelHooks, NoDataParallelHooks
 from penstock.stage.messages import ReceivedInputs, StageMessages
 from penstock.stage.module_runner import DETERMINISTIC_LOSSES, ModuleRunner
 from penstock.stage.recompute import Recompute
-from penstock.stage.replication import NoReplication, Replication
 from penstock.stage.sliced_attention import SequenceSlice, SlicedAttention
 from penstock.torch_private import buffer_slots, run_backward, shares_memory, storage_key
 from penstock.trees import map_tensors, tensors
@@ -41,7 +41,7 @@ class InFlightMicrobatch:
 
     received: ReceivedInputs
     edges: tuple[GradientEdge, ...]  # of the outputs: an output itself is freed as soon as it is sent
-    graph_ends: tuple[Tensor, ...]  # for `Replication.before_last_backward`
+    graph_ends: tuple[Tensor, ...]  # for `DataParallelHooks.before_last_backward`
     auxiliary: Sequence[tuple[GradientEdge, Tensor]]  # auxiliary losses of the forward
     deferred: DeferredGradients | None  # if the backward is split
     attention: SlicedAttention | None  # of a slice of a microbatch
@@ -56,7 +56,7 @@ class Stage:
     `connections`: the stages it exchanges messages with, by default those of a chain.
     `later_keywords`: keywords of the step that stages after this one take (see `arguments.py`).
     `in_order`: see `BackwardSplitter`.
-    `replication`: how data parallelism replicates or shards the stage.
+    `data_parallel`: how data parallelism replicates or shards the stage.
     """
 
     def __init__(
@@ -70,19 +70,20 @@ class Stage:
         recompute: Recompute | None = None,
         connections: StageConnections | None = None,
         later_keywords: frozenset[str] = frozenset(),
-        replication: Replication | None = None,
+        data_parallel: DataParallelHooks | None = None,
         in_order: bool = False,
     ) -> None:
         self.index, self.module, self.loss_fn = index, module, loss_fn
         self.connections = connections or StageConnections((index - 1,), (index + 1,))
-        self.replication = replication or NoReplication()
+        self.data_parallel = data_parallel or NoDataParallelHooks()
         self._device_type = device.type
         self._loss_may_draw = not any(loss_fn is deterministic for deterministic in (None, *DETERMINISTIC_LOSSES))
 
         self._signature = ForwardSignature(module, later_keywords)
         self._messages = StageMessages(index, module, self.connections)
         self._runner = ModuleRunner(index, module, device, layer_numbers, recompute)
-        self._splitter = BackwardSplitter(module, self._messages.shared_parameters, in_order, self.replication.hooks_gradients)
+        shared_parameters = self._messages.shared_parameters
+        self._splitter = BackwardSplitter(module, shared_parameters, in_order, self.data_parallel.hooks_gradients)
 
         # Of the microbatches in flight.
         self.in_flight: dict[int, InFlightMicrobatch] = {}  # slices of microbatches have a number each
@@ -116,8 +117,8 @@ class Stage:
 
     def wait_parameters(self) -> None:
         """Wait for parameters that are on other ranks. Called before the step's first action."""
-        if not self.replication.parameters_ready:
-            self.replication.wait_parameters()
+        if not self.data_parallel.parameters_ready:
+            self.data_parallel.wait_parameters()
             self._refresh_parameters(list_parameters_with_places(self.module))
 
     def _refresh_parameters(self, slots: Sequence[ParameterSlot]) -> None:
@@ -219,9 +220,9 @@ class Stage:
         return value.clone() if is_buffer else value
 
     def _graph_outputs(self, leaves: Sequence[Any]) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
-        """Return the edges that a backward from `leaves` starts at, and the graph's ends for `replication`."""
+        """Return the edges that a backward from `leaves` starts at, and the graph's ends for `data_parallel`."""
         with_gradient = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        return tuple(map(gradient_edge, with_gradient)), self.replication.graph_ends(with_gradient)
+        return tuple(map(gradient_edge, with_gradient)), self.data_parallel.graph_ends(with_gradient)
 
     def loss(self, microbatch: int, output: Any, target: Any, with_backward: bool = True, has_weight: bool = True) -> Tensor:
         """Return the loss of `output`; `with_backward`, the backward of `microbatch` starts there.
@@ -235,8 +236,8 @@ class Stage:
         with _grad_mode(with_backward), _NOTHING if attention is None else attention_context(attention):
             loss = self.loss_fn(output, target) if has_weight else _zero_loss(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            kind = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"loss_fn must return a floating-point scalar tensor, got {kind}")
+            got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn must return a floating-point scalar tensor, got {got}")
 
         if with_backward:
             if not loss.requires_grad and any(tensor.requires_grad for tensor in tensors(output)):
@@ -280,7 +281,7 @@ class Stage:
 
         with self._outside_autocast, _NOTHING if attention is None else attention_context(attention):
             if is_last:
-                self.replication.before_last_backward(in_flight.graph_ends)
+                self.data_parallel.before_last_backward(in_flight.graph_ends)
             if edges:
                 with _parameter_replacement(deferred, received):
                     run_backward(edges, gradients)
@@ -290,23 +291,24 @@ class Stage:
     def backward_weight(self, microbatch: int, is_last: bool = False) -> None:
         """Add the weights' gradients that `backward` has left. `is_last`: as there."""
         deferred = self._deferred.pop(microbatch, None)
-        needs_hook = is_last and self.replication.hooks_gradients
+        hooks = self.data_parallel
+        before_last = hooks.before_last_backward if is_last and hooks.hooks_gradients else None
         with self._outside_autocast:
-            self._splitter.run_weight_backward(deferred, is_last, self.replication.before_last_backward if needs_hook else None)
+            self._splitter.run_weight_backward(deferred, is_last, before_last)
             self._after_backward(is_last)
 
     def _after_backward(self, is_last: bool) -> None:
         self._unshare_first_gradients(is_last)
         if is_last:
             self._splitter.autocast_cache.clear()
-            self.replication.after_last_backward()
+            self.data_parallel.after_last_backward()
 
     def _unshare_first_gradients(self, is_last: bool) -> None:
         """Copy first gradients that are views: autograd may make `.grad` a view of a gradient that is still needed.
 
         The next gradients are added to it in place. After the last backward, DistributedDataParallel has put it where it wants.
         """
-        if self._without_gradient and not (is_last and self.replication.hooks_gradients):
+        if self._without_gradient and not (is_last and self.data_parallel.hooks_gradients):
             with_first = [parameter for parameter in self._without_gradient if parameter.grad is not None]
             for parameter in with_first:
                 if parameter.grad is not None and shares_memory(parameter.grad):

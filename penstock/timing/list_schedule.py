@@ -113,12 +113,12 @@ def _limits_by_rank(limit: int | Sequence[int] | None, homes: Sequence[int], ran
     limits = list(limit) if isinstance(limit, Sequence) else [limit] * ranks
     if len(limits) != ranks:
         raise ScheduleError(f"limit has {len(limits)} numbers for {ranks} ranks: give one number, or one for each rank")
-    for rank, most in enumerate(limits):
+    for rank, max_in_flight in enumerate(limits):
         stages = homes.count(rank)
-        if not is_whole_number(most, stages):
+        if not is_whole_number(max_in_flight, stages):
             holds = f"one microbatch holds {stages} activation{'s' * (stages > 1)} on rank {rank}"
-            raise ScheduleError(f"limit={most!r} is too small on rank {rank}, since {holds}: use {stages} or more")
-    return [int(most) for most in limits]
+            raise ScheduleError(f"limit={max_in_flight!r} is too small on rank {rank}, since {holds}: use {stages} or more")
+    return [int(max_in_flight) for max_in_flight in limits]
 
 
 class _ListScheduler:

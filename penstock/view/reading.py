@@ -158,8 +158,8 @@ def _check_order(timeline: Timeline, stages: int) -> None:
     try:
         TopologicalSorter(predecessors).prepare()
     except CycleError as error:
-        circle = " before ".join(map(str, error.args[1]))
-        raise ValueError(f"its actions would have to run {circle}") from error
+        cycle = " before ".join(map(str, error.args[1]))
+        raise ValueError(f"its actions would have to run {cycle}") from error
     for first, second in timeline.overlaps - {(previous.action, event.action) for previous, event in neighbours}:
         raise ValueError(f"{first} and {second} are no pair, they do not follow each other")
 

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.mesh.data_parallel import replication_of
+from penstock.mesh.data_parallel import data_parallel_hooks_of
 from penstock.stage.backward import deferred, weight_gradients
 from penstock.stage.backward import split as split_backward
-from penstock.stage.replication import Replication
+from penstock.stage.hooks import DataParallelHooks
 from penstock.stage.stage import Stage
 
 CPU = torch.device("cpu")
@@ -322,8 +322,8 @@ def test_it_has_them_there_under_autocast(name: str, monkeypatch: pytest.MonkeyP
 # -- what happens when ----------------------------------------------------------------------------------------------
 
 
-def split_stage(module: nn.Module, replication: Replication | None = None) -> Stage:
-    stage = Stage(1, module, CPU, replication=replication)
+def split_stage(module: nn.Module, data_parallel: DataParallelHooks | None = None) -> Stage:
+    stage = Stage(1, module, CPU, data_parallel=data_parallel)
     stage.begin_step()
     return stage
 
@@ -647,7 +647,7 @@ def rank_replicas(split: bool, find_unused: bool) -> tuple[dict[str, Tensor], in
         return allreduce_hook(None, bucket)
 
     parallel.register_comm_hook(None, counted)
-    stage = split_stage(module, replication_of(module, parallel))
+    stage = split_stage(module, data_parallel_hooks_of(module, parallel))
     generator = torch.Generator().manual_seed(10 + topology.rank)
     for _ in range(2):
         stage.begin_step()
@@ -658,7 +658,7 @@ def rank_replicas(split: bool, find_unused: bool) -> tuple[dict[str, Tensor], in
         if split:
             for m in range(3):
                 stage.backward_weight(m, is_last=m == 2)
-        stage.replication.finish_step(training=True)
+        stage.data_parallel.finish_step(training=True)
     return {name: p.grad for name, p in module.named_parameters()}, sums
 
 

@@ -14,7 +14,7 @@ from penstock import comms
 from penstock.launcher.launch import launch
 from penstock.view.files import report_write_errors
 
-WARM_UP, FEWEST_SAMPLES, MOST_SAMPLES = 3, 5, 400
+WARM_UP, MIN_SAMPLES, MAX_SAMPLES = 3, 5, 400
 OPERATIONS = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
 COLUMNS = ("operation", "ranks", "bytes", "samples", "median_s", "algorithm_GBps", "bus_factor", "bus_GBps")
 NOTES = """
@@ -125,7 +125,7 @@ def measure(operation: str, size: int, seconds: float, topology: comms.Topology,
         return begin, time.perf_counter()
 
     begin, end = [sample() for _ in range(WARM_UP)][-1]
-    count = torch.tensor([min(MOST_SAMPLES, max(FEWEST_SAMPLES, round(seconds / (end - begin))))])
+    count = torch.tensor([min(MAX_SAMPLES, max(MIN_SAMPLES, round(seconds / (end - begin))))])
     dist.broadcast(count, 0, group=barrier)  # the same number on every rank
     samples = torch.tensor([sample() for _ in range(int(count))], dtype=torch.float64)
     gathered = [torch.empty_like(samples) for _ in range(ranks)]

@@ -175,7 +175,7 @@ class ReceiveChannel:
     def __init__(self, transport: Receiver, rank: int, source: int, specs: MessageSpecCache) -> None:
         self.transport, self.rank, self.source, self._specs = transport, rank, source, specs
         self.posted: deque[tuple[Transfer, MessageSpec | None, Any]] = deque()  # what is expected, and the transport's receives
-        self.early: dict[Transfer, Any] = {}  # messages that arrived before one that is needed first; rarely any
+        self.out_of_order: dict[Transfer, Any] = {}  # messages that arrived before one that is needed first; rarely any
 
     def post_receive(self, transfer: Transfer) -> None:
         """Post the receives for the message of `transfer`, the next in this channel. Raises as `receive`."""
@@ -190,7 +190,7 @@ class ReceiveChannel:
 
         Raises WaitError if the peer is lost or silent, ResourceError if this rank has no memory for it.
         """
-        while not self.early or transfer not in self.early:
+        while not self.out_of_order or transfer not in self.out_of_order:
             arriving, expected, posted = self.posted.popleft()
             try:
                 spec, tensors = self.transport.receive(posted)
@@ -204,8 +204,8 @@ class ReceiveChannel:
             message = message_spec.rebuild_message(spec, tensors, device)
             if arriving is transfer:
                 return message
-            self.early[arriving] = message
-        return self.early.pop(transfer)
+            self.out_of_order[arriving] = message
+        return self.out_of_order.pop(transfer)
 
     def _convert_error(self, transfer: Transfer, error: Exception) -> BaseException:
         failure = f"rank {self.rank} could not receive the {transfer}"

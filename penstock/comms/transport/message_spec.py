@@ -38,7 +38,7 @@ class ConstantSpec(NamedTuple):
     """The description of a leaf that is no tensor (a number, None, a string), with its value."""
 
     value: Any
-    kind: type  # compared too, as 1, 1.0 and True are equal
+    type: type  # compared too, as 1, 1.0 and True are equal
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from penstock.trees import flatten, map_tensors, unflatten
 Gradients = tuple[Tensor | None, ...]
 
 
-class StageInputGradients:
+class GradientCapture:
     """What came from another stage, and after the backward the gradients of those of its tensors that require one.
 
     `parameters`: leaves that stand for parameters of that stage. Their gradients come last. They are leaves because only a leaf

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 
-class Replication:
+class DataParallelHooks:
     """The hooks of data parallelism around a stage's forwards and backwards. The base class does nothing."""
 
     parameters_ready = True  # whether the parameters are on this rank, ready for use
     backwards_match = True  # whether all replicas run the same backwards in this step; if not, only `finish_step` averages
     hooks_gradients = False  # whether it has to see the moment at which each gradient reaches its parameter
-    next_stage: "Replication | None" = None  # of this rank's stage that comes into use after this one
+    next_stage: "DataParallelHooks | None" = None  # of this rank's stage that comes into use after this one
 
     def begin_step(self) -> None:
         """Prepare for a step."""
@@ -45,5 +45,5 @@ class Replication:
         return ()
 
 
-class NoReplication(Replication):
+class NoDataParallelHooks(DataParallelHooks):
     """A stage that is on this rank only."""

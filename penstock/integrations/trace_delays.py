@@ -1,6 +1,6 @@
-"""Find causes of slow steps that only traces show: pauses of the host, blocked collectives, work between steps.
+"""Find delays that only traces show: pauses of the host, blocked collectives, work between steps.
 
-Each cause is an `Improvement` for the verdict: the step replayed without the time that the cause took. Collectives in actions,
+Each delay is an `Improvement` for the verdict: the step replayed without it. Collectives in actions,
 and the parts of gaps, cannot be shortened alone: they are described in sentences.
 """
 
@@ -29,7 +29,7 @@ MIN_GAP_SHARE = 0.005  # of the time between actions; smaller parts are not name
 MIN_LOOP_SHARE = 0.1  # of the time between steps; smaller parts are not named
 
 
-def find_causes(record: Record, traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> Iterator[Improvement]:
+def find_delays(record: Record, traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> Iterator[Improvement]:
     """Yield the causes that made steps notably longer. `usual`: each rank's actions in the median step of `record`."""
     improvements = [
         *_pauses(record),
@@ -39,7 +39,7 @@ def find_causes(record: Record, traces: Sequence[RankTrace], usual: Sequence[Ran
     yield from (improvement for improvement in improvements if improvement.gain > NOTABLE_SHARE)
 
 
-def describe(record: Record, traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> Iterator[str]:
+def describe_delays(record: Record, traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> Iterator[str]:
     """Yield sentences on the collectives in the median step, and on the parts of its gaps."""
     inside = [call for trace, row in zip(traces, usual, strict=True) for call in _collectives_in(trace, row)]
     if inside:

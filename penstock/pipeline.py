@@ -26,7 +26,6 @@ from penstock.engine.last_step import LastStep
 from penstock.engine.loss import Reduction
 from penstock.engine.model_partition import OriginalModel, partition_model
 from penstock.engine.optimizers import check_elementwise_optimizer, norm_type_of_caller, optimizer_list, optimizer_of_caller
-from penstock.engine.rank_comparison import compare_ranks
 from penstock.engine.report import StepReport, StepResult
 from penstock.engine.teacher import build_teacher
 from penstock.errors import LostRankError, MismatchError, PenstockError
@@ -36,6 +35,7 @@ from penstock.guards import outdated_weights
 from penstock.guards.attention import check_attention
 from penstock.guards.nonfinite import NonFinitePolicy, OnNonfinite, check_on_nonfinite
 from penstock.guards.observers import make_observers
+from penstock.guards.pipeline_comparison import compare_pipeline_on_ranks
 from penstock.guards.reachable_objects import find_shared_objects
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import mesh_position
@@ -223,7 +223,9 @@ class Pipeline(ModuleMisuseHints):
                 check_attention(partition.modules.values(), config.cuttable, config.cut_context, in_slices, redistribution)
 
             # 3. Compare what all ranks are about to build.
-            comparison = compare_ranks(self._control, self.position, self.schedule, partition, config.equal_options)
+            all_stages, clock_ids, changed_keys = compare_pipeline_on_ranks(
+                self._control, self.position, self.schedule, partition, config.equal_options
+            )
 
             # 4. Bring this rank's stages to its device, with their values.
             unset_names = set[str]()
@@ -231,21 +233,24 @@ class Pipeline(ModuleMisuseHints):
                 modules = redistribution.move_state(self._control, self.topology, partition.modules)
             else:
                 tensors = self._original.stage_tensors(partition.modules)
-                outdated_weights.check_no_outdated_weights(tensors, comparison.changed_keys, world.rank)
-                modules, unset_names = materialise_stages(partition, comparison, self.topology.device, self.seed, init)
+                outdated_weights.check_no_outdated_weights(tensors, changed_keys, world.rank)
+                modules, unset_names = materialise_stages(partition, all_stages, self.topology.device, self.seed, init)
 
             # 5. Connect them to those of other ranks.
-            built_teacher = None if teacher is None else build_teacher(self._control, self.position, config)
-            own = config, partition, comparison, modules, unset_names
-            self._engine = build_engine(self._control, self.position, *own, built_teacher)
+            ranks = self._control, self.position
+            built_teacher = None
+            if teacher is not None:
+                built_teacher = build_teacher(*ranks, config, lambda *parts: compare_pipeline_on_ranks(*ranks, *parts, {}).stages)
+            own = config, partition, all_stages, modules, unset_names, clock_ids
+            self._engine = build_engine(*ranks, *own, built_teacher)
             shared_tensors = outdated_weights.record_pipeline(
                 self._number,
                 self._original.stage_tensors(modules),
                 self._original.remote_tensors(modules),
-                comparison.changed_keys,
+                changed_keys,
                 self.topology.world_size,
             )
-            self._observers = make_observers(self._engine, config, partition, comparison, shared_tensors, shared_objects)
+            self._observers = make_observers(self._engine, config, partition, all_stages, shared_tensors, shared_objects)
             self._engine.observe(self._observers.all)
 
         self._arguments = arguments | {"microbatches": self.schedule.microbatches}

@@ -12,7 +12,6 @@ last_step          what a user reads of the last step
 
 build              from a pipeline's arguments to its engine
 model_partition    the model that a rank was given, and the stages of it that it runs
-rank_comparison    what the ranks compare before they build
 loss               a mean or a sum, and the weight of each microbatch in it
 optimizers         optimizers of all ranks that act as one; which function iterates over `pipe.parameters()`
 hints              errors for what people try on a pipeline because modules have it

@@ -1,7 +1,7 @@
 """From a pipeline's arguments to the engine: the table, proved; the model, in memory; the stages made of it, connected.
 
-All ranks build at the same time and compare what they build (`rank_comparison.py`), so that a mismatch raises before data
-flows. `Pipeline.__init__` has the order of the steps.
+All ranks build at the same time and compare what they build (`guards/pipeline_comparison.py`), so that a mismatch raises
+before data flows. `Pipeline.__init__` has the order of the steps.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +19,7 @@ from penstock.batch.call import CallReader, ModelForward, first_stage_signature,
 from penstock.batch.pieces import Layout, count_tokens, parse_slices
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.loss import check_reduction, loss_with_teacher
-from penstock.engine.model_partition import ModelPartition, check_can_be_cut
-from penstock.engine.rank_comparison import RankComparisonResult
+from penstock.engine.model_partition import AllStages, ModelPartition, check_can_be_cut
 from penstock.engine.step import Engine
 from penstock.engine.teacher import Teacher, check_teacher, check_teacher_placement
 from penstock.errors import MismatchError, is_whole_number
@@ -289,7 +288,7 @@ def recompute_per_stage(recompute: Recompute | Sequence[Recompute | None] | None
 
 
 def materialise_stages(
-    model_partition: ModelPartition, comparison: RankComparisonResult, device: torch.device, seed: int | None, init: Init | None
+    model_partition: ModelPartition, all_stages: AllStages, device: torch.device, seed: int | None, init: Init | None
 ) -> tuple[Modules, set[str]]:
     """Return this rank's stages on `device`; tensors on the meta device are given memory and initialised.
 
@@ -303,7 +302,7 @@ def materialise_stages(
             names = {slot.name for slot in torch_private.tensor_slots(uncut_model) if id(slot.tensor) in ids}
             unset_names |= materialise(uncut_model, None, device, seed, init, names)
         elif has_meta_tensors(module):
-            unset_names |= materialise(module, comparison.names[stage], device, seed, init)
+            unset_names |= materialise(module, all_stages.names[stage], device, seed, init)
     return {stage: move_stage_to_device(module, device) for stage, module in model_partition.modules.items()}, unset_names
 
 
@@ -312,16 +311,17 @@ def build_engine(
     position: MeshPosition,
     config: PipelineConfig,
     model_partition: ModelPartition,
-    comparison: RankComparisonResult,
+    all_stages: AllStages,
     modules: Modules,
     unset_names: set[str],
+    clock_ids: Sequence[str],
     teacher: Teacher | None = None,
 ) -> Engine:
     """Return this rank's engine: its stages, in memory as `modules`, connected to those of other ranks. All ranks call it.
 
-    `unset_names`: in the uncut model, of tensors that nothing has initialised.
+    `unset_names`: in the uncut model, of tensors that nothing has initialised. `clock_ids`: of every rank.
     """
-    arguments, names = config.arguments, comparison.names
+    arguments, names = config.arguments, all_stages.names
     aliases = model_partition.first_name_by_alias(names)
 
     # 1. The program. I and W right after each other are one B; skip connections add messages.
@@ -373,7 +373,7 @@ def build_engine(
     )
 
     # 4. What reads calls, and what runs them.
-    later_keywords = frozenset().union(*comparison.keywords[1:])
+    later_keywords = frozenset().union(*all_stages.keywords[1:])
     reader = CallReader(
         position,
         table,
@@ -386,13 +386,13 @@ def build_engine(
         ModelForward(modules[0], later_keywords) if 0 in modules else None,
     )
     programs = RankPrograms(program, position.pipeline.rank, build_larger, add_teacher if teacher else None)
-    return Engine(control, position, programs, reader, stages, parameters, tied, arguments.reduction, comparison.clock_ids)
+    return Engine(control, position, programs, reader, stages, parameters, tied, arguments.reduction, clock_ids)
 
 
 def _build_stages(
     config: PipelineConfig,
     model_partition: ModelPartition,
-    comparison: RankComparisonResult,
+    all_stages: AllStages,
     modules: Modules,
     data_parallel_hooks: Mapping[int, DataParallelHooks],
     table: Table,
@@ -411,7 +411,7 @@ def _build_stages(
             loss_fn if index == table.stages - 1 else None,
             layer_numbers=model_partition.layer_numbers.get(index),
             connections=connections[index],
-            later_keywords=frozenset().union(*comparison.keywords[index + 1 :]),
+            later_keywords=frozenset().union(*all_stages.keywords[index + 1 :]),
             recompute=config.recompute[index],
             data_parallel=data_parallel_hooks[index],
             in_order=table.has_weights_in_backward_order(index),

@@ -87,6 +87,13 @@ class UncutModelClassAndConfig(NamedTuple):
     generation_config: Any
 
 
+class AllStages(NamedTuple):
+    """What a rank knows of all stages of the model, its own and the other ranks'."""
+
+    names: Sequence[Mapping[str, str]]  # of each stage: its own name of each entry of its state -> the name in the uncut model
+    keywords: Sequence[Sequence[str]]  # of each stage: those that its forward takes
+
+
 class ModelPartition(NamedTuple):
     """The stages of this rank, as modules, and how they are connected to those of other ranks."""
 

@@ -1,15 +1,14 @@
 """A pipeline's teacher: a second, frozen model, cut into stages on the same ranks, whose outputs the loss takes."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from penstock import partition
 from penstock.comms.control_group import ControlGroup
-from penstock.engine.model_partition import ModelPartition, check_can_be_cut, partition_model
-from penstock.engine.rank_comparison import RankComparisonResult, compare_ranks
+from penstock.engine.model_partition import AllStages, ModelPartition, check_can_be_cut, partition_model
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.partition.graph_stage import move_stage_to_device
@@ -25,7 +24,7 @@ class Teacher(NamedTuple):
 
     table: Schedule  # the stages that it has, without actions
     partition: ModelPartition
-    comparison: RankComparisonResult
+    all_stages: AllStages
     modules: Mapping[int, nn.Module]  # in evaluation mode, on this rank's device
 
     def skips(self, first_stage: int) -> frozenset[Skip]:
@@ -35,7 +34,7 @@ class Teacher(NamedTuple):
     def make_stages(self, device: Any, first_stage: int) -> dict[int, Stage]:
         """Return its stages on this rank, numbered from `first_stage` on. They only run forwards, without a graph."""
         connections = stage_connections(self.table.stages, self.partition.skips, ())
-        keywords = self.comparison.keywords
+        keywords = self.all_stages.keywords
         return {
             first_stage + index: Stage(
                 index,
@@ -109,10 +108,12 @@ def modules_of(model: Any) -> list[Any]:
     return list(model.values() if isinstance(model, Mapping) else model if isinstance(model, Sequence) else [model])
 
 
-def build_teacher(control: ControlGroup, position: MeshPosition, config: Any) -> Teacher:
+def build_teacher(
+    control: ControlGroup, position: MeshPosition, config: Any, compare: Callable[[Schedule, ModelPartition], AllStages]
+) -> Teacher:
     """Return the teacher of a pipeline's arguments, cut into stages. All ranks call it together.
 
-    `config`: a PipelineConfig. The teacher has the stages that a table from the user gives it, by default those of the model;
+    `config`: a PipelineConfig. `compare`: compares what all ranks are about to build, and raises MismatchError if they differ. The teacher has the stages that a table from the user gives it, by default those of the model;
     it is cut by the same example, and at the same names if it has them.
     """
     schedule, given, arguments = config.schedule, config.table_with_teacher, config.arguments
@@ -130,7 +131,7 @@ def build_teacher(control: ControlGroup, position: MeshPosition, config: Any) ->
     model_partition = partition_model(control, position, table, cuttable or model, ())
 
     # 2. Compare: the ranks must have the same teacher.
-    comparison = compare_ranks(control, position, table, model_partition, {})
+    all_stages = compare(table, model_partition)
     for index, module in model_partition.modules.items():
         if has_meta_tensors(module):
             raise MismatchError(
@@ -143,4 +144,4 @@ def build_teacher(control: ControlGroup, position: MeshPosition, config: Any) ->
         index: move_stage_to_device(module, position.pipeline.device).eval()
         for index, module in model_partition.modules.items()
     }
-    return Teacher(table, model_partition, comparison, modules)
+    return Teacher(table, model_partition, all_stages, modules)

@@ -1,16 +1,17 @@
 """Checks of values, weights, parameters and attention, before, during and after a step.
 
-nonfinite          the first value that is not finite: where it is, and where it came from
-observers          the list of them for a pipeline's engine, in their order
-digest             digests of tensors; the comparison of batches and of tied parameters by them
-loss               what steps show of a loss: a mean or a sum, microbatches that weigh alike
-gradient_factor    by what a rank has multiplied its gradients between two steps: all ranks must do it alike
-unregistered_uses  parameters that a stage uses but does not register
-reachable_objects  Python objects that several stages can reach
-shared_state       those that a forward changes: layers of several stages that talk through Python, or a layer and the loss
-attention          kinds of layers that mix tokens otherwise than by `ps.attention`, where tokens are to be cut
-token_mixing       in the first step: layers that mix tokens in their own code, found by running half of the tokens
-outdated_weights   parts of a model, or of two pipelines, that other ranks have trained since
+pipeline_comparison  what all ranks are about to build: they must build the same pipeline
+nonfinite            the first value that is not finite: where it is, and where it came from
+observers            the list of them for a pipeline's engine, in their order
+digest               digests of tensors; the comparison of batches and of tied parameters by them
+loss                 what steps show of a loss: a mean or a sum, microbatches that weigh alike
+gradient_factor      by what a rank has multiplied its gradients between two steps: all ranks must do it alike
+unregistered_uses    parameters that a stage uses but does not register
+reachable_objects    Python objects that several stages can reach
+shared_state         those that a forward changes: layers of several stages that talk through Python, or a layer and the loss
+attention            kinds of layers that mix tokens otherwise than by `ps.attention`, where tokens are to be cut
+token_mixing         in the first step: layers that mix tokens in their own code, found by running half of the tokens
+outdated_weights     parts of a model, or of two pipelines, that other ranks have trained since
 """
 
 from collections.abc import Iterable, Iterator

@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 from penstock.engine.activation_memory import MemoryObserver
 from penstock.engine.build import PipelineConfig
-from penstock.engine.model_partition import ModelPartition
+from penstock.engine.model_partition import AllStages, ModelPartition
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.engine.profiling import ProfilerRanges
-from penstock.engine.rank_comparison import RankComparisonResult
 from penstock.engine.step import Engine
 from penstock.guards.digest import BatchComparison, TiedCopiesCheck
 from penstock.guards.gradient_factor import GradientFactorCheck
@@ -40,7 +39,7 @@ def make_observers(
     engine: Engine,
     config: PipelineConfig,
     partition: ModelPartition,
-    comparison: RankComparisonResult,
+    all_stages: AllStages,
     shared_tensors: TensorsSharedBetweenPipelines,
     shared_objects: Sequence[SharedObject],
 ) -> PipelineObservers:
@@ -49,7 +48,7 @@ def make_observers(
     rank, num_ranks, modules = position.world.rank, position.world.world_size, partition.modules
 
     # Uses of what is elsewhere. A user's own DistributedDataParallel may give borrowed parameters a gradient of zeros.
-    remote_parameters = partition.remote_parameters(comparison.names)
+    remote_parameters = partition.remote_parameters(all_stages.names)
     if all(isinstance(hooks, NoDataParallelHooks) for hooks in partition.data_parallel_hooks.values()):
         remote_parameters += engine.tied.parameters_of_other_owners()
 
@@ -58,7 +57,7 @@ def make_observers(
     memory = MemoryObserver(stages, table.slices)
     samples, recent_steps = MicrobatchSamples(memory), RecentSteps(table.stages)
     cp_index = position.cp_index if position.cp_size > 1 else None
-    names = comparison.names
+    names = all_stages.names
     monitor = NonFiniteMonitor(control, stages, engine.parameters, names) if arguments.on_nonfinite else None
 
     observers: list[Observer | None] = [

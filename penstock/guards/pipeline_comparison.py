@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from penstock import partition
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.clock import clock_id
-from penstock.engine.model_partition import ModelPartition
+from penstock.engine.model_partition import AllStages, ModelPartition
 from penstock.errors import MismatchError
 from penstock.guards import outdated_weights
 from penstock.guards.digest import tensor_crc
@@ -23,27 +23,24 @@ class RankDescription(NamedTuple):
 
     settings: Mapping[str, str]  # what must be equal on all ranks, in words
     tensors: Mapping[int, Mapping[str, str]]  # stage -> name -> shape, dtype and whether it is trained
-    names: Mapping[
-        int, Mapping[str, str]
-    ]  # stage -> the names of its state, see `partition.state_names_without_compile_prefix`
+    names: Mapping[int, Mapping[str, str]]  # stage -> names of its state, of `partition.state_names_without_compile_prefix`
     keywords: Mapping[int, Sequence[str]]  # stage -> the keywords that its forward takes
     clock_id: str
     changed_keys: Collection[outdated_weights.TensorKey]  # of tensors that earlier pipelines have trained on this rank
     value_digests: Mapping[str, int]  # of some values of all tensors of an uncut model that is new; else empty
 
 
-class RankComparisonResult(NamedTuple):
-    """The joint result of all ranks' descriptions. Names and keywords are by stage of the whole model."""
+class ComparisonResult(NamedTuple):
+    """What follows from all ranks' descriptions."""
 
-    names: Sequence[Mapping[str, str]]  # a stage's own name of each entry -> the name in the uncut model
-    keywords: Sequence[Sequence[str]]  # that the stage's forward takes
+    stages: AllStages
     clock_ids: Sequence[str]  # of every rank: equal for those that share a clock
     changed_keys: Collection[outdated_weights.TensorKey]  # of tensors that earlier pipelines have trained
 
 
-def compare_ranks(
+def compare_pipeline_on_ranks(
     control: ControlGroup, position: MeshPosition, table: Schedule, model_partition: ModelPartition, options: Mapping[str, Any]
-) -> RankComparisonResult:
+) -> ComparisonResult:
     """Compare what all ranks are about to build. Raise MismatchError, the same on every rank, if they differ."""
     description = describe_rank(position, table, model_partition, options)
     descriptions = control.all_gather_value(description, "to build the pipeline")
@@ -54,9 +51,11 @@ def compare_ranks(
     names_by_stage = {stage: names for rank in descriptions for stage, names in rank.names.items()}
     keywords_by_stage = {stage: keywords for rank in descriptions for stage, keywords in rank.keywords.items()}
     stages = sorted(names_by_stage)
-    return RankComparisonResult(
-        partition.model_names_of_stages([names_by_stage[stage] for stage in stages], model_partition.uncut_model is not None),
-        [keywords_by_stage[stage] for stage in stages],
+    names = partition.model_names_of_stages(
+        [names_by_stage[stage] for stage in stages], model_partition.uncut_model is not None
+    )
+    return ComparisonResult(
+        AllStages(names, [keywords_by_stage[stage] for stage in stages]),
         [rank_description.clock_id for rank_description in descriptions],
         set().union(*[rank_description.changed_keys for rank_description in descriptions]),
     )

@@ -7,7 +7,7 @@ from penstock.errors import MismatchError, is_whole_number
 from penstock.plan.grouping import Limit, MicrobatchLimit
 from penstock.plan.microbatch_costs import MicrobatchCosts
 from penstock.schedule.table import Table
-from penstock.timing.simulate import Costs
+from penstock.timing.costs import Costs
 
 
 def comparable_order(order: object) -> str | tuple[int, ...]:

@@ -22,9 +22,9 @@ from penstock.engine.clock import ActionClock
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.errors import PenstockError
 from penstock.schedule.table import Action, Kind
+from penstock.timing.costs import Costs
 from penstock.timing.events import Event
 from penstock.timing.measurement import engine_and_message_seconds
-from penstock.timing.simulate import Costs
 from penstock.timing.timeline import Timeline
 
 if TYPE_CHECKING:  # a pipeline that fits no costs, and its checkpoints, need no numpy

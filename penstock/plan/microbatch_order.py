@@ -16,10 +16,10 @@ import numpy as np
 
 from penstock.plan.dependency_graph import Node, dependency_graph
 from penstock.schedule.table import Kind, Table
-from penstock.timing.simulate import Costs, simulate
+from penstock.timing.costs import UNIT_COSTS, Costs
+from penstock.timing.simulate import simulate
 from penstock.timing.timeline import Timeline
 
-UNIT_COSTS = Costs()
 MAX_EXACT_MICROBATCHES = 7  # 5040 orders: a few milliseconds
 MAX_ROUNDS = 4  # more gain next to nothing
 SEARCH_SHARE = 0.02  # of a step's time, at most, for the search of its order

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from penstock.plan.model_profile import waiting_gradient_bytes
 from penstock.plan.schedule_timer import ScheduleTimer
 from penstock.plan.stage_costs import ADAM_STATE_RATIO, ActivationPolicy, LayerChain, StageCost
-from penstock.timing.simulate import Costs
+from penstock.timing.costs import Costs
 
 StageStarts = tuple[int, ...]  # the first layer of every stage
 

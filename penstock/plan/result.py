@@ -17,8 +17,9 @@ from penstock.schedule.memory import format_bytes
 from penstock.schedule.proof import verify
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import Kind
+from penstock.timing.costs import Costs
 from penstock.timing.measurement import Measurement
-from penstock.timing.simulate import Costs, simulate
+from penstock.timing.simulate import simulate
 from penstock.timing.timeline import Timeline
 
 FORMAT = "penstock plan 1"

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from penstock.schedule.schedule import Schedule, from_rows
     from penstock.schedule.table import Action, Kind, Skip, Table
     from penstock.timing.causes import Cause, Idle
+    from penstock.timing.costs import Costs
     from penstock.timing.events import Event, MessageCost
     from penstock.timing.list_schedule import RankProgress, list_schedule
     from penstock.timing.measurement import Measurement
-    from penstock.timing.simulate import Costs, averaging_end_time, simulate
+    from penstock.timing.simulate import averaging_end_time, simulate
     from penstock.timing.teacher import with_teacher
     from penstock.timing.timeline import Timeline
 
@@ -62,10 +63,11 @@ _NAMES_OF_MODULE = {
     "penstock.explain.explanation": ("Explanation", "Improvement"),
     "penstock.plan.search.search": ("Found", "search"),
     "penstock.timing.causes": ("Cause", "Idle"),
+    "penstock.timing.costs": ("Costs",),
     "penstock.timing.events": ("Event", "MessageCost"),
     "penstock.timing.list_schedule": ("RankProgress", "list_schedule"),
     "penstock.timing.measurement": ("Measurement",),
-    "penstock.timing.simulate": ("Costs", "averaging_end_time", "simulate"),
+    "penstock.timing.simulate": ("averaging_end_time", "simulate"),
     "penstock.timing.teacher": ("with_teacher",),
     "penstock.timing.timeline": ("Timeline",),
 }

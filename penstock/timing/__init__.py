@@ -3,7 +3,8 @@
 `events`         the events of a step, and what follows directly from them
 `causes`         why a rank is idle, and the chain of events that decides how long the step takes
 `timeline`       events with their causes and their memory: one record for simulated and measured steps
-`simulate`       costs, when every action runs at these, and when replicas have averaged their gradients
+`costs`          the costs of actions, messages and activations
+`simulate`       when every action runs at these, and when replicas have averaged their gradients
 `list_schedule`  a table from a priority: which ready action a free rank runs first
 `teacher`        a table with the forwards of a second, frozen model in its idle time
 `measurement`    the costs of a measured step's actions, and predictions for other tables at these costs

@@ -15,8 +15,8 @@ from penstock.errors import ScheduleError, is_whole_number
 from penstock.schedule.catalog import MAX_CELLS
 from penstock.schedule.schedule import Placement, Schedule, from_rows
 from penstock.schedule.table import PLACEMENTS, Action, Kind, pause_garbage_collection, receiving_stages
+from penstock.timing.costs import Costs
 from penstock.timing.events import Channel
-from penstock.timing.simulate import Costs
 
 STAGES_PER_RANK = {"loop": 1, "V": 2}  # if `stages_per_rank` is not given
 

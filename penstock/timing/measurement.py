@@ -17,8 +17,9 @@ from penstock.schedule.memory import ActivationSize
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import Kind, Skip
 from penstock.schedule.transform import with_full_backwards
+from penstock.timing.costs import Costs
 from penstock.timing.events import Event, MessageCost
-from penstock.timing.simulate import Costs, simulate
+from penstock.timing.simulate import simulate
 from penstock.timing.timeline import Timeline
 
 Times = dict[Kind, tuple[float, ...]]  # kind -> seconds, of every stage

@@ -9,7 +9,8 @@ from penstock.errors import PenstockError, ScheduleError
 from penstock.plan.result import Plan
 from penstock.schedule.proof import verify
 from penstock.schedule.table import Table
-from penstock.timing.simulate import Costs, simulate_until_deadlock
+from penstock.timing.costs import Costs
+from penstock.timing.simulate import simulate_until_deadlock
 from penstock.timing.timeline import Timeline
 from penstock.view.figure.deadlock import deadlock_figure
 from penstock.view.figure.shapes import Figure

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.schedule import Action, Event, Timeline, build, simulate
-from penstock.timing.simulate import Costs
+from penstock.timing.costs import Costs
 
 Data = dict[str, Any]
 COSTS = Costs(0.010, 0.010, 0.010, send=0.001)  # seconds

@@ -19,7 +19,7 @@ import penstock as ps
 from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces, read, read_record
 from penstock.schedule import Action, Event, Kind, Measurement, Timeline, build, simulate
-from penstock.timing.simulate import Costs
+from penstock.timing.costs import Costs
 from penstock.view.reading import load
 from penstock.view.record import Record
 

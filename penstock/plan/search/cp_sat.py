@@ -15,7 +15,8 @@ from penstock.plan.search import bounds
 from penstock.plan.search.problem import TOLERANCE, SearchProblem
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import Action, Kind
-from penstock.timing.simulate import Costs, simulate
+from penstock.timing.costs import Costs
+from penstock.timing.simulate import simulate
 
 MAX_SOLVER_NUMBER = 2.0**40  # the largest number that CP-SAT is given
 RELATIVE_TOLERANCE = 1e-12  # numbers closer than this are equal

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import Action, Kind, Table, receiving_stages
-from penstock.timing.simulate import Costs
+from penstock.timing.costs import Costs
 
 Rows = list[list[int]]  # rank -> the numbers of its actions, in order
 RankState = tuple[float, float, float, int, int]  # of a rank after an action: time, memory, earliest end, W and I done

@@ -18,7 +18,8 @@ from penstock.schedule.proof import verify
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Kind, Table, check_is_table
 from penstock.schedule.transform import with_full_backwards, with_overlapped_pairs
-from penstock.timing.simulate import Costs, simulate
+from penstock.timing.costs import Costs
+from penstock.timing.simulate import simulate
 
 EFFORTS = {"quick": 2_500_000, "normal": 15_000_000, "long": 90_000_000, "optimal": 15_000_000}  # work, in simulated actions
 Progress = Callable[[float, float], object]  # (share of the work done, best makespan so far) -> true to stop

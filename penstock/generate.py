@@ -31,7 +31,7 @@ from penstock.engine.cache import TokenCache, max_context, supports_incremental_
 from penstock.engine.clock import ActionClock
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
-from penstock.mesh.fsdp import begin_step_and_prefetch
+from penstock.mesh.parallelize import begin_gathering_parameters
 from penstock.randomness import mix_seed
 from penstock.schedule.table import Action, Kind
 from penstock.trees import tensors
@@ -102,8 +102,7 @@ def generate_text(
 
     generation = TextGeneration(engine, tokens, kwargs, options, rows_dim)
     engine.discard_step_state()
-    with convert_errors("for the replicas to begin to generate"):
-        begin_step_and_prefetch([engine.stages[index].data_parallel for index in generation.program.stages])
+    begin_gathering_parameters([engine.stages[index] for index in generation.program.stages])
 
     for _ in range(options.max_new_tokens):
         column = generation.generate_next_token(channels)

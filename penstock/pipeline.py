@@ -589,7 +589,8 @@ class Pipeline(ModuleMisuseHints):
     def _run(self, call: Call) -> StepResult:
         """Run one training step or evaluation on all ranks."""
         training = call.is_training
-        if training and self.report is not None and any(self.report.background_save_failed):
+        last_result = self._engine.last_result
+        if training and last_result is not None and any(last_result.report.background_save_failed):
             self._engine.settle_background_save()
 
         is_evaluated = training and self._original.cuttable is not None and not self._original.cuttable.model.training

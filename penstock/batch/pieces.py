@@ -186,7 +186,7 @@ def split(batch: Any, sizes: Sequence[int], device: torch.device | None = None, 
     """Split `batch` along dimension `rows_dim` into microbatches of these `sizes`, on `device`; along the first as views."""
     batch_leaves, structure = flatten(batch)
     columns = [_split_leaf(leaf, sizes, device, rows_dim) for leaf in batch_leaves]
-    return [unflatten([column[microbatch] for column in columns], structure) for microbatch in range(len(sizes))]
+    return [unflatten(microbatch, structure) for microbatch in zip(*columns, strict=True)]
 
 
 def _split_leaf(leaf: Any, sizes: Sequence[int] | None, device: torch.device | None, rows_dim: int) -> Sequence[Any]:

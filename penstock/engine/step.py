@@ -9,7 +9,7 @@ outputs of 0F0 and 0F1, the gradients of 1B0 and 1B1. The numbers are those of t
 
     1  cut         the call becomes this rank's pieces                      batch/call.py, batch/pieces.py
     2  send row    every rank sends all others what it is about to run     batch/agreement.py
-    3  gather      parameters that replicas share out are fetched           mesh/fsdp.py
+    3  gather      parameters that replicas share out are fetched           mesh/parallelize.py
     4  0F0         the first forward waits for nobody: it runs meanwhile    engine/actions.py
     5  agree       all rows are read: the step is the same everywhere       batch/agreement.py
     6  1F0 ..      actions, in the order of the rank's program              engine/actions.py, stage/stage.py
@@ -30,7 +30,7 @@ from penstock.batch.call import Call, CallReader
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.preemption import preempted
 from penstock.comms.transport.channels import Channels
-from penstock.comms.wait_errors import WaitError, convert_errors
+from penstock.comms.wait_errors import WaitError
 from penstock.engine.actions import ActionFunctions, FirstForward, StepActions, error_with_location
 from penstock.engine.clock import ActionClock, make_clock, measure_own_clock_skew
 from penstock.engine.observers import ObservedStep, Observer, Observers, StepFunctions
@@ -47,8 +47,7 @@ from penstock.engine.report import (
 from penstock.engine.rollback import StepRollback
 from penstock.errors import ResourceError
 from penstock.mesh.context_parallel import ContextParallelAttention
-from penstock.mesh.fsdp import begin_step_and_prefetch
-from penstock.mesh.parallelize import finish_gradient_averaging
+from penstock.mesh.parallelize import begin_gathering_parameters, finish_gradient_averaging
 from penstock.mesh.position import MeshPosition
 from penstock.schedule.program import ProgramLine, Transfer
 from penstock.schedule.rank_program import RankPrograms
@@ -78,7 +77,10 @@ class Engine:
         self.activity = control.topology.context.activity
 
         self.programs, self.schedule = programs, programs.program.schedule
+        self.last_stage = self.schedule.num_stages - 1
         self._full_program = programs.select(training=True)
+        first_action = self._full_program.lines[0].action if self._full_program.lines else "the others end it"
+        self._first_wait = f"before {first_action}"
         self.reader, self.layout = reader, reader.layout
         self.agreement = Agreement(control, position, programs, reduction, reader.token_parts, self.layout.rows_dim)
 
@@ -123,18 +125,16 @@ class Engine:
         batch = self.reader.read(call, requires_grad_flags(self.stages))
         num_parts = len(self.position.batch_parts)  # gradients are averaged over them afterwards
         grad_scale = read_grad_scale(call.scaler, self.position.world) * call.scale * num_parts
-        actions = StepActions(self.stages, self.schedule.num_stages - 1, self.layout, call, batch, grad_scale, self.attention)
+        actions = StepActions(self.stages, self.last_stage, self.layout, call, batch, grad_scale, self.attention)
         is_new_on_rank = call.is_training and not self.agreement.has_run(batch.description.kind_hash)
         step = ObservedStep(call, batch, is_new_on_rank, clock, actions)
 
         # 2. Send this rank's row before any wait: a rank in another call must not wait for this one.
-        first_action = self._full_program.lines[0].action if self._full_program.lines else "the others end it"
-        wait_reason = f"to begin {call.name}, before {first_action}"
+        wait_reason = f"to begin {call.name}, {self._first_wait}"
         self.agreement.begin(batch.description, call.steps_before, call.scale, self.observers.start(step), wait_reason)
 
         # 3. Begin to gather the parameters that replicas share out.
-        with convert_errors("for the replicas to begin the step"):
-            begin_step_and_prefetch([self.stages[index].data_parallel for index in self._full_program.stages])
+        begin_gathering_parameters([self.stages[index] for index in self._full_program.stages])
 
         # 4. Run the first forward while rows travel.
         first_forward = self._run_first_forward_early(step)
@@ -166,7 +166,7 @@ class Engine:
         """Run this rank's first action before the rows are read, if it is a forward of the first stage: it waits for nobody."""
         batch, num_microbatches = step.batch, len(step.batch.order)
         # Along tp and cp the action waits for other ranks. Random numbers of a list depend on the lists of earlier replicas.
-        gains_nothing = self.schedule.num_stages == 1 or self.position.tp is not None or self.position.cp_size > 1
+        gains_nothing = self.last_stage == 0 or self.position.tp is not None or self.position.cp_size > 1
         if gains_nothing or not num_microbatches or batch.first_microbatch is None:
             return None
         program = self.programs.select(step.call.is_training, num_microbatches)

@@ -89,26 +89,28 @@ class GradientFactorCheck(Observer):
 
     def record_gradients(self) -> None:
         """Record gradients and weights. Called when a step has ended, or the pipeline has clipped the gradients."""
-        first = next((weight for weight in self._parameters.parameters() if _has_gradient(weight)), None)
+        parameters = list(self._parameters.parameters())
+        first = next(filter(_has_gradient, parameters), None)
         self._first_weight = None if first is None else TensorSnapshot(first, tensor_version(first), sample_bytes(first))
         if self._num_ranks == 1:
             return
 
         self._num_steps += 1
-        weights = self._parameters.parameters() if is_power_of_two_or_zero(self._num_steps) else ()
-        self._weight_versions = [(weight, tensor_version(weight)) for weight in weights if _has_gradient(weight)]
+        weights = list(filter(_has_gradient, parameters)) if is_power_of_two_or_zero(self._num_steps) else []
+        self._weight_versions = [(weight, tensor_version(weight)) for weight in weights]
 
         if not self._chosen:
-            small = [parameter for parameter in self._parameters.parameters() if _is_small(parameter.grad)]
-            self._chosen = small[:MAX_GRADIENTS]
-        gradients = [local_shard(parameter.grad) for parameter in self._chosen if _is_small(parameter.grad)]
+            self._chosen = [parameter for parameter in parameters if _is_small(local_shard(parameter.grad))][:MAX_GRADIENTS]
+        local_gradients = [local_shard(parameter.grad) for parameter in self._chosen]
+        gradients = [gradient for gradient in local_gradients if _is_small(gradient)]
         self._gradients = [TensorSnapshot(gradient, tensor_version(gradient), gradient.clone()) for gradient in gradients]
 
     def measure_factor(self) -> float:
         """Return the factor; 1 if gradients are unchanged, UNKNOWN after another change, or if too few are remembered."""
         if len(self._gradients) < 2:
             return UNKNOWN
-        if all(tensor_version(gradient) == version for gradient, version, _ in self._gradients):
+        versions = [tensor_version(snapshot.tensor) for snapshot in self._gradients]
+        if versions == [snapshot.version for snapshot in self._gradients]:
             return 1.0
         self._num_changes += 1
         return self._compare_values() if is_power_of_two_or_zero(self._num_changes) else UNKNOWN
@@ -151,4 +153,4 @@ def _has_gradient(weight: nn.Parameter) -> bool:
 def _is_small(gradient: Tensor | None) -> bool:
     if gradient is None or gradient.layout != torch.strided or gradient.is_inference():
         return False
-    return gradient.is_floating_point() and 0 < local_shard(gradient).numel() <= MAX_GRADIENT_ELEMENTS
+    return gradient.is_floating_point() and 0 < gradient.numel() <= MAX_GRADIENT_ELEMENTS

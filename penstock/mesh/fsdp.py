@@ -10,7 +10,6 @@ averages any gradient: a stage completes its backwards only after the last micro
 
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch import nn
 
 from penstock import torch_private
 from penstock.mesh.gradient_presence import GradientPresenceReduce
-from penstock.stage.hooks import DataParallelHooks, NoDataParallelHooks
+from penstock.stage.hooks import DataParallelHooks
 
 _averaging_pool = ThreadPoolExecutor(1, "penstock-average")  # on the CPU the reduce-scatters block their caller
 
@@ -107,12 +106,3 @@ def fsdp_modules(module: nn.Module) -> list[Any]:
     """Return the submodules of `module`, itself among them, that `fully_shard` was applied to."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # imported if it was applied; the import takes a second
     return [submodule for submodule in module.modules() if isinstance(submodule, fsdp.FSDPModule)] if fsdp is not None else []
-
-
-def begin_step_and_prefetch(hooks_by_stage: list[DataParallelHooks]) -> None:
-    """Begin a step of stages, given in order: set the `next_stage` of each, and begin to gather the first one's parameters."""
-    for hooks, next_hooks in pairwise([*hooks_by_stage, NoDataParallelHooks()]):
-        hooks.begin_step()
-        hooks.next_stage = next_hooks
-    for hooks in hooks_by_stage[:1]:
-        hooks.prefetch_parameters()

@@ -1,6 +1,7 @@
 """Parallelize this rank's stages: split matrix products along `tp`, replicate along `dp` and `cp`."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from torch import nn
 
@@ -73,6 +74,17 @@ def _check_gradient_dtypes(modules: Mapping[int, nn.Module], names: Sequence[Map
                     "data_parallel=lambda stage, mesh: fully_shard(stage, mesh=mesh, mp_policy=MixedPrecisionPolicy("
                     "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))"
                 )
+
+
+def begin_gathering_parameters(stages: Sequence[Stage]) -> None:
+    """Begin a step of data parallelism: gather the parameters of the first of `stages`, which are in the order of their use."""
+    hooks_in_order = [stage.data_parallel for stage in stages]
+    with convert_errors("for the replicas to begin the step"):
+        for hooks, next_hooks in pairwise([*hooks_in_order, NoDataParallelHooks()]):
+            hooks.begin_step()
+            hooks.next_stage = next_hooks
+        for hooks in hooks_in_order[:1]:
+            hooks.prefetch_parameters()
 
 
 def finish_gradient_averaging(

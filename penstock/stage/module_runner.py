@@ -63,7 +63,8 @@ class ModuleRunner:
 
     def begin_step(self) -> None:
         """Forget what was learned of the module in the last step."""
-        self._recomputer.begin_step()
+        if self.recompute is not None:
+            self._recomputer.begin_step()
 
     def run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the module's output. `seed`: of this step and microbatch; it moves the device's generator."""

@@ -1,6 +1,7 @@
 """This rank's parameters and buffers, under their names in the uncut model: state, gradient norms, clipping."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ class RankParameters:
             if parameter.grad is not None and local_shard(parameter.grad).numel()
         }
         norms = map(Tensor.type_as, foreach_norm([*gradients.values()], norm_type), gradients.values())
-        return dict(zip(gradients, _copy_scalars([*norms], CPU), strict=True))
+        return dict(zip(gradients, _copy_scalars([*norms], Tensor.cpu), strict=True))
 
     def clip_grads(self, rank_norms: Sequence[Mapping[ShardKey, Tensor]], max_norm: float, norm_type: float) -> Tensor:
         """Clip this rank's gradients by the norm of the whole model's gradients, and return that norm.
@@ -158,7 +159,7 @@ class RankParameters:
         norms = self._norms_in_model_order(rank_norms)
         return [
             parameters[key] if key in parameters else _with_gradient(torch.zeros_like(norm), norm)
-            for key, norm in zip(norms, _copy_scalars([*norms.values()], device), strict=True)
+            for key, norm in zip(norms, _copy_scalars([*norms.values()], partial(Tensor.to, device=device)), strict=True)
         ]
 
     def _norms_in_model_order(self, rank_norms: Sequence[Mapping[ShardKey, Tensor]]) -> dict[ShardKey, Tensor]:
@@ -167,11 +168,11 @@ class RankParameters:
         return {key: norms[key] for key in sorted(norms, key=lambda key: (positions[key[0]], key[1]))}
 
 
-def _copy_scalars(scalars: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return `scalars` on `device`, with one transfer for each dtype."""
+def _copy_scalars(scalars: Sequence[Tensor], copy: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return `scalars` where `copy` brings them, in one transfer for each dtype."""
     by_dtype: dict[torch.dtype, Iterator[Tensor]] = {}
     for dtype in {scalar.dtype for scalar in scalars}:
-        by_dtype[dtype] = iter(torch.stack([scalar for scalar in scalars if scalar.dtype == dtype]).to(device))
+        by_dtype[dtype] = iter(copy(torch.stack([scalar for scalar in scalars if scalar.dtype == dtype])))
     return [next(by_dtype[scalar.dtype]) for scalar in scalars]
 
 

@@ -150,7 +150,7 @@ class Stage:
         deferred = self._splitter.begin_microbatch() if split_backward and with_backward else None
         if self._splitter.has_tied_parameters:
             self._clear_autocast_cache()
-        shared_parameters = record_versions(self._messages.shared_parameters)
+        shared_parameters = record_versions(self._messages.shared_parameters) if self._messages.shared_parameters else ()
         aliased_inputs: Versions = ()
         attention = None if sequence_slice is None else self._begin_slice(sequence_slice, with_backward)
         slice_context = _NOTHING if attention is None else attention_context(attention)
@@ -168,12 +168,14 @@ class Stage:
             with _parameter_replacement(deferred, received):
                 output = self._runner.run(seed, arguments.args, arguments.kwargs)
 
+        self.auxiliary_losses = [loss.detach() for loss in auxiliary_losses]
         if sequence_slice is not None and sequence_slice.is_last and not with_backward:
             del self._sliced_attention[sequence_slice.microbatch]
 
         # 3. What it must not change, and what it may have changed.
-        check_unchanged(aliased_inputs, self.index, ALIASED_VALUE)
-        check_unchanged(shared_parameters, self.index, SHARED_PARAMETER)
+        if aliased_inputs or shared_parameters:
+            check_unchanged(aliased_inputs, self.index, ALIASED_VALUE)
+            check_unchanged(shared_parameters, self.index, SHARED_PARAMETER)
         if deferred is not None:
             self._splitter.write_back_replaced_data(deferred)
         if seed is not None and self._loss_may_draw:
@@ -184,7 +186,6 @@ class Stage:
         if arguments.keywords:
             output = self._signature.add_later_keywords(output, arguments.keywords)
         output = self._messages.pack_output(output, aliased_inputs)
-        self.auxiliary_losses = [loss.detach() for loss in auxiliary_losses]
 
         # 5. What the backward needs. On the last stage it starts at the loss, which `loss` adds.
         if with_backward:

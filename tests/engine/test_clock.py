@@ -9,7 +9,8 @@ import torch
 from reference import data, make
 
 import penstock as ps
-from penstock.engine import clock, rank_comparison
+from penstock.engine import clock
+from penstock.guards import pipeline_comparison
 from penstock.schedule.table import dependencies
 
 AHEAD = 1000.0  # seconds by which each rank's clock is ahead of the one before
@@ -18,7 +19,7 @@ AHEAD = 1000.0  # seconds by which each rank's clock is ahead of the one before
 def rank_on_its_own_machine(apart):
     rank = ps.comms.init_distributed().rank
     if apart:
-        rank_comparison.clock_id = lambda: f"machine {rank // 2}"  # two ranks on each
+        pipeline_comparison.clock_id = lambda: f"machine {rank // 2}"  # two ranks on each
         clock.time = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + AHEAD * (rank // 2))
         clock.ActionClock._mark = staticmethod(clock.time.perf_counter)
     model, loss_fn = make("gpt", depth=6)

@@ -212,11 +212,11 @@ class Pipeline(ModuleMisuseHints):
                 partition = partition_model(
                     self._control, self.position, self.schedule, config.cuttable or model, config.plan_layers
                 )
-            shared_objects = find_shared_objects(partition.given_stages, loss_fn, self.schedule.stages)
+            shared_objects = find_shared_objects(partition.user_stages, loss_fn, self.schedule.stages)
             if config.cuttable is not None:
                 config.cuttable.trace_context = outdated_weights.allow_outdated_use
-            given_stages = {} if config.cuttable else partition.given_stages
-            self._original = OriginalModel(model, config.cuttable, given_stages)
+            user_stages = {} if config.cuttable else partition.user_stages
+            self._original = OriginalModel(model, config.cuttable, user_stages)
             self._first_attributes = (redistribution or self._original).first_attributes
             if config.cut_context is not None:
                 in_slices = self.schedule.slices > 1

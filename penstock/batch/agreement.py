@@ -49,8 +49,8 @@ class Description(NamedTuple):
     next_inputs: Sequence[Shape] = ()  # of the next batch
 
 
-class GivenBatch(NamedTuple):
-    """What a rank was given, read or not: for the error that inputs and target do not fit."""
+class BatchArguments(NamedTuple):
+    """The batch or list that a rank's call was given, read or not: for the error that inputs and target do not fit."""
 
     input_rows: Sequence[int]
     target_rows: Sequence[int]
@@ -59,12 +59,12 @@ class GivenBatch(NamedTuple):
 
 
 class LocalDescription(NamedTuple):
-    """This rank's part in an agreement; `describe` and `describe_given` are called when they are needed."""
+    """This rank's part in an agreement; `describe` and `describe_arguments` are called when they are needed."""
 
     kind_hash: float
     list_hash: float
     describe: Callable[[], Description]
-    describe_given: Callable[[], GivenBatch]
+    describe_arguments: Callable[[], BatchArguments]
     loss_weights: Sequence[float]  # of each piece, on the rank that reads the target
 
 
@@ -73,7 +73,7 @@ class Agreed(NamedTuple):
 
     program: RankProgram
     pieces: Sequence[Piece]  # by number: microbatches in the order that runs, of each its slices
-    in_given_order: Sequence[int]  # the numbers of the pieces, in the order of the user's batch or list
+    in_batch_order: Sequence[int]  # the numbers of the pieces, in the order of the user's batch or list
     signatures: Sequence[str]  # of each microbatch: all that its messages depend on
     has_loss: bool
     wants_losses: bool  # whether a rank wants the loss of each microbatch
@@ -134,7 +134,7 @@ class Agreement:
         else:
             messages = self.control.all_gather_value((local.describe(), local.loss_weights), purpose)
             descriptions, loss_weights = map(list, zip(*messages, strict=True))
-            self._check(descriptions, local.describe_given, purpose)
+            self._check(descriptions, local.describe_arguments, purpose)
             agreed = self._conclude(descriptions, hashes, loss_weights)
             _add_newest(self._conclusions, hashes, (descriptions, agreed))
 
@@ -205,7 +205,7 @@ class Agreement:
         return Agreed(
             program=self.programs.select(descriptions[0].is_training, len(own.order), skipped[index], teacher=teacher),
             pieces=pieces,
-            in_given_order=sorted(range(len(pieces)), key=lambda number: pieces[number][:2]),
+            in_batch_order=sorted(range(len(pieces)), key=lambda number: pieces[number][:2]),
             signatures=signatures,
             has_loss=has_loss,
             wants_losses=any(row.wants_losses for row in descriptions),
@@ -248,7 +248,9 @@ class Agreement:
 
     # -- what must be equal --------------------------------------------------------------------------------------------
 
-    def _check(self, descriptions: Sequence[Description], describe_given: Callable[[], GivenBatch], purpose: str) -> None:
+    def _check(
+        self, descriptions: Sequence[Description], describe_arguments: Callable[[], BatchArguments], purpose: str
+    ) -> None:
         """Raise MismatchError if the ranks are not about to run the same step, or were given batches that do not fit."""
         announced = [f"gets {'a' if rank.has_next_batch else 'no'} next batch" for rank in descriptions]
         check_equal(announced, "do not all get next_args= or next_kwargs=, in which the values may be None")
@@ -261,7 +263,7 @@ class Agreement:
             _check_arguments({rank: descriptions[rank] for rank in ranks}, prefix)
             first = _Replica.merge([descriptions[rank] for rank in pipelines[0]])
             if not first.target_fits():
-                given: list[GivenBatch] = self.control.all_gather_value(describe_given(), purpose)
+                given: list[BatchArguments] = self.control.all_gather_value(describe_arguments(), purpose)
                 is_list = descriptions[0].is_list
                 _check_same_rows({rank: given[rank] for rank in ranks}, prefix, is_list)
                 raise self._target_error(first, [given[rank] for rank in pipelines[0]], prefix, descriptions[0])
@@ -281,7 +283,7 @@ class Agreement:
             raise MismatchError("some replicas have a target and others have none: give each of them one, or none of them")
 
     def _target_error(
-        self, replica: "_Replica", given: Sequence[GivenBatch], prefix: str, description: Description
+        self, replica: "_Replica", given: Sequence[BatchArguments], prefix: str, description: Description
     ) -> MismatchError:
         """Return the error, with all shapes, for inputs and a target that differ in microbatches, rows or tokens."""
         target_rows = replica.target_rows or ()
@@ -393,7 +395,7 @@ def _check_arguments(descriptions: Mapping[int, Description], prefix: str) -> No
                 )
 
 
-def _check_same_rows(given: Mapping[int, GivenBatch], prefix: str, is_list: bool) -> None:
+def _check_same_rows(given: Mapping[int, BatchArguments], prefix: str, is_list: bool) -> None:
     """Raise MismatchError, with who has what, if ranks of a replica were given batches of other rows."""
     for name, field in (("input", "input_rows"), ("target", "target_rows")):
         by_rank = {rank: getattr(batch, field) for rank, batch in given.items() if getattr(batch, field)}
@@ -422,7 +424,7 @@ def _check_same_batch(first: _Replica, other: _Replica, prefix: str, index: int)
         raise MismatchError(f"{prefix}the ranks along tp work on one batch, but its tensors differ in shape or dtype")
 
 
-def _shapes_text(given: Sequence[GivenBatch]) -> str:
+def _shapes_text(given: Sequence[BatchArguments]) -> str:
     return ", ".join(text for rank in given for text in (*rank.input_shapes, *rank.target_shapes))
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.batch.agreement import Description, GivenBatch, LocalDescription, hash_values_of
+from penstock.batch.agreement import Description, BatchArguments, LocalDescription, hash_values_of
 from penstock.batch.ahead import AheadBatch
 from penstock.batch.pieces import (
     Layout,
@@ -180,7 +180,7 @@ class CallReader:
                 batch_hash,
                 list_hash,
                 partial(self._describe, call, inputs, target, next_inputs, order, autocast, str(frozen)),
-                partial(self._describe_given, call, inputs, target),
+                partial(self._describe_arguments, call, inputs, target),
                 target.loss_weights,
             ),
             next_inputs.pieces,
@@ -322,15 +322,15 @@ class CallReader:
         signatures = {rows: f"{rows} of {inputs.signature}" for rows in rows_of}
         return [Shape(rows, elements * (rows or 0) // num_rows, signatures[rows]) for rows in rows_of]
 
-    def _describe_given(self, call: Call, inputs: _Part, target: _Part) -> GivenBatch:
+    def _describe_arguments(self, call: Call, inputs: _Part, target: _Part) -> BatchArguments:
         rows_dim = self.layout.rows_dim
 
         def shapes(batch: Any, what: str, is_read: bool) -> Sequence[str]:
             return [describe_shapes(entry, what, rows_dim) for entry in (batch if call.is_list else [batch])] if is_read else ()
 
-        return GivenBatch(
-            count_given_rows(call.inputs, call.is_list, rows_dim),
-            count_given_rows(call.target, call.is_list, rows_dim),
+        return BatchArguments(
+            count_argument_rows(call.inputs, call.is_list, rows_dim),
+            count_argument_rows(call.target, call.is_list, rows_dim),
             shapes(call.inputs, "the batch", inputs.rows is not None),
             shapes(call.target, "the target", target.rows is not None),
         )
@@ -347,7 +347,7 @@ def _sums(lengths: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(map(sum, lengths))
 
 
-def count_given_rows(batch: Any, is_list: bool, rows_dim: int) -> Sequence[int]:
+def count_argument_rows(batch: Any, is_list: bool, rows_dim: int) -> Sequence[int]:
     """Return the rows of a batch, or of each entry of a list, read or not; nothing where they cannot be counted."""
     try:
         return [count_rows(entry, rows_dim=rows_dim) or 0 for entry in batch] if is_list else [_rows_or_error(batch, rows_dim)]

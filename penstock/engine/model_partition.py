@@ -33,12 +33,12 @@ class OriginalModel(NamedTuple):
 
     model: Any
     cuttable: partition.CuttableModel | None  # the same, if it was cut
-    given_stages: Mapping[int, nn.Module]  # if it was not: all stages that this rank was given
+    user_stages: Mapping[int, nn.Module]  # if it was not: all stages that this rank was given
 
     def _modules_by_prefix(self) -> dict[str, nn.Module]:
         if self.cuttable:
             return {"": self.cuttable.model}
-        return {f"{stage}.": module for stage, module in self.given_stages.items()}
+        return {f"{stage}.": module for stage, module in self.user_stages.items()}
 
     def _slots(self) -> Iterator[tuple[str, TensorSlot]]:
         return ((prefix + slot.name, slot) for prefix, root in self._modules_by_prefix().items() for slot in tensor_slots(root))
@@ -99,7 +99,7 @@ class ModelPartition(NamedTuple):
 
     modules: dict[int, nn.Module]  # stage -> module, without DistributedDataParallel around it
     data_parallel_hooks: dict[int, DataParallelHooks]  # stage -> the data parallelism that the user has applied to it
-    given_stages: Mapping[int, nn.Module]  # stage -> module, of all stages that this rank has, as in `modules`
+    user_stages: Mapping[int, nn.Module]  # stage -> module, of all stages that this rank has, as in `modules`
     layer_numbers: Mapping[int, range] = {}  # stage -> numbers of its layers in the uncut model, where it is a Sequential
     tied: Sequence[Sequence[StageParameter]] = ()  # parameters that several stages share
     skips: frozenset[Skip] = frozenset()  # stages between which values, or gradients of tied parameters, pass over others
@@ -137,7 +137,7 @@ class ModelPartition(NamedTuple):
             return list(list_entries(self.uncut_model))
         return [
             (names[stage].get(name, name), value)
-            for stage, module in self.given_stages.items()
+            for stage, module in self.user_stages.items()
             for name, value in list_entries(module)
         ]
 
@@ -191,7 +191,7 @@ def partition_model(
     result = ModelPartition(
         modules={stage: bare[stage] for stage in rank_stages},
         data_parallel_hooks={stage: data_parallel.data_parallel_hooks_of(bare[stage], stages[stage]) for stage in rank_stages},
-        given_stages=bare,
+        user_stages=bare,
         layer_numbers=_layer_ranges(bare, structure.num_layers),
         tied=structure.tied,
         skips=frozenset(structure.skips) | tied_parameter_skips(structure.tied),

@@ -97,7 +97,7 @@ _REPORT_FIELDS = attrgetter("busy", "memory", "between", "averaging", "backgroun
 class MicrobatchLosses(NamedTuple):
     """The losses that one rank has of single microbatches."""
 
-    own: Mapping[int, float]  # microbatch -> what this rank's tokens add to its loss, on the last stage's rank, if wanted
+    main: Mapping[int, float]  # microbatch -> what this rank's tokens add to its loss, on the last stage's rank, if wanted
     auxiliary: Sequence[tuple[int, float, float]]  # microbatch, one of its auxiliary losses, the microbatch's share
 
 
@@ -145,7 +145,7 @@ def gather_step_report(
 
 def _microbatch_loss(rank_losses: Sequence[MicrobatchLosses], number: int) -> float:
     """Return the loss of a microbatch with its auxiliary ones; NaN for a microbatch that counts nothing."""
-    shares = [losses.own[number] for losses in rank_losses if number in losses.own] or [math.nan]
+    shares = [losses.main[number] for losses in rank_losses if number in losses.main] or [math.nan]
     return math.fsum([*shares, *(loss for losses in rank_losses for index, loss, _ in losses.auxiliary if index == number)])
 
 

@@ -257,7 +257,7 @@ class Engine:
 
         # 1. This rank's summary. Observers may look at gradients: they are complete now.
         losses = actions.microbatch_losses()
-        loss_and_dtype = local_loss_and_dtype(actions.losses, agreed.pieces, agreed.in_given_order)
+        loss_and_dtype = local_loss_and_dtype(actions.losses, agreed.pieces, agreed.in_batch_order)
         save_failed = self.background_save is not None and self.background_save.has_unreported_error
         memory, seconds = peak_process_memory(self.device), clock.seconds_between_steps_and_averaging()
         times = (*clock.span_and_busy_seconds(), memory, len(losses.auxiliary), *seconds)

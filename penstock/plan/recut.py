@@ -59,7 +59,7 @@ class RecentSteps(Observer):
     def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
         """Keep the step's actions and its clock."""
         agreed = step.agreed
-        if agreed.has_backward and not agreed.is_new:
+        if agreed.has_backward and not agreed.is_new_kind:
             sizes = [piece.elements for piece in agreed.pieces if piece.slice == 0]
             self._steps.append(([line.action for line in agreed.program.lines], step.clock, sizes))
 

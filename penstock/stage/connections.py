@@ -19,8 +19,8 @@ class StageConnections(NamedTuple):
 
     sources: tuple[int, ...]
     destinations: tuple[int, ...]
-    borrowed: Mapping[int, list[str]] = {}  # source -> the parameters' names in this stage
-    lent: Mapping[int, list[str]] = {}  # destination -> the parameters' names in this stage
+    borrowed_parameters: Mapping[int, list[str]] = {}  # source -> their names in this stage
+    lent_parameters: Mapping[int, list[str]] = {}  # destination -> their names in this stage
 
 
 def stage_connections(
@@ -33,11 +33,11 @@ def stage_connections(
         StageConnections(
             sources=tuple(exchanges[Kind.B][stage]),
             destinations=tuple(exchanges[Kind.F][stage]),
-            borrowed={
+            borrowed_parameters={
                 source: [name for (lender, _), (borrower, name) in borrowings if (lender, borrower) == (source, stage)]
                 for source in exchanges[Kind.B][stage]
             },
-            lent={
+            lent_parameters={
                 receiver: [name for (lender, name), (borrower, _) in borrowings if (lender, borrower) == (stage, receiver)]
                 for receiver in exchanges[Kind.F][stage]
             },

@@ -22,7 +22,7 @@ class ReceivedInputs(NamedTuple):
     """The messages that a microbatch received, for which it returns gradients; none on the first stage."""
 
     inputs: tuple[GradientCapture, ...] = ()  # one for each message
-    borrowed: Sequence[tuple[TensorSlot, Tensor]] = ()  # what takes the places of parameters of earlier stages
+    borrowed_parameters: Sequence[tuple[TensorSlot, Tensor]] = ()  # what takes the places of parameters of earlier stages
 
 
 class StageMessages:
@@ -36,10 +36,12 @@ class StageMessages:
 
         slots = {id(slot.parameter): slot for slot in list_parameters_with_places(module)}
         self._borrowed = [
-            [slots[id(module.get_parameter(name))] for name in connections.borrowed.get(source, ())] for source in self._sources
+            [slots[id(module.get_parameter(name))] for name in connections.borrowed_parameters.get(source, ())]
+            for source in self._sources
         ]
         self._lent = [
-            [module.get_parameter(name) for name in connections.lent.get(destination, ())] for destination in self._destinations
+            [module.get_parameter(name) for name in connections.lent_parameters.get(destination, ())]
+            for destination in self._destinations
         ]
         self._lends = any(self._lent)
         self.shared_parameters = [slot.parameter for group in self._borrowed for slot in group]
@@ -76,7 +78,9 @@ class StageMessages:
         """Return the leaves of the messages of `pack_output`, behind each message the parameters lent to its destination."""
         if not self._lends:
             return flatten(output)[0]
-        used = {id(place.tensor): tensor for place, tensor in received.borrowed}  # in this forward, instead of the parameters
+        used = {
+            id(place.tensor): tensor for place, tensor in received.borrowed_parameters
+        }  # in this forward, instead of the parameters
         leaves: list[Any] = []
         for message, lent in zip(output if len(self._destinations) > 1 else (output,), self._lent, strict=True):
             leaves += flatten(message)[0]

@@ -349,9 +349,9 @@ def _has_storage(tensor: Tensor) -> bool:
 
 def _parameter_replacement(deferred: DeferredGradients | None, received: ReceivedInputs) -> AbstractContextManager[None]:
     """Replace parameters in a microbatch's forward, and in its backward, which may run the forward again."""
-    if deferred is None and not received.borrowed:
+    if deferred is None and not received.borrowed_parameters:
         return _NOTHING
-    return replace_temporarily([*(deferred.replacements if deferred is not None else ()), *received.borrowed])
+    return replace_temporarily([*(deferred.replacements if deferred is not None else ()), *received.borrowed_parameters])
 
 
 def _grad_mode(enabled: bool) -> AbstractContextManager[Any]:

@@ -14,7 +14,8 @@ from penstock.errors import ScheduleError, is_whole_number
 from penstock.schedule.proof import check_table
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Action, Cell, Kind, actions_of, dependencies, pause_garbage_collection
-from penstock.timing.simulate import Costs, simulate
+from penstock.timing.costs import Costs
+from penstock.timing.simulate import simulate
 
 MAX_PLACED_CELLS = 20_000  # of all tables that are tried
 MIN_TARGETS = 4  # tried ends of the step

@@ -237,12 +237,12 @@ class Pipeline(ModuleMisuseHints):
                 modules, unset_names = materialise_stages(partition, all_stages, self.topology.device, self.seed, init)
 
             # 5. Connect them to those of other ranks.
-            ranks = self._control, self.position
-            built_teacher = None
+            ranks, built_teacher = (self._control, self.position), None
             if teacher is not None:
-                built_teacher = build_teacher(*ranks, config, lambda *parts: compare_pipeline_on_ranks(*ranks, *parts, {}).stages)
-            own = config, partition, all_stages, modules, unset_names, clock_ids
-            self._engine = build_engine(*ranks, *own, built_teacher)
+                built_teacher = build_teacher(
+                    *ranks, config, lambda table, parts: compare_pipeline_on_ranks(*ranks, table, parts, {}).stages
+                )
+            self._engine = build_engine(*ranks, config, partition, all_stages, modules, unset_names, clock_ids, built_teacher)
             shared_tensors = outdated_weights.record_pipeline(
                 self._number,
                 self._original.stage_tensors(modules),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.batch.agreement import Description, BatchArguments, LocalDescription, hash_values_of
+from penstock.batch.agreement import BatchArguments, Description, LocalDescription, hash_values_of
 from penstock.batch.ahead import AheadBatch
 from penstock.batch.pieces import (
     Layout,

@@ -276,7 +276,9 @@ class Engine:
         )
         self.observers.after(step, rows)
         sizes = tuple([piece.elements for piece in agreed.pieces if piece.slice == 0])
-        return StepResult(loss, loss_list, actions.joined_outputs(), step.report, ran, clock, agreed.step_kind, sizes, agreed.chains)
+        return StepResult(
+            loss, loss_list, actions.joined_outputs(), step.report, ran, clock, agreed.step_kind, sizes, agreed.chains
+        )
 
     # -- between steps -------------------------------------------------------------------------------------------------
 

@@ -113,8 +113,9 @@ def build_teacher(
 ) -> Teacher:
     """Return the teacher of a pipeline's arguments, cut into stages. All ranks call it together.
 
-    `config`: a PipelineConfig. `compare`: compares what all ranks are about to build, and raises MismatchError if they differ. The teacher has the stages that a table from the user gives it, by default those of the model;
-    it is cut by the same example, and at the same names if it has them.
+    `config`: a PipelineConfig. `compare`: raises MismatchError unless all ranks are about to build the same stages. The teacher
+    has the stages that a table from the user gives it, by default those of the model; it is cut by the same example, and at the
+    same names if it has them.
     """
     schedule, given, arguments = config.schedule, config.table_with_teacher, config.arguments
     placement = schedule.placement if given is None else given.placement[given.teacher :]

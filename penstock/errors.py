@@ -47,6 +47,11 @@ def is_whole_number(value: object, minimum: float = float("-inf")) -> TypeGuard[
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= minimum
 
 
+def format_count(number: int, noun: str, ending: str = "s") -> str:
+    """Return `2 stages`, or `1 stage`."""
+    return f"{number} {noun}{ending * (number != 1)}"
+
+
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line that has called this package."""
     frame, level = inspect.currentframe(), 1

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import partition
 from penstock.comms.control_group import ControlGroup
-from penstock.errors import MismatchError, is_whole_number
+from penstock.errors import MismatchError, format_count, is_whole_number
 from penstock.mesh import data_parallel
 from penstock.mesh.position import MeshPosition
 from penstock.partition.attributes import attributes_to_send
@@ -257,7 +257,8 @@ def _check_stage_list(model: Any, table: Schedule) -> Sequence[nn.Module]:
     """Return the list of all stages; a single module is one stage. Raise MismatchError for another number of them."""
     stages = [model] if is_single_module(model) else model
     if len(stages) != table.stages:
-        raise MismatchError(f"{table.name} has {table.stages} stages, but the list has {len(stages)} modules")
+        num_stages, num_modules = format_count(table.stages, "stage"), format_count(len(stages), "module")
+        raise MismatchError(f"{table.name} has {num_stages}, but the list has {num_modules}")
     return stages
 
 

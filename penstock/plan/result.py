@@ -9,7 +9,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, format_count
 from penstock.lazy import lazy_method
 from penstock.plan.schedule_timer import KINDS, ScheduleTimer
 from penstock.plan.stage_costs import Recompute
@@ -76,7 +76,7 @@ class Plan:
 
     def __repr__(self) -> str:
         """Return one line; `str` returns a few, and a notebook draws the planned step."""
-        size = f"{self.ranks} ranks, {self.microbatches} microbatches"
+        size = f"{format_count(self.ranks, 'rank')}, {format_count(self.microbatches, 'microbatch', 'es')}"
         return f"<Plan {self.schedule.name}: {size}, {1e3 * self.seconds:.4g} ms a step>"
 
     _repr_html_ = lazy_method("penstock.view.notebook", "plan_html")
@@ -85,7 +85,7 @@ class Plan:
         """Return the plan as a few lines of text."""
         recomputed = [f"stage {stage} ({way})" for stage, way in enumerate(self.recompute) if way]
         return (
-            f"{self.schedule.name} on {self.ranks} ranks{f', {self.dp} replicas' if self.dp > 1 else ''}, "
+            f"{self.schedule.name} on {format_count(self.ranks, 'rank')}{f', {self.dp} replicas' if self.dp > 1 else ''}, "
             f"{self.microbatches} microbatches{f' in {self.schedule.slices} slices' if self.schedule.slices > 1 else ''}: "
             f"{1e3 * self.seconds:.4g} ms a step, {self.share_above_bound:.1%} above what none can be below\n"
             f"cut before {', '.join(self.cuts) or 'nothing'}; recomputes {', '.join(recomputed) or 'nothing'}\n"

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, format_count
 from penstock.schedule.memory import format_in_flight, peaks_in_flight
 from penstock.schedule.program import RECEIVES_AHEAD, Compute, Instruction, Program, Script, Transfer, check_skips, lower
 from penstock.schedule.table import (
@@ -62,17 +62,13 @@ class Proof:
         num_trained = self.num_stages - len(self.program.schedule.chains.forward_only)
         how = f"{self.sends} sends" + (", shared channels" if self.channels == "shared" else "")
         return (
-            f"proved: {self.name} over {_count(self.ranks, 'rank')}, {_count(self.num_stages, 'stage')}, "
-            f"{_count(self.microbatches, 'microbatch', 'es')}"
+            f"proved: {self.name} over {format_count(self.ranks, 'rank')}, {format_count(self.num_stages, 'stage')}, "
+            f"{format_count(self.microbatches, 'microbatch', 'es')}"
             f"{f' in {self.program.schedule.slices} slices' if self.program.schedule.slices > 1 else ''}: "
-            f"{self.actions} actions complete, {self.transfers} transfers without a cycle ({how}), "
+            f"{format_count(self.actions, 'action')} complete, "
+            f"{format_count(self.transfers, 'transfer')} without a cycle ({how}), "
             f"in flight {format_in_flight(self.peak_in_flight, num_trained / self.ranks)}"
         )
-
-
-def _count(number: int, noun: str, ending: str = "s") -> str:
-    """Return `2 stages`, or `1 stage`."""
-    return f"{number} {noun}{ending * (number != 1)}"
 
 
 @pause_garbage_collection()

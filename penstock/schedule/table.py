@@ -13,7 +13,7 @@ from itertools import pairwise
 from os import PathLike
 from typing import NamedTuple, Self
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, format_count
 from penstock.lazy import lazy_method
 
 
@@ -319,7 +319,8 @@ class Table:
 
     def __repr__(self) -> str:
         """Return one line; `str` returns the table, and a notebook draws it."""
-        size = f"{self.ranks} ranks, {self.num_stages} stages, {self.microbatches} microbatches"
+        counts = (self.ranks, "rank"), (self.num_stages, "stage"), (self.microbatches, "microbatch", "es")
+        size = ", ".join(format_count(*count) for count in counts)
         return f"<{type(self).__name__} {self.name}: {size}{f' in {self.slices} slices' if self.slices > 1 else ''}>"
 
     _repr_html_ = lazy_method("penstock.view.notebook", "schedule_html")

@@ -5,6 +5,7 @@ from functools import cached_property
 from itertools import chain
 from typing import ClassVar
 
+from penstock.errors import format_count
 from penstock.lazy import lazy_method
 from penstock.schedule.memory import ActivationSize, changes_memory_at_end, memory_after_actions, peaks_in_flight
 from penstock.schedule.table import Action
@@ -26,7 +27,7 @@ class Timeline(TimelineEvents):
 
     def __repr__(self) -> str:
         """Return one line; `.rows` has the events, and a notebook draws them."""
-        size = f"{self.ranks} ranks, {len(self.events)} actions"
+        size = f"{format_count(self.ranks, 'rank')}, {format_count(len(self.events), 'action')}"
         makespan = f"{self.makespan:.4g}{self.time_unit and ' '}{self.time_unit}"
         return f"<{type(self).__name__} {self.name}: {size}, makespan {makespan}, bubble {self.bubble:.1%}>"
 

@@ -236,7 +236,7 @@ def test_replicas_share_ranks_and_rows_and_sum_what_their_parameters_are():
     assert two.bound <= two.seconds
     best = quick(dp=[1, 2, 4], bandwidth=1e9, **options)[0]
     assert best == min(one, two, four, key=lambda value: value.seconds) == four  # no pipeline, no bubble
-    assert "on 1 ranks, 4 replicas" in str(best)
+    assert "on 1 rank, 4 replicas" in str(best)
     assert "the replicas sum their gradients" in quick(dp=4, bandwidth=1e7, **options)[0].why
 
 

@@ -364,3 +364,7 @@ def test_a_cell_that_cannot_be_read_is_named_by_row_and_cell(tmp_path):
     (tmp_path / "mine.csv").write_text("0F0,0B0\n1F0,,1X0\n")
     with pytest.raises(ScheduleError, match=r"mine\.csv, row 2 \(rank 1\), cell 3: .*1X0"):
         Schedule.from_csv(tmp_path / "mine.csv")
+
+
+def test_one_of_a_kind_is_no_plural():
+    assert repr(build("1f1b", 1, 1)) == "<Schedule 1f1b: 1 rank, 1 stage, 1 microbatch>"

@@ -22,9 +22,9 @@ outputs of 0F0 and 0F1, the gradients of 1B0 and 1B1. The numbers are those of t
 When an action raises, here 1B0 on rank 1, all ranks raise the same error:
 
     rank 1     `run_program` adds rank, stage, action and microbatch to it; `StepRollback` restores this rank's gradients
-    rank 1     `ControlGroup.collective_call`, around the whole step, puts a report into the store, and closes the groups
+    rank 1     `ControlGroup.collective_call`, around the whole step, writes its status into the store, and closes the groups
     rank 0     its wait for rank 1 ends with a WaitError; it restores its gradients, and leaves the step through the same call
-    rank 0     reads the reports: rank 1 has an error of its own, which it raises; a rank without a report is lost
+    rank 0     reads the statuses: rank 1's is `raised`, with the error, which it raises; a rank without a status is lost
     next step  `open_channels` opens new groups and channels, and the agreement forgets all kinds of steps
 """
 

@@ -1,4 +1,4 @@
-"""Distillation over two ranks: a small GPT learns the distribution of a large one, which is frozen.
+"""Distillation over two ranks: a small GPT learns the distribution of a large one, which runs in the ranks' idle time.
 
 python examples/distil.py reverse        # the divergence: forward (default), reverse, or top_k
 torchrun --nproc-per-node 2 examples/distil.py top_k zb-v
@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 examples/distil.py top_k zb-v
 
 import os
 import sys
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +43,12 @@ def gpt(layers: int, width: int, seed: int) -> nn.Sequential:
 def train(divergence: str = "forward", schedule: str = "1f1b", *, steps: int = 5) -> tuple[list[float], dict[str, Tensor]]:
     """Return losses, and the weights of this rank's stages."""
     student, teacher = gpt(4, 32, seed=1), gpt(6, 64, seed=0)
-    divergences = {"forward": forward, "reverse": reverse, "top_k": top_k}
-    frozen = ps.Pipeline(teacher, None, schedule, microbatches=4)
-    pipe = ps.Pipeline(student, divergences[divergence], schedule, microbatches=4)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
-    losses = []
-    for step in range(steps):
-        tokens = torch.randint(64, (10, 16), generator=torch.Generator().manual_seed(step))
-        losses.append(pipe.step(tokens, target=frozen.eval(tokens)).item())  # the teacher's logits stay on the last rank
+    diverge = {"forward": forward, "reverse": reverse, "top_k": top_k}[divergence]
+    pipe = ps.Pipeline(student, lambda logits, _, teacher_logits: diverge(logits, teacher_logits), schedule, 4, teacher=teacher)
+    optimizer, losses = torch.optim.AdamW(pipe.parameters(), lr=3e-3), []
+    batches = [torch.randint(64, (10, 16), generator=torch.Generator().manual_seed(step)) for step in range(steps + 1)]
+    for tokens, next_tokens in pairwise(batches):
+        losses.append(pipe.step(tokens, target=tokens, next_args=(next_tokens,)).item())  # the teacher runs a batch ahead
         optimizer.step(), optimizer.zero_grad()
     return losses, pipe.state_dict()
 

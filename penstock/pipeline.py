@@ -80,7 +80,8 @@ class Pipeline(ModuleMisuseHints):
     schedule
         A name of `ps.schedule.names()`, built with `microbatches` and the `options` of its family (`stages_per_rank`,
         `group_size`); the path of a CSV table; a `Schedule`; a function of (rank, ranks, microbatches) that returns the
-        rank's row: `"0F0"`, `"1B0"`, ..; or a function of (ranks, microbatches) that returns a `Schedule`.
+        rank's row: `"0F0"`, `"1B0"`, ..; or a function of (ranks, microbatches) that returns a `Schedule`. In a table made by
+        name, the first stages have forwards only as far as nothing in them is trained.
     microbatches
         The number of pieces into which a batch is split, M: by default 8, or a table's own number. A batch of fewer rows than M
         is split into its rows.
@@ -223,9 +224,11 @@ class Pipeline(ModuleMisuseHints):
                 check_attention(partition.modules.values(), config.cuttable, config.cut_context, in_slices, redistribution)
 
             # 3. Compare what all ranks are about to build.
-            all_stages, clock_ids, changed_keys = compare_pipeline_on_ranks(
+            all_stages, clock_ids, changed_keys, frozen_stages = compare_pipeline_on_ranks(
                 self._control, self.position, self.schedule, partition, config.equal_options
             )
+            config = config.with_frozen_stages(frozen_stages)
+            self.schedule = config.schedule
 
             # 4. Bring this rank's stages to its device, with their values.
             unset_names = set[str]()
@@ -566,7 +569,7 @@ class Pipeline(ModuleMisuseHints):
         cut = None
         if position.world.rank == 0:
             pipelines = [ranks for shards in position.pipelines for ranks in shards]
-            measured = measurement_of_steps(steps_of_ranks, pipelines, self.schedule.name)
+            measured = measurement_of_steps(steps_of_ranks, pipelines, self.schedule)
             costs, cost_kind = cuttable.unit_costs(self.topology.device)
             names = cuttable.unit_order
             balance = Balance(tuple(names), tuple(costs), (0, *map(names.index, self.cuts)), cost_kind)

@@ -116,6 +116,9 @@ class MemoryMeasurement:
     def _forward(self, function: ActionFunction, action: Action, values: Any) -> Any:
         if action.stage not in self._stages or action.microbatch not in self.microbatches:
             return function(action, values)
+        if self._stages[action.stage].is_frozen:
+            self._add_size(action.stage, action.index_among_slices(self._slices), 0, 0)
+            return function(action, values)
 
         storages = self._of_forward[action.stage, action.index_among_slices(self._slices)] = StorageSet(leaves(values))
         with _OutputRecorder(storages):

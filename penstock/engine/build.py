@@ -34,7 +34,7 @@ from penstock.schedule.proof import verify
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.schedule import Schedule, ScheduleRule, from_rows, from_rule, read_csv_cells
 from penstock.schedule.table import Table
-from penstock.schedule.transform import with_full_backwards, without_teacher
+from penstock.schedule.transform import with_frozen_stages, with_full_backwards, without_teacher
 from penstock.stage.attention import AttentionContext, AttentionWhileTracing, attention_context
 from penstock.stage.connections import stage_connections
 from penstock.stage.hooks import DataParallelHooks
@@ -89,6 +89,14 @@ class PipelineConfig(NamedTuple):
         names = ("seed", "reduction", "data_parallel", "tensor_parallel", "on_nonfinite", "sequence_dim", "rows_per_sample")
         options = {name: getattr(self.arguments, name) for name in names}
         return options | {"rows_dim": self.rows_dim, "slices": self.slices}
+
+    def with_frozen_stages(self, stages: frozenset[int]) -> "PipelineConfig":
+        """Return the same with a table in which `stages` have forwards only. A table that the user gave stays as it is."""
+        name = self.arguments.schedule
+        if not stages or not isinstance(name, str) or name.endswith(".csv"):
+            return self
+        schedule = with_frozen_stages(self.schedule, stages)
+        return self._replace(schedule=schedule, program=verify(schedule).program)
 
 
 # -- arguments ------------------------------------------------------------------------------------------------------------
@@ -334,6 +342,7 @@ def build_engine(
     def build_larger(microbatches: int) -> Program:
         """Return the proved program of a list of more microbatches. Raise MismatchError if the schedule has no such table."""
         larger = table_of_arguments(SimpleNamespace(**{**vars(arguments), "microbatches": microbatches}), config.schedule.ranks)
+        larger = with_frozen_stages(larger, config.schedule.forward_only)
         if larger.microbatches < microbatches:
             raise MismatchError(
                 f"a list of {microbatches} microbatches does not fit {larger.name}, a table of {larger.microbatches}: give at "
@@ -399,7 +408,7 @@ def _build_stages(
     position: MeshPosition,
 ) -> dict[int, Stage]:
     """Return this rank's stages, ready to run `table`."""
-    connections = stage_connections(table.stages, model_partition.skips, model_partition.tied)
+    connections = stage_connections(table.chains, model_partition.skips, model_partition.tied)
     loss_fn = config.arguments.loss_fn
     if config.arguments.teacher is not None:
         loss_fn = partial(loss_with_teacher, loss_fn)
@@ -415,6 +424,7 @@ def _build_stages(
             recompute=config.recompute[index],
             data_parallel=data_parallel_hooks[index],
             in_order=table.has_weights_in_backward_order(index),
+            is_frozen=index in table.forward_only,
         )
         for index, module in modules.items()
     }

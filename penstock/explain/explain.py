@@ -21,7 +21,7 @@ from penstock.explain.explanation import (
 )
 from penstock.schedule.catalog import FAMILIES, build, names
 from penstock.schedule.memory import format_bytes
-from penstock.schedule.schedule import Schedule, from_rows
+from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Kind
 from penstock.schedule.transform import with_full_backwards
 from penstock.timing.causes import NOTABLE_SHARE, Cause
@@ -140,10 +140,14 @@ def _stragglers(measurement: Measurement) -> list[Straggler]:
 
 
 def _compare_with_share(measurement: Measurement, rank: int, predicted_step: float) -> Straggler | None:
-    """Return how `rank` compares with the others, stage for stage by their layers; None if it is not slower."""
+    """Return how `rank` compares with the others, stage for stage by their layers; None if it is not slower.
+
+    Stages that have forwards only are not compared: a cut gives them more layers.
+    """
     table, own_stages, layers = measurement.schedule, measurement.schedule.stages_of(rank), measurement.layers
-    other_stages = [stage for stage in range(table.num_stages) if stage not in own_stages]
-    if not other_stages or not own_stages:
+    frozen = table.chains.forward_only
+    other_stages = [stage for stage in range(table.num_stages) if stage not in own_stages and stage not in frozen]
+    if not other_stages or not own_stages or not frozen.isdisjoint(own_stages):
         return None
 
     def shared(times: Sequence[float]) -> tuple[float, ...]:
@@ -207,7 +211,7 @@ def _ascending_order(measurement: Measurement, predicted_step: float) -> Iterato
     if not changed_ranks:
         return
     try:
-        timeline = measurement.predict(from_rows(table.name, rows))
+        timeline = measurement.predict(replace(table, actions=tuple(rows)))
     except ScheduleError:
         return
     if predicted_step - timeline.makespan > NOTABLE_SHARE * predicted_step:
@@ -241,7 +245,7 @@ def _catalog_alternatives(measurement: Measurement) -> Iterator[Alternative]:
     table = measurement.schedule
     for name in names():
         for stages_per_rank in dict.fromkeys([FAMILIES[name].stages_per_rank, table.num_stages // table.ranks]):
-            schedule = _build_or_none(name, table.ranks, table.microbatches, stages_per_rank)
+            schedule = _build_or_none(measurement, name, table.microbatches, stages_per_rank)
             if schedule and schedule.actions != table.actions:
                 yield _alternative_with_schedule(measurement, schedule)
 
@@ -258,7 +262,7 @@ def _doubled_microbatches_alternative(measurement: Measurement) -> Alternative |
     table = measurement.schedule
     stages_per_rank = table.num_stages // table.ranks
     counts = (table.microbatches, 2 * table.microbatches)
-    rebuilt, doubled = (_build_or_none(table.name, table.ranks, count, stages_per_rank) for count in counts)
+    rebuilt, doubled = (_build_or_none(measurement, table.name, count, stages_per_rank) for count in counts)
     return (
         _alternative_with_schedule(measurement, doubled) if rebuilt and doubled and rebuilt.actions == table.actions else None
     )
@@ -275,12 +279,12 @@ def _alternative_with_schedule(measurement: Measurement, schedule: Schedule) -> 
     )
 
 
-def _build_or_none(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule | None:
+def _build_or_none(measurement: Measurement, name: str, microbatches: int, stages_per_rank: int) -> Schedule | None:
     """Return a table of the catalog as the engine runs it; None if there is none of that size."""
     if name not in FAMILIES:
         return None
     try:
-        built = build(name, ranks, microbatches, stages_per_rank)
+        built = build(name, measurement.schedule.ranks, microbatches, stages_per_rank)
     except ScheduleError:
         return None
-    return replace(with_full_backwards(built), overlaps=frozenset())
+    return replace(with_full_backwards(measurement.without_frozen_backwards(built)), overlaps=frozenset())

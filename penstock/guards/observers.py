@@ -10,6 +10,7 @@ from penstock.engine.observers import ObservedStep, Observer
 from penstock.engine.profiling import ProfilerRanges
 from penstock.engine.step import Engine
 from penstock.guards.digest import BatchComparison, TiedCopiesCheck
+from penstock.guards.frozen_stages import FrozenStageCheck
 from penstock.guards.gradient_factor import GradientFactorCheck
 from penstock.guards.loss import LossChecks
 from penstock.guards.nonfinite import NonFiniteMonitor
@@ -62,6 +63,7 @@ def make_observers(
 
     observers: list[Observer | None] = [
         AttributeCheck(config.cuttable.attributes) if config.cuttable else None,
+        FrozenStageCheck(engine.stages, names, table.name) if table.forward_only else None,
         shared_tensors,
         BatchComparison(position, table.placement),
         gradient_factor,

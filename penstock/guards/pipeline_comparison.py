@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ class RankDescription(NamedTuple):
     tensors: Mapping[int, Mapping[str, str]]  # stage -> name -> shape, dtype and whether it is trained
     names: Mapping[int, Mapping[str, str]]  # stage -> names of its state, of `partition.state_names_without_compile_prefix`
     keywords: Mapping[int, Sequence[str]]  # stage -> the keywords that its forward takes
+    is_trained: Mapping[int, bool]  # stage -> whether anything in it requires a gradient
     clock_id: str
     changed_keys: Collection[outdated_weights.TensorKey]  # of tensors that earlier pipelines have trained on this rank
     value_digests: Mapping[str, int]  # of some values of all tensors of an uncut model that is new; else empty
@@ -36,6 +38,7 @@ class ComparisonResult(NamedTuple):
     stages: AllStages
     clock_ids: Sequence[str]  # of every rank: equal for those that share a clock
     changed_keys: Collection[outdated_weights.TensorKey]  # of tensors that earlier pipelines have trained
+    frozen_stages: frozenset[int]  # the first ones of the model, as far as none of them is trained; never the last
 
 
 def compare_pipeline_on_ranks(
@@ -51,6 +54,7 @@ def compare_pipeline_on_ranks(
     names_by_stage = {stage: names for rank in descriptions for stage, names in rank.names.items()}
     keywords_by_stage = {stage: keywords for rank in descriptions for stage, keywords in rank.keywords.items()}
     stages = sorted(names_by_stage)
+    is_trained = {stage: value for rank in descriptions for stage, value in rank.is_trained.items()}
     names = partition.model_names_of_stages(
         [names_by_stage[stage] for stage in stages], model_partition.uncut_model is not None
     )
@@ -58,6 +62,7 @@ def compare_pipeline_on_ranks(
         AllStages(names, [keywords_by_stage[stage] for stage in stages]),
         [rank_description.clock_id for rank_description in descriptions],
         set().union(*[rank_description.changed_keys for rank_description in descriptions]),
+        frozenset(takewhile(lambda stage: not is_trained[stage], stages[:-1])),
     )
 
 
@@ -82,10 +87,19 @@ def describe_rank(
         {stage: _tensor_descriptions(module) for stage, module in modules},
         {stage: partition.state_names_without_compile_prefix(module) for stage, module in modules},
         {stage: keyword_names(module) for stage, module in modules},
+        {stage: _has_trained_tensors(module) for stage, module in modules},
         clock_id(),
         outdated_weights.changed_keys(),
         _value_digests(model_partition.uncut_model if position.world.world_size > 1 else None),
     )
+
+
+def _has_trained_tensors(module: nn.Module) -> bool:
+    """Return whether a parameter, a buffer or an attribute of `module` or of its submodules requires a gradient."""
+    values = chain.from_iterable(
+        (*part.parameters(recurse=False), *part.buffers(recurse=False), *vars(part).values()) for part in module.modules()
+    )
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 def _option_text(option: Any) -> str:

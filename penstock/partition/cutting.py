@@ -256,7 +256,7 @@ class CuttableModel:
         """
         modules = {name: self.model.get_submodule(name) for name in self.unit_order}
         if not self._has_example:
-            return [1 + sum(parameter.numel() for parameter in module.parameters()) for module in modules.values()], PARAMETERS
+            return _passes_over_parameters([*modules.values()]), PARAMETERS
         if not self._unit_seconds:
             with restore_attributes_afterwards(self.model):
                 self._unit_seconds = self._measure_units(modules, device)
@@ -297,6 +297,21 @@ class CuttableModel:
         _check_running_statistics_in_one_stage(stages)
         _record_shared_parameters(stages)
         return stages
+
+
+def _passes_over_parameters(layers: Sequence[nn.Module]) -> list[float]:
+    """Return the cost of each layer: its parameters, if all are trained; of frozen ones a third for each pass over them.
+
+    A pass is the forward, and the backward to the input unless the layer and all before it are frozen.
+    """
+    costs: list[float] = []
+    has_input_gradient = False
+    for layer in layers:
+        trained = sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
+        frozen = sum(parameter.numel() for parameter in layer.parameters()) - trained
+        has_input_gradient = has_input_gradient or trained > 0
+        costs.append(1 + trained + frozen * (2 if has_input_gradient else 1) / 3)
+    return costs
 
 
 def _check_no_model_hooks(model: nn.Module) -> None:

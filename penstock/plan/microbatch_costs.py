@@ -108,6 +108,8 @@ def fit_microbatches(rows: "np.ndarray", elements: "np.ndarray", seconds: "np.nd
     """Fit what was measured as `seconds`, or bytes; arguments have a number for each sample."""
     import numpy as np
 
+    if not seconds.any():  # bytes that a frozen stage keeps
+        return MicrobatchFit(0.0, 0.0, 0.0, 0.0, len(seconds))
     seconds = np.maximum(seconds, 1e-9)
     features = np.stack([elements, elements * elements / rows, np.ones_like(seconds)], axis=1)
     scales = features.max(axis=0)
@@ -183,8 +185,10 @@ class MicrobatchCosts:
         return sums
 
     def _fits_of_action(self, kind: Kind, stage: int) -> list[MicrobatchFit]:
-        """Return the fits that add up to a forward, or to a whole backward: of B, else of I and W."""
-        kinds = (kind,) if kind is not Kind.B or (kind, stage) in self.fits else (Kind.I, Kind.W)
+        """Return the fits that add up to a forward, or to a whole backward: of B, else of I and W, or none."""
+        kinds: tuple[Kind, ...] = (kind,) if kind is not Kind.B or (kind, stage) in self.fits else (Kind.I, Kind.W)
+        if (Kind.F, stage) in self.fits and not any((part, stage) in self.fits for part in (Kind.B, Kind.I, Kind.W)):
+            kinds = (kind,) if kind is Kind.F else ()  # a frozen stage has no backward
         if any((part, stage) not in self.fits for part in kinds):
             raise PenstockError(
                 "there is nothing to fit costs to yet: run two steps over lists of as many microbatches (step_microbatches); "

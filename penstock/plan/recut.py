@@ -27,7 +27,7 @@ from penstock.plan.partition_search import Limits, PartitionSearch
 from penstock.plan.schedule_timer import ScheduleTimer
 from penstock.plan.stage_costs import LayerChain
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.table import Action, Kind
+from penstock.schedule.table import Action, Kind, Table
 from penstock.timing.causes import NOTABLE_SHARE
 from penstock.timing.events import Event
 from penstock.timing.measurement import Measurement
@@ -78,11 +78,12 @@ class RecentSteps(Observer):
 
 
 def measurement_of_steps(
-    steps_of_ranks: Sequence[Sequence[StepTimes]], pipelines: Sequence[Sequence[int]], name: str
+    steps_of_ranks: Sequence[Sequence[StepTimes]], pipelines: Sequence[Sequence[int]], table: Table
 ) -> Measurement:
     """Return the costs of the last steps: of each stage in the pipeline where it takes longest.
 
-    `steps_of_ranks`: `RecentSteps.times` of every rank. `pipelines`: the ranks of each. Raises PenstockError without a step.
+    `steps_of_ranks`: `RecentSteps.times` of every rank. `pipelines`: the ranks of each. `table`: what ran. Raises PenstockError
+    without a step.
     """
     num_steps = min(map(len, steps_of_ranks))
     if not num_steps:
@@ -94,9 +95,10 @@ def measurement_of_steps(
     for ranks in pipelines:
         timelines = [
             Timeline(
-                f"{name}, measured",
+                f"{table.name}, measured",
                 tuple(tuple(steps_of_ranks[rank][-number].events) for rank in ranks),
                 microbatch_sizes=tuple(steps_of_ranks[ranks[0]][-number].microbatch_sizes),
+                chains=table.chains if table.chains.forward_only else None,
             )
             for number in range(num_steps, 0, -1)
         ]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 
 from penstock.errors import ScheduleError, format_count
-from penstock.schedule.memory import format_in_flight, peaks_in_flight
+from penstock.schedule.memory import Row, format_in_flight, peaks_in_flight
 from penstock.schedule.program import RECEIVES_AHEAD, Compute, Instruction, Program, Script, Transfer, check_skips, lower
 from penstock.schedule.table import (
     Action,
@@ -110,15 +110,12 @@ def verify(
     return Proof(schedule.name, *size, actions, _count_transfers(schedule, skips), peaks, sends, channels, program)
 
 
-def _trained_rows(schedule: Table) -> Iterator[Iterable[Cell]]:
-    """Yield each rank's cells without those of stages that keep nothing for a backward."""
+def _trained_rows(schedule: Table) -> Iterator[Row]:
+    """Yield each rank's cells without actions of stages that keep nothing for a backward."""
     frozen = schedule.chains.forward_only
     for rank in range(schedule.ranks):
-        yield (
-            schedule.cells(rank)
-            if not frozen
-            else [cell for cell in schedule.cells(rank) if not isinstance(cell, Action) or cell.stage not in frozen]
-        )
+        cells = schedule.cells(rank)
+        yield [tuple([act for act in actions_of(cell) if act.stage not in frozen]) for cell in cells] if frozen else cells
 
 
 def _count_transfers(schedule: Table, skips: Collection[Skip]) -> int:

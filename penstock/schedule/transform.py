@@ -1,6 +1,6 @@
 """Functions that make a table from another table."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from penstock.schedule.schedule import Schedule
@@ -60,3 +60,13 @@ def _as_pair(first: Cell, second: Cell) -> OverlappedPair | None:
         return None
     kinds = {first.kind, second.kind}
     return (first, second) if Kind.F in kinds and kinds & {Kind.B, Kind.I} else None
+
+
+def with_frozen_stages(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """Return the table without backwards of `stages`, the first ones of the model, none of which is trained.
+
+    A proved table stays proved: nothing waits for these backwards but each other.
+    """
+    frozen = frozenset(stages)
+    kept = schedule.filter_actions(lambda action: action.kind is Kind.F or action.stage not in frozen)
+    return replace(kept, forward_only=frozen)

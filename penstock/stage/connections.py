@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.schedule.table import Kind, Skip, receiving_stages
+from penstock.schedule.table import Chains, Kind, Skip, receiving_stages, sending_stages
 
 StageParameter = tuple[int, str]  # a stage, and a parameter's name in it
 
@@ -21,28 +21,33 @@ class StageConnections(NamedTuple):
     destinations: tuple[int, ...]
     borrowed_parameters: Mapping[int, list[str]] = {}  # source -> their names in this stage
     lent_parameters: Mapping[int, list[str]] = {}  # destination -> their names in this stage
+    frozen_sources: frozenset[int] = frozenset()  # sources that get no gradient
 
 
 def stage_connections(
-    num_stages: int, skips: Collection[Skip], tied: Sequence[Sequence[StageParameter]]
+    stages: int | Chains, skips: Collection[Skip], tied: Sequence[Sequence[StageParameter]]
 ) -> list[StageConnections]:
-    """Return every stage's connections: to the next stages, along `skips`, and to those with a `tied` parameter of it."""
-    exchanges = receiving_stages(num_stages, skips)
+    """Return every stage's connections: to the next stages, along `skips`, and to those with a `tied` parameter of it.
+
+    `stages`: their number, or the chains that they form.
+    """
+    receivers, senders = receiving_stages(stages, skips), sending_stages(stages, skips)
     borrowings = [borrowing for group in tied for borrowing in _lender_borrower_pairs(group)]
     return [
         StageConnections(
-            sources=tuple(exchanges[Kind.B][stage]),
-            destinations=tuple(exchanges[Kind.F][stage]),
+            sources=tuple(senders[Kind.F][stage]),
+            destinations=tuple(receivers[Kind.F][stage]),
             borrowed_parameters={
                 source: [name for (lender, _), (borrower, name) in borrowings if (lender, borrower) == (source, stage)]
-                for source in exchanges[Kind.B][stage]
+                for source in senders[Kind.F][stage]
             },
             lent_parameters={
                 receiver: [name for (lender, name), (borrower, _) in borrowings if (lender, borrower) == (stage, receiver)]
-                for receiver in exchanges[Kind.F][stage]
+                for receiver in receivers[Kind.F][stage]
             },
+            frozen_sources=frozenset(senders[Kind.F][stage]) - frozenset(receivers[Kind.B][stage]),
         )
-        for stage in range(num_stages)
+        for stage in range(len(receivers[Kind.F]))
     ]
 
 

@@ -57,6 +57,7 @@ class Stage:
     `later_keywords`: keywords of the step that stages after this one take (see `arguments.py`).
     `in_order`: see `BackwardSplitter`.
     `data_parallel`: how data parallelism replicates or shards the stage.
+    `is_frozen`: it has no backward, and its outputs no graph; none of its parameters is trained.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class Stage:
         later_keywords: frozenset[str] = frozenset(),
         data_parallel: DataParallelHooks | None = None,
         in_order: bool = False,
+        is_frozen: bool = False,
     ) -> None:
-        self.index, self.module, self.loss_fn = index, module, loss_fn
+        self.index, self.module, self.loss_fn, self.is_frozen = index, module, loss_fn, is_frozen
         self.connections = connections or StageConnections((index - 1,), (index + 1,))
         self.data_parallel = data_parallel or NoDataParallelHooks()
         self._device_type = device.type
@@ -147,6 +149,8 @@ class Stage:
         `sequence_slice`: if the inputs are a slice of a microbatch's tokens; then `microbatch` numbers all slices of the step.
         Raises MismatchError for a keyword of the batch that no stage takes, and for a change in place of what shares memory.
         """
+        grad_mode = _grad_mode(with_backward)  # also in a frozen stage: a layer may compute gradients of its own
+        with_backward = with_backward and not self.is_frozen
         deferred = self._splitter.begin_microbatch() if split_backward and with_backward else None
         if self._splitter.has_tied_parameters:
             self._clear_autocast_cache()
@@ -155,7 +159,7 @@ class Stage:
         attention = None if sequence_slice is None else self._begin_slice(sequence_slice, with_backward)
         slice_context = _NOTHING if attention is None else attention_context(attention)
 
-        with _grad_mode(with_backward), AuxiliaryLossCollector() as auxiliary_losses, slice_context:
+        with grad_mode, AuxiliaryLossCollector() as auxiliary_losses, slice_context:
             # 1. From messages to arguments.
             if self.index == 0:
                 arguments, received = self._signature.arguments_from_batch(*inputs), _NOTHING_RECEIVED
@@ -167,6 +171,7 @@ class Stage:
             # 2. The module, with stand-ins in the places of its parameters.
             with _parameter_replacement(deferred, received):
                 output = self._runner.run(seed, arguments.args, arguments.kwargs)
+            output = map_tensors(Tensor.detach, output) if self.is_frozen else output
 
         self.auxiliary_losses = [loss.detach() for loss in auxiliary_losses]
         if sequence_slice is not None and sequence_slice.is_last and not with_backward:
@@ -287,7 +292,8 @@ class Stage:
                 with _parameter_replacement(deferred, received):
                     run_backward(edges, gradients)
             self._after_backward(is_last)
-        return [stage_input.gradients for stage_input in received.inputs]
+        sources = zip(self.connections.sources, received.inputs, strict=False)  # the first stage has neither
+        return [stage_input.gradients for source, stage_input in sources if source not in self.connections.frozen_sources]
 
     def backward_weight(self, microbatch: int, is_last: bool = False) -> None:
         """Add the weights' gradients that `backward` has left. `is_last`: as there."""

@@ -16,7 +16,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.memory import ActivationSize
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import Kind, Skip
-from penstock.schedule.transform import with_full_backwards
+from penstock.schedule.transform import with_frozen_stages, with_full_backwards
 from penstock.timing.costs import Costs
 from penstock.timing.events import Event, MessageCost
 from penstock.timing.simulate import simulate
@@ -57,11 +57,8 @@ class Measurement:
         border without one gets the median of the others.
         Raises ScheduleError for timelines of different tables, and if a stage ran no forward or no backward.
         """
-        if any(timeline.chains for timeline in timelines):
-            raise ScheduleError(
-                "costs are measured in steps whose stages all have backwards: give one of a pipeline without a teacher and "
-                "without frozen stages"
-            )
+        if any(timeline.chains and timeline.chains.teacher is not None for timeline in timelines):
+            raise ScheduleError("costs are measured in steps of one model: give one of a pipeline without a teacher")
         tables = [executed_table(timeline) for timeline in timelines]
         if not tables or any(table.actions != tables[0].actions for table in tables):
             raise ScheduleError("costs are measured on one table: give one timeline, or several of the same table")
@@ -102,7 +99,7 @@ class Measurement:
         stages, else equal. As in the engine, pairs run one action after the other, and I and W as one B unless that delays
         another rank. With `pairs_send_together` both of a pair end together.
         """
-        table = with_full_backwards(schedule)
+        table = with_full_backwards(self.without_frozen_backwards(schedule, layers))
         if not self.pairs_send_together:
             table = replace(table, overlaps=frozenset())
         recut = self.recut(table.num_stages, layers)
@@ -129,6 +126,21 @@ class Measurement:
             memory_unit=unit,
             microbatch_factors=(),  # the bytes are of one microbatch, and it is not known which
         )
+
+    def without_frozen_backwards(self, schedule: Schedule, layers: Sequence[float] = ()) -> Schedule:
+        """Return the table without backwards of the stages that lie in the frozen part of the model that was measured.
+
+        `layers`: as in `predict`.
+        """
+        frozen = self.schedule.forward_only
+        if not frozen or schedule.forward_only:
+            return schedule
+        if schedule.num_stages != self.schedule.num_stages or layers:
+            share = sum(self.layers[stage] for stage in frozen) / sum(self.layers)
+            new = _checked_layers(layers, schedule.num_stages)
+            ends = enumerate(accumulate(size / sum(new) for size in new))
+            frozen = frozenset(stage for stage, end in ends if end <= share * (1 + 1e-9))
+        return with_frozen_stages(schedule, frozen)
 
     def idle_before_arrival(self, gap: "ActionGap") -> bool:
         """Return whether the rank was idle before its message came; else the engine alone took the time."""
@@ -166,7 +178,8 @@ def executed_table(timeline: Timeline) -> Schedule:
     """Return the table that `timeline` ran, under its name."""
     name = timeline.name.removesuffix(", measured").removesuffix(", predicted")
     table = from_rows(name, [[event.action for event in row] for row in timeline.rows])
-    return replace(table, overlaps=timeline.overlaps)
+    frozen = timeline.chains.forward_only if timeline.chains else frozenset[int]()
+    return replace(table, overlaps=timeline.overlaps, forward_only=frozen)
 
 
 def _time_after(times: Times, event: Event | None) -> float:
@@ -274,7 +287,10 @@ def _durations(timeline: Timeline) -> Iterator[tuple[Event, float]]:
 
 
 def _action_seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
-    """Return the seconds of every kind of action on every stage. Raises ScheduleError if one ran no forward or backward."""
+    """Return the seconds of every kind of action on every stage. Raises ScheduleError if one ran no forward or backward.
+
+    The backwards of stages that have forwards only take 0.
+    """
     samples: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for timeline in timelines:
         factors = microbatch_factors(timeline) or (1.0,) * table.microbatches
@@ -286,6 +302,8 @@ def _action_seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
     share = median([inputs / (inputs + weights) if inputs + weights else 0.5 for inputs, weights in halves.values()] or [0.5])
     costs = []
     for stage in range(table.num_stages):
+        if stage in table.chains.forward_only:
+            seconds.setdefault((Kind.B, stage), 0.0)
         if (Kind.F, stage) not in seconds or (stage not in halves and (Kind.B, stage) not in seconds):
             missing = "backward" if (Kind.F, stage) in seconds else "forward"
             raise ScheduleError(f"stage {stage} ran no {missing}: measure a step")

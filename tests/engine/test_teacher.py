@@ -218,7 +218,7 @@ def test_a_teacher_is_no_part_of_the_model() -> None:
 
 
 WRONG = {
-    "explained": "costs are measured in steps whose stages all have backwards",
+    "explained": "costs are measured in steps of one model",
     "another batch": "step() was given another batch than the one that next_args= and next_kwargs= of the step before",
     "changed in place": "step() was given a batch that was changed in place after it was next_args= of the step before",
     "another teacher": "the teacher's parameters have changed since it ran ahead on this batch",

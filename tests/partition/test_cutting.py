@@ -68,6 +68,18 @@ def test_a_layer_that_stands_in_several_places_runs_in_each(stages, example):
     assert torch.equal(partition.run(pieces, inputs), model(inputs))
 
 
+def test_a_frozen_layer_counts_a_third_for_each_pass_over_its_parameters():
+    def starts(frozen: range) -> list[str]:
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(24)])
+        for number in frozen:
+            model[number].requires_grad_(False)
+        return partition.CuttableModel(model).choose_cuts(4)
+
+    assert starts(range(0)) == ["6", "12", "18"]
+    assert starts(range(12)) == ["12", "16", "20"]  # its forwards
+    assert starts(range(12, 24)) == ["5", "10", "17"]  # their forwards, and backwards to their inputs
+
+
 def test_parameters_decide_where_an_uneven_model_is_cut():
     model = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     assert [[name for name, _ in stage.named_children()] for stage in split(model, 2)] == [["0"], ["1", "2", "3", "4"]]

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from measured_steps import close, even, ran, runs, table
 from random_tables import whole_numbers
 
-from penstock.schedule import Costs, Kind, Measurement, ScheduleError, Timeline, build, names, simulate
+from penstock.schedule import Costs, Kind, Measurement, ScheduleError, Timeline, build, explain, names, simulate
+from penstock.schedule.transform import with_frozen_stages
 from penstock.timing.measurement import executed_table, find_gaps
 
 SPLIT = ("zb-h1", "zb-v", "interleaved-zb")  # schedules with I and W on their own
@@ -170,3 +171,35 @@ def test_layers_that_do_not_fit_the_stages_are_refused(layers):
         Measurement.from_timelines(timeline, layers=layers)
     with pytest.raises(ScheduleError, match="for 2 stages"):
         Measurement.from_timelines(timeline).predict(build("gpipe", 2, 4), layers)
+
+
+# ---- frozen stages
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
+def test_a_step_with_frozen_stages_tells_what_it_takes_and_what_others_do(name):
+    costs = Costs([6, 2, 2, 2], [0, 2, 2, 2], [0, 2, 2, 2])
+    timeline = simulate(with_frozen_stages(runs(name, 4, 8), [0]), costs)
+    measured = Measurement.from_timelines(replace(timeline, message_costs=()))
+    assert measured.schedule.forward_only == {0}
+    assert measured.predict(measured.schedule).rows == timeline.rows
+    for other in ("1f1b", "gpipe", "zb-h1"):
+        assert (
+            measured.predict(runs(other, 4, 8)).makespan == simulate(with_frozen_stages(runs(other, 4, 8), [0]), costs).makespan
+        )
+    fewer = measured.predict(runs("1f1b", 2, 8))
+    assert {event.action.kind for event in fewer.rows[0]} == {Kind.F, Kind.B}  # half of stage 0 is trained
+
+
+def test_other_cuts_of_a_model_with_frozen_layers_have_other_frozen_stages():
+    timeline = simulate(with_frozen_stages(build("1f1b", 2, 4), [0]), Costs([6, 2], [0, 2], [0, 2]))
+    measured = Measurement.from_timelines(timeline, layers=[12, 4])
+    assert measured.without_frozen_backwards(build("1f1b", 4, 4)).forward_only == {0, 1, 2}
+    assert measured.without_frozen_backwards(build("1f1b", 4, 4), [4, 9, 2, 1]).forward_only == {0}
+
+
+def test_no_rank_is_called_slow_for_its_frozen_stages():
+    explanation = explain(
+        simulate(with_frozen_stages(build("1f1b", 4, 8), [0]), Costs([6, 2, 2, 2], [0, 2, 2, 2], [0, 2, 2, 2]))
+    )
+    assert explanation.straggler is None

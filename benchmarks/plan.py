@@ -2,7 +2,7 @@
 
 python benchmarks/plan.py                       emulated devices, four and eight of them: some minutes
 python benchmarks/plan.py --ranks 4 --rounds 1
-python benchmarks/plan.py --real                two ranks whose layers compute, measured here
+python benchmarks/plan.py --real                ten models on two ranks whose layers compute, measured here: five minutes
 python benchmarks/plan.py --models              five large models as costs, on eight ranks: planned only
 
 A model of layers that sleep, the last one for longer, as a vocabulary makes it, is planned for ranks with much memory and with
@@ -22,16 +22,16 @@ from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import tyro
 from planned_models import UniformLayerChain, large_models, limit_of
+from real_models import REAL_MODELS, Task
 from tables import Row, show
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.commands.train.setup import token_loss
 from penstock.comms.system import count_cores
 from penstock.engine.build import PlanLike
 from penstock.learn.devices import DIM
@@ -47,7 +47,6 @@ BLOCK, HEAD = (0.020, 0.020, 0.020), (0.048, 0.048, 0.048)  # seconds of F, I an
 ROWS, MICROBATCHES = 2, 8  # rows of a microbatch
 ACTIVATION, KEEP, OUTPUT = 10e6, 5e6, 2e6  # bytes, of a layer that says so
 OVERSLEPT = 0.0001  # seconds by which a sleep is longer
-BATCH = 16  # rows of a step that computes
 PAIRED, NOTABLE_SHARE = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v"), 0.05
 SEND, ACTION = 0.0002, 0.0002  # seconds of a message, and of the engine, as `penstock bench` has them
 
@@ -66,6 +65,7 @@ class PlanOptions:
     seconds: float = 120  # for each number of ranks and share of memory: no round begins later
     effort: Effort = "normal"
     real: bool = False
+    quick: bool = False  # with `real`: the best plan and 1f1b alone
     models: bool = False
     json: Path | None = None
 
@@ -120,27 +120,9 @@ def default_of(layers: ModelProfile, ranks: int, batch: int, terms: Limits) -> F
     return Fixed(table, MICROBATCHES, cuts, (way,) * ranks, layers.layer_names, seconds)
 
 
-class Task(NamedTuple):
-    """What is trained: a model, its loss, and a batch."""
-
-    model: nn.Module
-    loss_fn: Callable[[Any, Any], Tensor]
-    inputs: Tensor
-    target: Tensor
-
-
 def asleep(ranks: int) -> Task:
     """Layers that sleep."""
     return Task(model_of(ranks), nn.functional.mse_loss, *torch.randn(2, ROWS * MICROBATCHES, DIM))
-
-
-def computing(ranks: int) -> Task:
-    """A GPT, whose layers compute."""
-    torch.manual_seed(0)
-    rows = torch.randint(256, (BATCH, 65))
-    return Task(
-        ps.model.GPT(ps.model.GPTConfig(context=64, width=128, layers=4 * ranks)), token_loss, rows[:, :-1], rows[:, 1:]
-    )
 
 
 def run_plans(plans: Sequence[PlanLike], make: Callable[[int], Task], steps: int) -> list[float]:
@@ -148,10 +130,11 @@ def run_plans(plans: Sequence[PlanLike], make: Callable[[int], Task], steps: int
     usual = []
     for plan in plans:
         task = make(ps.comms.init_distributed().world_size)
-        pipe = ps.Pipeline(task.model, task.loss_fn, plan=plan)
+        pipe = ps.Pipeline(task.model, task.loss_fn, plan=plan, **task.example(plan.microbatches))
         times = []
         for _ in range(steps + 1):  # in the first the ranks agree on the shapes
-            pipe.step(task.inputs, target=task.target)
+            pipe.step(task.inputs, target=task.target, **task.keywords)
+            pipe.zero_grad()
             times.append(pipe.timeline().makespan)
         usual.append(median(times[1:]))
     return usual
@@ -172,24 +155,33 @@ def emulated(options: PlanOptions) -> tuple[list[Row], Pairs]:
 
 
 def real(options: PlanOptions) -> tuple[list[Row], Pairs]:
-    """Two ranks whose layers compute, measured here."""
-    ranks = ps.launch(measured, 2)
-    layers, beside = ModelProfile.mean_of([layers for layers, _ in ranks]), ranks[0][1]
-    terms = Limits((math.inf,) * 2, send=beside.send, bandwidth=beside.bandwidth, action=beside.action, cores=count_cores())
-    row, pairs = compared(planned(layers, BATCH, terms, "quick"), default_of(layers, 2, BATCH, terms), computing, options)
-    return [{"P": 2, "memory": "any", **row}], pairs
+    """Models on two ranks whose layers compute, measured here."""
+    rows, pairs = list[Row](), list[bool]()
+    for name, make in REAL_MODELS.items():
+        ranks = ps.launch(measured, 2, make)
+        layers, beside = ModelProfile.mean_of([layers for layers, _ in ranks]), ranks[0][1]
+        terms = Limits((math.inf,) * 2, send=beside.send, bandwidth=beside.bandwidth, action=beside.action, cores=count_cores())
+        batch = len(make(2).inputs)
+        families = ("1f1b",) if options.quick else PAIRED
+        plans = planned(layers, batch, terms, "quick", families)
+        row, more = compared(plans, default_of(layers, 2, batch, terms), make, options)
+        rows.append({"model": name, **row})
+        show(rows[-1:], *rows[-1])
+        pairs += more
+    print(f"the best plans' steps take {median(row['error %'] for row in rows):+.1f} % longer than planned, in the median")
+    return rows, pairs
 
 
-def measured() -> tuple[ModelProfile, ps.plan.Overheads]:
+def measured(make: Callable[[int], Task]) -> tuple[ModelProfile, ps.plan.Overheads]:
     """On both ranks at once, as they will compute."""
     ps.comms.init_distributed()
-    task, beside = computing(2), ps.plan.measure_overheads()
-    first = slice(BATCH // MICROBATCHES)
-    layers = ps.plan.measure(task.model, (task.inputs[first],), loss_fn=task.loss_fn, target=task.target[first])
-    return beside.subtract_from(layers), beside
+    task, beside = make(2), ps.plan.measure_overheads()
+    first = slice(len(task.inputs) // MICROBATCHES)
+    example = (task.inputs[first],), task.keywords
+    return beside.subtract_from(ps.plan.measure(task.model, *example, loss_fn=task.loss_fn, target=task.target[first])), beside
 
 
-def planned(layers: ModelProfile, batch: int, terms: Limits, effort: Effort) -> list[Plan]:
+def planned(layers: ModelProfile, batch: int, terms: Limits, effort: Effort, families: Sequence[str] = PAIRED) -> list[Plan]:
     """The best plan, and those of some families."""
     make = partial(
         ps.plan.plan,
@@ -206,7 +198,7 @@ def planned(layers: ModelProfile, batch: int, terms: Limits, effort: Effort) -> 
         fewer=False,
     )
     plans = make(effort=effort)[:1]
-    for name in PAIRED:
+    for name in families:
         with suppress(ps.PenstockError):  # it does not fit
             plans += make(schedules=[name], effort="quick")[:1]
     return plans

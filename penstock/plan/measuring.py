@@ -1,12 +1,16 @@
-"""Measure the layers of a model: each runs alone, as the engine would run it as a stage, on the inputs of a real forward."""
+"""Measure the layers of a model, each as the engine would run it as a stage, on the inputs of a real forward.
+
+They run as in a step: all forwards in the order of the model, then all backwards the other way round. So a layer finds the
+caches as the others leave them, and its activations are in memory of their own.
+"""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +43,7 @@ from penstock.torch_private import gradient_hooks, pretend_exporting, tree_flatt
 
 MIN_ROUNDS, MIN_SECONDS = 3, 2.0  # a layer is measured at least so often, and all of them on until so long
 MAX_ROUNDS = 50  # rounds whose median more would not change
-CACHE_EVICTION_FLOATS = 1 << 20  # floats that are touched before each run, as the work of other layers does in a step
+GROUP_BYTES = 2**28  # of the parameters of layers that run one after the other, so that a model need not fit on one rank
 SMALL_SAMPLE_DIVISOR = 4  # rows of the first sample for each row of the second
 MIDDLE_STAGE = 1  # the number of a stage that gets messages and gives some
 
@@ -128,19 +132,44 @@ def record_layer_inputs(
 
 
 def _measure_units(units: Sequence[RecordedUnit], device: torch.device | None, rounds: int, seconds: float) -> list[LayerCost]:
-    times: list[list[ActionSeconds]] = [[] for _ in units]
-    until = perf_counter() + seconds
-    while len(times[0]) < rounds or (perf_counter() < until and len(times[0]) < MAX_ROUNDS):
-        for unit, duration in zip(units, times, strict=True):
-            duration.append(_call_with_unit_as_stage(unit, device, _measure_seconds))
+    groups = _groups_of_units(units)
     layer_costs = []
-    for unit, duration in zip(units, times, strict=True):
-        forward, backward, *in_two = (median(column) for column in zip(*duration, strict=True))
-        weights = min(in_two[-1], backward)
-        longer = max(0.0, sum(in_two) - forward - backward)
-        *sizes, keys_and_values = _call_with_unit_as_stage(unit, device, _measure_bytes)
-        layer_costs.append(LayerCost._make((unit.name, forward, backward - weights, weights, *sizes, longer, keys_and_values)))
+    for group in groups:
+        times = _measure_group(group, device, rounds, seconds * len(group) / len(units))
+        for unit, (forward, backward, *in_two) in zip(group, times, strict=True):
+            weights = min(in_two[-1], backward)
+            longer = max(0.0, sum(in_two) - forward - backward)
+            with _stage_of_unit(unit, device) as unit_stage:
+                *sizes, keys_and_values = _measure_bytes(unit_stage)
+            costs = (unit.name, forward, backward - weights, weights, *sizes, longer, keys_and_values)
+            layer_costs.append(LayerCost._make(costs))
     return layer_costs
+
+
+def _groups_of_units(units: Sequence[RecordedUnit]) -> list[list[RecordedUnit]]:
+    """Return the units in groups of consecutive ones, of at most GROUP_BYTES of parameters or of one unit."""
+    groups, group_bytes = list[list[RecordedUnit]](), 0
+    for unit in units:
+        unit_bytes = sum(parameter.nbytes for parameter in unit.module.parameters())
+        group_bytes += unit_bytes
+        if not groups or group_bytes > GROUP_BYTES:
+            groups.append([])
+            group_bytes = unit_bytes
+        groups[-1].append(unit)
+    return groups
+
+
+def _measure_group(
+    units: Sequence[RecordedUnit], device: torch.device | None, rounds: int, seconds: float
+) -> list[ActionSeconds]:
+    """Return the median seconds of each unit, over `rounds` or more; until `seconds` have passed, at most MAX_ROUNDS."""
+    with ExitStack() as stack:
+        stages = [stack.enter_context(_stage_of_unit(unit, device)) for unit in units]
+        _run_round(stages)  # to warm up
+        all_rounds, until = list[list[ActionSeconds]](), perf_counter() + seconds
+        while len(all_rounds) < rounds or (perf_counter() < until and len(all_rounds) < MAX_ROUNDS):
+            all_rounds.append(_run_round(stages))
+    return [tuple(map(median, zip(*of_unit, strict=True))) for of_unit in zip(*all_rounds, strict=True)]
 
 
 def costs_in_layer_order(
@@ -205,10 +234,30 @@ class UnitWithTensorArguments(nn.Module):
         return trees.tensors(self.unit(*args, **kwargs))
 
 
-def _call_with_unit_as_stage(
-    unit: RecordedUnit, device: torch.device | None, measurement: Callable[[Stage, list[Tensor]], T]
-) -> T:
-    """Return the result of `measurement` for the unit as a stage, with stand-ins for its parameters and inputs."""
+class _UnitStage(NamedTuple):
+    """A unit as a stage of its own, and the tensors of its arguments."""
+
+    stage: Stage
+    inputs: list[Tensor]
+    device: torch.device
+
+    def new_message(self) -> list[list[Tensor]]:
+        """Return a message with copies of the inputs, which the unit may change."""
+        return [[tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.inputs]]
+
+    def timed(self, run: Callable[[], T]) -> tuple[float, T]:
+        """Return the seconds of a call, until the device has done it, and its result."""
+        synchronise = torch.get_device_module(self.device).synchronize
+        synchronise()
+        begin = perf_counter()
+        result = run()
+        synchronise()
+        return perf_counter() - begin, result
+
+
+@contextmanager
+def _stage_of_unit(unit: RecordedUnit, device: torch.device | None) -> Iterator[_UnitStage]:
+    """Yield the unit as a stage, with stand-ins for its parameters and inputs, whose gradients are their own."""
     where = device or module_device(unit.module, (unit.args, unit.kwargs))
     make = partial(materialise_meta_tensor, device=where)
     hooks = [gradient_hooks(parameter) for parameter in unit.module.parameters()]  # run in W, and take their time
@@ -225,37 +274,22 @@ def _call_with_unit_as_stage(
         inputs = trees.map_tensors(make, module.argument_tensors())
         stage = Stage(MIDDLE_STAGE, module, where, connections=StageConnections((MIDDLE_STAGE - 1,), ()))
         stage.begin_step()  # as before any step: it learns which parameters there are
-        return measurement(stage, inputs)
+        yield _UnitStage(stage, inputs, where)
 
 
-def _new_message(inputs: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return a message with copies of `inputs`, which the unit may change."""
-    return [[tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]]
-
-
-def _measure_seconds(stage: Stage, inputs: list[Tensor]) -> ActionSeconds:
-    """Return the seconds of a run with a whole backward, and of one with a split backward, each after a warm-up run."""
-    device = inputs[0].device if inputs else CPU
-    synchronise = torch.get_device_module(device).synchronize
-    eviction_buffer = torch.zeros(CACHE_EVICTION_FLOATS, device=device)
-
-    def took(run: Callable[..., T], *args: Any, **kwargs: Any) -> tuple[float, T]:
-        """Return the seconds of a call, with caches as other layers leave them, and its result."""
-        eviction_buffer.add_(1)
-        synchronise()
-        begin = perf_counter()
-        result = run(*args, **kwargs)
-        synchronise()
-        return perf_counter() - begin, result
-
-    times = []
-    for split in (False, False, True, True):
-        forward, output = took(stage.forward, 0, _new_message(inputs), split_backward=split)
-        gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
-        backward, _ = took(stage.backward, 0, gradients)
-        weights, _ = took(stage.backward_weight, 0)
-        times.append((forward, backward, weights))
-    return *times[1][:2], *times[3]
+def _run_round(units: Sequence[_UnitStage]) -> list[ActionSeconds]:
+    """Run a microbatch through all units with whole backwards, then one with split ones. Return the seconds of each unit."""
+    seconds = list[list[ActionSeconds]]()
+    for split in (False, True):
+        forwards = [unit.timed(partial(unit.stage.forward, 0, unit.new_message(), split_backward=split)) for unit in units]
+        backwards = []
+        for unit, (_, output) in zip(reversed(units), reversed(forwards), strict=True):
+            gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
+            backward, _ = unit.timed(partial(unit.stage.backward, 0, gradients))
+            weights, _ = unit.timed(partial(unit.stage.backward_weight, 0)) if split else (0.0, None)
+            backwards.append((backward, weights))
+        seconds.append([(forward, *rest) for (forward, _), rest in zip(forwards, reversed(backwards), strict=True)])
+    return [(*whole[:2], *in_two) for whole, in_two in zip(*seconds, strict=True)]
 
 
 class _KeyValueGradientBytes(AttentionContext):
@@ -269,8 +303,9 @@ class _KeyValueGradientBytes(AttentionContext):
         return super().attend(query, key, value, *args)
 
 
-def _measure_bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, ...]:
+def _measure_bytes(unit: _UnitStage) -> tuple[float, ...]:
     """Return bytes of the activation, what W keeps, parameters, the output, what it shares with the first, keys and values."""
+    stage = unit.stage
     measured = MemoryMeasurement({MIDDLE_STAGE: stage})
     acts = measured.wrap_actions(
         {
@@ -280,7 +315,7 @@ def _measure_bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, ...]:
         }
     )
     with attention_context(counter := _KeyValueGradientBytes()):
-        output = acts[Kind.F](Action(Kind.F, MIDDLE_STAGE, 0), _new_message(inputs))
+        output = acts[Kind.F](Action(Kind.F, MIDDLE_STAGE, 0), unit.new_message())
     gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
     carried, ends = sum(tensor.nbytes for tensor in output), StorageSet(output)
     del output

@@ -77,6 +77,35 @@ def test_what_layers_cost_is_measured(clock):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+LOG: list[str] = []  # no attribute of a layer, which measuring restores
+
+
+class Logged(nn.Module):
+    """Writes its name into the log: F0 in the forward, B0 in the backward."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.product, self.name = nn.Linear(4, 4), name
+
+    def forward(self, hidden):
+        LOG.append(f"F{self.name}")
+        hidden = self.product(hidden)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: LOG.append(f"B{self.name}"))
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("group_bytes", "passes"), [(2**28, "F0F1F2B2B1B0" * 4), (2 * 80, "F0F1B1B0" * 4), (0, "F0B0" * 4 + "F0B0" + "F1B1" * 4)]
+)
+def test_layers_are_measured_in_the_order_of_a_step_as_many_at_once_as_fit(group_bytes, passes, monkeypatch):
+    """To warm up and in a round, with whole and with split backwards; then the bytes of each."""
+    monkeypatch.setattr(measuring, "GROUP_BYTES", group_bytes)
+    LOG.clear()
+    measure(nn.Sequential(*map(Logged, range(3))), (torch.ones(1, 4),), rounds=1, seconds=0)
+    assert passes in "".join(LOG)
+
+
 class Translator(nn.Module):
     """An encoder whose output every layer of the decoder looks at."""
 

@@ -159,8 +159,11 @@ def compare_with_plan(config: TrainConfig, timelines: Sequence[Timeline]) -> str
     candidate = load(config.plan)
     planned, usual = candidate.timeline, sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
     seconds, measured = candidate.seconds, usual.makespan + (max(usual.averaging, default=0.0) if candidate.dp > 1 else 0.0)
+    shortest, longest = (limit(timeline.makespan for timeline in timelines) for limit in (min, max))
+    spread = f"{1e3 * shortest:.4g} to {1e3 * longest:.4g} in {len(timelines)} steps" if len(timelines) > 1 else "one step"
     lines = [
-        f"a step of the table: planned {1e3 * seconds:.4g} ms, measured {1e3 * measured:.4g} ms ({measured / seconds - 1:+.1%})"
+        f"a step of the table: planned {1e3 * seconds:.4g} ms, measured {1e3 * measured:.4g} ms ({spread}), "
+        f"{measured / seconds - 1:+.1%}"
     ]
     for rank, (busy, measured_busy) in enumerate(zip(planned.busy, usual.busy, strict=True)):
         sizes = [format_bytes(line.peak_memory[rank]) for line in (planned, usual) if line.memory_unit == "bytes"]

@@ -150,7 +150,12 @@ class StepActions:
         if action.stage == chains.teacher:
             values = self.batch.next_inputs[number] if chains.ahead else self.batch.inputs_of(action)
 
-        output = stage.forward(number, values, with_backward=False)
+        try:
+            output = stage.forward(number, values, with_backward=False)
+        except PenstockError:
+            raise
+        except Exception as error:  # its number in the table would mislead
+            raise StageError(f"stage {stage.index} of the teacher: {type(error).__name__}: {error}") from error
         if action.stage < chains.num_stages - 1:
             return messages_of(stage, output)
         if piece.rows:

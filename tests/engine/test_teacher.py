@@ -173,6 +173,8 @@ def rank_uses() -> dict[str, Any]:
     # Other ways to give it, and other calls.
     bf16 = ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=teacher(dtype=torch.bfloat16), seed=None)
     found["bf16"] = message(lambda: bf16.step(inputs.bfloat16(), target=target))
+    wide = ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(4, WIDTH)))
+    found["a layer that fails"] = message(lambda: wide.step(inputs, target=target, next_args=(next_inputs,)))
     finer = ps.schedule.with_teacher(ps.schedule.build("1f1b", 2, M), stages=[0, 1, 0, 1], ahead=False)
     many = ps.Pipeline(student(), loss_fn, finer, teacher=teacher())
     found["more stages"] = [
@@ -233,6 +235,7 @@ WRONG = {
     "meta": "of the teacher has tensors without values, on the meta device",
     "no module": "the teacher is an nn.Module",
     "a table": "1f1b with a teacher ahead is a table with a teacher: give Pipeline(.., teacher=model)",
+    "a layer that fails": "action 3F0, microbatch 0: stage 1 of the teacher: RuntimeError: mat1 and mat2 shapes",
     "inputs elsewhere": "places the teacher's first stage on rank 1, and the inputs are read on rank 0, with stage 0",
     "other rows": "the teacher's output of shape (2, 6) does not have the 3 rows of the microbatch in dimension 0",
 }

@@ -83,7 +83,8 @@ def _with_last_in_halves(row: Sequence[Cell], microbatches: int) -> Iterator[Cel
 def _fastest(table: Schedule, cells: Sequence[Sequence[Cell]], forwards: Sequence[Sequence[Action]], costs: Costs) -> Schedule:
     """Return the fastest table of those that the rules of `_Placing` make for several ends of the step."""
     placing = _Placing(table, cells, forwards, costs)
-    end, fastest, makespan = placing.own_end, table, float("inf")
+    end, fastest = placing.own_end, placing.forwards_first
+    makespan = simulate(fastest, costs).makespan
     rules = list(product((True, False), repeat=2))
     targets = max(MIN_TARGETS, MAX_PLACED_CELLS // (len(rules) * len(placing.tails)))
     for _ in range(targets):
@@ -138,8 +139,8 @@ class _Placing:
         # 2. The least time from the start of each to the end of the step. A cell waits for the one before it in its row.
         next_cells = {first: second for row in rows for first, second in pairwise(row)}
         self.tails: dict[Cell, float] = {}
-        first_forwards = table.with_cells([*more, *row] for row, more in zip(cells, forwards, strict=True))
-        timeline = simulate(first_forwards)  # every action takes 1: each starts before those that wait for it
+        self.forwards_first = table.with_cells([*more, *row] for row, more in zip(cells, forwards, strict=True))
+        timeline = simulate(self.forwards_first)  # every action takes 1: each starts before those that wait for it
         starts = {self.cell_of[event.action]: event.start for event in timeline.events}
         order = sorted(starts, key=starts.__getitem__)
         for cell in reversed(order):
@@ -218,7 +219,8 @@ class _Placing:
         own_is_ready = own[0] in ready
         if forward is not None:
             fits = left - self._time(forward) >= self.tails[own[0]] * (1 - ROUNDING)
-            is_urgent = urgent_first and self.tails[forward] > self.tails[own[0]]
+            needs_forward = not own_is_ready and self.tails[forward] >= self.tails[own[0]]  # it may wait for this one
+            is_urgent = needs_forward or (urgent_first and self.tails[forward] > self.tails[own[0]])
             if is_urgent or (fits and (is_eager or not own_is_ready)):
                 return forward
         return own[0] if own_is_ready else None

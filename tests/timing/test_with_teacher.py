@@ -53,6 +53,12 @@ def test_costs_decide_where_the_forwards_are() -> None:
     assert simulate(with_teacher(own, costs=costs), costs).makespan < simulate(with_teacher(own), costs).makespan
 
 
+def test_forwards_that_take_no_time_are_placed_too() -> None:
+    costs = Costs([1, 1, 1, 5, 5, 0], [0, 0, 0, 1, 1, 1], [1, 1, 5, 5, 1, 1], 0.3, overlap=0.5)
+    table = with_teacher(build("zb-h2", ranks=3, microbatches=1), ahead=False, costs=costs)
+    assert verify(table).actions == 12  # this table once came back without them
+
+
 def test_a_teacher_may_have_other_stages() -> None:
     own = build("1f1b", ranks=4, microbatches=4)
     assert with_teacher(own, stages=2).placement == (0, 1, 2, 3, 2, 3)

@@ -158,10 +158,12 @@ class CuttableModel:
             return trace.trace_graph(self.model, units)
         try:
             return export.export_graph(self.model, units, *self.example, self.rows_dim)
-        except MismatchError:
+        except MismatchError as error:
             # Perhaps hooks inside units pass values out of them, as for transformers' router logits: cut these units up.
             smaller_units = find_units(self.model, [*(self.cuts or ()), *_hooked_module_names(self.model)])
             if smaller_units.keys() == units.keys():
+                if hint := self._hint_to_leave_out_the_example(units):
+                    raise MismatchError(f"{error}; or {hint}") from error
                 raise
         return export.export_graph(self.model, smaller_units, *self.example, self.rows_dim)
 
@@ -185,6 +187,21 @@ class CuttableModel:
             "next call, but where the model is cut the code between its layers is traced once: keep it in a layer, whose "
             "forward runs in every step, or give a list with one module for each stage"
         )
+
+    def _hint_to_leave_out_the_example(self, units: Mapping[str, nn.Module]) -> str:
+        """Return as text the cuts that do without an example, which looks into the units; nothing if those do not work."""
+        from penstock.partition import trace
+
+        try:
+            names = trace.trace_graph(self.model, units).unit_order()
+        except Exception:  # of any kind: the user's forward runs
+            return ""
+        cuts, what = self.cuts, "its layers are not looked into then"
+        if cuts is None:
+            if len(names) < 2:
+                return ""
+            cuts, what = [names[len(names) // 2]], f"a name for each stage but the first; {what}"
+        return f"leave out the example and give cuts={cuts} alone ({what})"
 
     def _graph_reads(self, module: nn.Module, name: str) -> bool:
         """Whether the forward's graph depends on an attribute: it is traced once more without it."""

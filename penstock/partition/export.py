@@ -235,10 +235,21 @@ def _export_program(model: nn.Module, units: Mapping[str, nn.Module], values: di
             reason, advice = first_line(error), "change what it says"
             if "data-dependent" in reason:  # torch's words for a decision by values
                 advice = "it decides by the values of a tensor, which differ in the next batch: decide with torch.where"
+            if "not a known type" in reason:  # of what the forward returns
+                advice = _advice_on_outputs(model)
             raise MismatchError(
                 f"cannot export the forward of {type(model).__name__} ({reason}): {advice}, or give a list with one module for "
                 "each stage"
             ) from error
+
+
+def _advice_on_outputs(model: nn.Module) -> str:
+    """Return as text what to do about an output of an unknown kind, as the cache of a model of transformers is."""
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            config = ".".join(["model", *filter(None, [name]), "config"])
+            return f"it returns a cache of keys and values: set {config}.use_cache = False before"
+    return "return tensors, in tuples, lists and dicts"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import math
 import re
+import types
 from collections import OrderedDict
 
 import pytest
@@ -738,3 +739,74 @@ def test_a_forward_that_decides_by_values_is_refused_in_one_sentence_and_nothing
     assert message.startswith("cannot export the forward of Decides (")
     assert "\n" not in message
     assert capfd.readouterr() == ("", "")
+
+
+class LooksAtValues(nn.Module):
+    """A layer that decides by values."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, hidden):
+        hidden = self.linear(hidden)
+        assert torch.isfinite(hidden).all()
+        return hidden / 2 if hidden.abs().max().item() > 1e9 else hidden
+
+
+class HasSuchLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(LooksAtValues() for _ in range(4))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_layers_that_look_at_values_are_told_to_be_cut_without_the_example_and_then_work():
+    model, inputs = HasSuchLayers(), torch.ones(2, 3)
+    for cuts, hint in {
+        None: "['layers.2'] alone (a name for each stage but the first; ",
+        "layers.1": "['layers.1'] alone (",
+    }.items():
+        with pytest.raises(MismatchError) as caught:
+            split(model, 2, cuts, example_args=(inputs,))
+        assert f"or leave out the example and give cuts={hint}its layers are not looked into then)" in str(caught.value)
+        stages = split(model, 2, cuts=[str(caught.value).split("cuts=['")[1].split("'")[0]])
+        assert torch.equal(partition.run(stages, inputs), model(inputs))
+
+
+class ReturnsACache(HasSuchLayers):
+    """As a decoder of transformers: it returns an object of its own, unless its configuration says otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.config = types.SimpleNamespace(use_cache=True)
+
+    def forward(self, hidden):
+        hidden = super().forward(hidden)
+        return (hidden, types.SimpleNamespace(keys=hidden)) if self.config.use_cache else (hidden,)
+
+
+def test_a_model_that_returns_a_cache_is_told_which_configuration_asks_for_it():
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.decoder = ReturnsACache()
+
+        def forward(self, hidden):
+            return self.decoder(hidden)
+
+    model, inputs = Around(), torch.ones(2, 3)
+    with pytest.raises(MismatchError, match=r"keys and values: set model\.decoder\.config\.use_cache = False before, or"):
+        split(model, 2, example_args=(inputs,))
+    model.decoder.config.use_cache = False
+    assert torch.equal(partition.run(split(model, 2, example_args=(inputs,)), inputs)[0], model(inputs)[0])
+
+    del model.decoder.config
+    model.decoder.forward = lambda hidden: types.SimpleNamespace(keys=hidden)
+    with pytest.raises(MismatchError, match=r"return tensors, in tuples, lists and dicts, or give"):
+        split(model, 2, example_args=(inputs,))

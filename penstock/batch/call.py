@@ -386,6 +386,7 @@ class ModelForward:
         named = [parameter for parameter in parameters if parameter.kind.name in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
         self._names = [parameter.name for parameter in named]
         self._positional = [name for name in self._names if self.signature.parameters[name].kind.name.startswith("POSITIONAL")]
+        self._names_cut_for = module.penstock.input_names if isinstance(module, GraphStage) else [*self._names]
         self._warned = set[str]()
         self._required = {parameter.name for parameter in named if parameter.default is parameter.empty}
 
@@ -413,10 +414,15 @@ class ModelForward:
         """Return as text how the forward gets a parameter that a method of the pipeline takes for itself."""
         if method == "generate":
             return "give it a default, or make the pipeline of a module around the model that passes it on"
+        where = ""
+        if name not in self._names_cut_for:
+            where = (
+                f"the model was cut without it: cut it with example_kwargs={{.., {name!r}: value}}, a tensor if it changes; "
+            )
         if name in self._positional:
             names = self._positional[: self._positional.index(name) + 1]
-            return f"give the model's by position, {method}({', '.join(names)}, ..)"
-        return f"give the model's in an entry of {method}_microbatches([{{.., {name!r}: value}}], ..)"
+            return f"{where}give the model's by position, {method}({', '.join(names)}, ..)"
+        return f"{where}give the model's in an entry of {method}_microbatches([{{.., {name!r}: value}}], ..)"
 
     def check_keywords(self, args: Sequence[Any], kwargs: Mapping[str, Any], what: str) -> None:
         """Raise MismatchError for keywords that the forward does not take, and for those that it needs and are not there."""

@@ -62,6 +62,7 @@ class GraphInterpreter:
         self.device = next((parameter.device for parameter in model_graph.model.parameters()), torch.device("cpu"))
         self.stage, self._inputs = stage, model_graph.inputs
         self.signature = model_graph.inputs.signature  # of the model's forward
+        self.input_names = [parameter.name for parameter in model_graph.inputs.parameters]  # those that the graph has
         self._nodes = {training: tuple(graph.nodes) for training, graph in stage_graphs.graphs.items()}
 
     def __call__(self, messages: Sequence[Any], kwargs: Mapping[str, Any], call_layer: CallLayer) -> Any:

@@ -103,6 +103,53 @@ def test_a_keyword_that_is_the_models_and_the_pipelines_is_refused_with_the_way_
     assert all(torch.equal(grad, p.grad) for grad, p in zip(grads, modules.parameters(), strict=True))
 
 
+class HasScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, scale: Any = 1.0) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * scale
+
+
+class HasKeywordScale(HasScale):
+    def forward(self, x: Tensor, *, scale: Any = 1.0) -> Tensor:
+        return super().forward(x, scale)
+
+
+def rank_cut_models() -> list[Any]:
+    (x, y), scale, results = data(ROWS, WIDTH), torch.tensor(3.0), list[Any]()
+    for model in (HasScale, HasKeywordScale):
+        torch.manual_seed(0)
+        for cutting in ({"cuts": ["layers.1"]}, {"example_args": (x[:2],)}):
+            pipe = ps.Pipeline(model(), mse, "1f1b", M, **cutting)  # type: ignore[arg-type]
+            results.append(error_text(lambda: pipe.step(x, target=y, scale=3.0), ps.MismatchError))  # noqa: B023
+
+        torch.manual_seed(0)  # as the error says
+        module = model()
+        pipe = ps.Pipeline(module, mse, "1f1b", M, example_args=(x[:2],), example_kwargs={"scale": torch.tensor(2.0)})
+        results.append(error_text(lambda: pipe.step(x, target=y, scale=3.0), ps.MismatchError))  # noqa: B023
+        by_position = [pipe.step(x, scale, target=y).item()] if model is HasScale else []
+        entry = pipe.step_microbatches([{"x": x, "scale": scale}], [y]).item()
+        results.append([*by_position, entry, mse(module(x, scale=scale), y).item()])
+    return results
+
+
+@pytest.mark.ranks
+def test_a_keyword_of_a_model_that_was_cut_is_refused_with_a_way_that_works() -> None:
+    for result in ps.launch(rank_cut_models, 2):
+        cut = "the model was cut without it: cut it with example_kwargs={.., 'scale': value}, a tensor if it changes; give the"
+        ways = "give the model's by position, step(x, scale, ..)", "give the model's in an entry of step_microbatches([{.., 'sc"
+        for way, (by_cuts, by_example, with_scale, losses) in zip(ways, (result[:4], result[4:]), strict=True):
+            assert cut in by_cuts
+            assert cut in by_example
+            assert cut not in with_scale
+            assert all(way in text for text in (by_cuts, by_example, with_scale))
+            assert losses == [pytest.approx(losses[-1], abs=1e-6)] * len(losses)
+
+
 def rank_graph() -> dict[str, Any]:
     x, y = data(ROWS, WIDTH)
     torch.manual_seed(5)

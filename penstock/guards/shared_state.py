@@ -54,6 +54,10 @@ MAX_DEPTH = 4  # of containers in containers whose contents are compared
 MAX_ITEMS = 200  # of a container
 MAX_COMPARED_VALUES = 2**22  # of a tensor
 ADVICE = "return the value with the layer's output, as far as the layer that needs it"
+COUNTER_ADVICE = (
+    "; if no layer reads it, as a counter or a log, have one in each layer, self.calls += 1, and get them with "
+    "pipe.gather(lambda: [..])"
+)
 LOSS_ADVICE = (
     "return the value with the layer's output, as far as the loss, or add it to the loss where it is made: "
     "ps.auxiliary_loss(value)"
@@ -304,7 +308,7 @@ class SharedStateCheck(Observer):
             reason = f"other microbatches run before stage {reader} would read it"
         else:
             reason = f"stage {reader} is on another rank, which has a copy of its own"
-        return f"{places}, and a forward of stage {writer} changes it{which}, but {reason}: {ADVICE}"
+        return f"{places}, and a forward of stage {writer} changes it{which}, but {reason}: {ADVICE}{COUNTER_ADVICE}"
 
     def _loss_reads(self, finding: Finding) -> bool:
         """Whether the loss, called once more, uses what another stage has changed."""

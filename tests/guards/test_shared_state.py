@@ -305,7 +305,26 @@ def test_an_object_that_a_forward_changes_and_another_stage_uses_is_told_on_ever
         for text in first[2 * position : 2 * position + 2]:
             assert text.startswith("MismatchError: "), (form, text)
             assert told in text, (told, text)
-            assert text.endswith("return the value with the layer's output, as far as the layer that needs it")
+            assert "return the value with the layer's output, as far as the layer that needs it; if no layer reads it" in text
+
+
+class CountsCalls(nn.Linear):
+    calls = 0  # of the class, until a layer has its own
+
+    def forward(self, hidden):
+        self.calls += 1
+        return super().forward(hidden)
+
+
+def rank_counts():
+    pipe = ps.Pipeline(nn.Sequential(*[CountsCalls(4, 4) for _ in range(4)]), mse, "1f1b", 4)
+    pipe.step(X, target=Y)
+    return pipe.gather(lambda: [layer.calls for stage in pipe.stages.values() for layer in stage])
+
+
+@pytest.mark.ranks
+def test_a_counter_works_as_the_error_says():
+    assert ps.launch(rank_counts, 2) == [[[4, 4], [4, 4]]] * 2
 
 
 SCRIPT = """

@@ -5,11 +5,15 @@ a shared parameter would drift apart. So some small gradients are remembered at 
 rank sends the number by which all of them were multiplied since; it must be the same on all ranks.
 
 The first weight that has a gradient is remembered too: while it is unchanged, the gradients await the optimizer.
+
+So are all weights, for some steps: those of an optimizer that are unchanged while another rank's change lack a call of
+`optimizer.step()`. Two optimizers that take turns, as a GAN's, may have their weights on different ranks; so it is some steps.
 """
 
+import gc
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +29,7 @@ from penstock.torch_private import tensor_version
 MAX_GRADIENTS, MAX_GRADIENT_ELEMENTS = 4, 2**16  # how many gradients are remembered, and up to which size
 TOLERANCE = 0.02  # relative: bfloat16 has three digits
 UNKNOWN = math.nan
+MIN_STEPS_UNCHANGED = 8  # of weights that an optimizer has: more than the turns of a GAN's other optimizer
 
 
 class TensorSnapshot(NamedTuple):
@@ -49,8 +54,8 @@ class GradientFactorCheck(Observer):
         self._chosen = list[nn.Parameter]()  # whose gradients are remembered
         self._gradients: list[TensorSnapshot] = []
         self._num_changes = 0
-        self._weight_versions: list[tuple[nn.Parameter, int]] = []  # of all that had a gradient, in steps 1, 2, 4, ..
-        self._num_steps = 0
+        self._weight_versions: list[tuple[nn.Parameter, int]] = []  # of all that had a gradient, after steps 1, 9, 17, 33, ..
+        self._num_steps = 0  # of training that have ended
         self._first_weight: TensorSnapshot | None = None  # that has a gradient
 
     def start(self, step: ObservedStep) -> Sequence[float]:
@@ -64,7 +69,7 @@ class GradientFactorCheck(Observer):
             factor_list = ", ".join(f"by {factor:.3g} on rank {rank}" for rank, factor in factors.items())
             self._warn_once(
                 "factors",
-                f"gradients were multiplied {factor_list}, as clipping by the norm of a list of parameters "
+                f"since the last step gradients were multiplied {factor_list}, as clipping by the norm of a list of parameters "
                 "does, which is one rank's: clip with pipe.clip_grad_norm_(max_norm), by the norm of the whole model",
             )
         changed, unchanged = (
@@ -73,19 +78,28 @@ class GradientFactorCheck(Observer):
         if changed and unchanged:
             self._warn_once(
                 "steps",
-                f"weights have changed on rank {changed}, but none that had a gradient on rank {unchanged}: "
-                "call optimizer.step(), and all but what prints and logs, on all ranks",
+                f"weights have changed on rank {changed}, but none of an optimizer on rank {unchanged}, in "
+                f"{MIN_STEPS_UNCHANGED} steps or more: call optimizer.step(), and all but what prints and logs, on all ranks",
             )
 
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned and self._rank == 0:
-            warn_user(f"since the last step {text}")
+            warn_user(text)
         self._warned.add(key)
 
     def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
         """Record the gradients of a training step."""
         if step.call.is_training:
+            self._num_steps += 1
             self.record_gradients()
+            if self._num_steps == 1 or self._is_compared_after(self._num_steps - 1):
+                self._weight_versions = [
+                    (weight, tensor_version(weight)) for weight in self._parameters.parameters() if _has_gradient(weight)
+                ]
+
+    def _is_compared_after(self, num_steps: int) -> bool:
+        """Whether ranks tell whether their weights have changed, when the step after this many begins."""
+        return self._num_ranks > 1 and num_steps >= MIN_STEPS_UNCHANGED and is_power_of_two_or_zero(num_steps)
 
     def record_gradients(self) -> None:
         """Record gradients and weights. Called when a step has ended, or the pipeline has clipped the gradients."""
@@ -94,10 +108,6 @@ class GradientFactorCheck(Observer):
         self._first_weight = None if first is None else TensorSnapshot(first, tensor_version(first), sample_bytes(first))
         if self._num_ranks == 1:
             return
-
-        self._num_steps += 1
-        weights = list(filter(_has_gradient, parameters)) if is_power_of_two_or_zero(self._num_steps) else []
-        self._weight_versions = [(weight, tensor_version(weight)) for weight in weights]
 
         if not self._chosen:
             self._chosen = [parameter for parameter in parameters if _is_small(local_shard(parameter.grad))][:MAX_GRADIENTS]
@@ -126,10 +136,12 @@ class GradientFactorCheck(Observer):
         return weight.grad is not None and tensor_version(weight) == version and torch.equal(sample_bytes(weight), values)
 
     def weights_changed(self) -> float:
-        """Return 1 if a weight that had a gradient has changed since, 0 if none has; UNKNOWN in steps without the check."""
-        if not self._weight_versions:
+        """Return 1 if a weight that had a gradient has changed, 0 if none of an optimizer has; else UNKNOWN."""
+        if not self._weight_versions or not self._is_compared_after(self._num_steps):
             return UNKNOWN
-        return float(any(tensor_version(weight) != version for weight, version in self._weight_versions))
+        if any(tensor_version(weight) != version for weight, version in self._weight_versions):
+            return 1.0
+        return 0.0 if _an_optimizer_has_any_of([weight for weight, _ in self._weight_versions]) else UNKNOWN
 
     def _compare_values(self) -> float:
         """Return the number by which all remembered gradients were multiplied, read at the largest value, or UNKNOWN."""
@@ -144,6 +156,14 @@ class GradientFactorCheck(Observer):
             for current_values, remembered_values in zip(current.split(sizes), remembered.split(sizes), strict=True)
         ]
         return factor.item() if all(fits) and factor > 0 and factor.isfinite() else UNKNOWN
+
+
+def _an_optimizer_has_any_of(weights: Sequence[nn.Parameter]) -> bool:
+    """Whether the program has an optimizer of one of `weights`, however it was made. Looks at all objects of the process."""
+    weight_ids = {id(weight) for weight in weights}
+    optimizers: list[Any] = [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
+    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+    return any(id(weight) in weight_ids for group in groups for weight in group["params"])
 
 
 def _has_gradient(weight: nn.Parameter) -> bool:

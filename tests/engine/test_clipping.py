@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from batched_launch import together
 from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -279,27 +280,39 @@ def test_sums_over_steps_a_scaler_and_a_step_that_failed_are_no_warning():
     ps.launch(rank_accumulates, 2)
 
 
-def rank_steps(alone):
+def rank_steps(how):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     pipe = ps.Pipeline(model, nn.functional.mse_loss, microbatches=2)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    rank = pipe.topology.rank
+    optimizer = torch.optim.SGD(list(pipe.parameters()), lr=0.1)
+    if how == "the last stage has no optimizer" and rank:
+        del optimizer
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(4):
+        for step in range(10):
             pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
-            if (pipe.topology.rank == 0 or not alone) and step != 1:
+            is_called = {
+                "on all": step != 1,
+                "on rank 0": rank == 0,
+                "the last stage has no optimizer": rank == 0,
+                "in turns": rank == step % 2,  # as two optimizers, of the weights of one rank each
+                "a turn of six": (rank == 1) == (step % 6 == 5),
+            }[how]
+            if is_called:
                 optimizer.step()
-            optimizer.zero_grad()
+            pipe.zero_grad()
     return [(str(warning.message), warning.filename) for warning in caught]
 
 
 @pytest.mark.ranks
 def test_an_optimizer_that_steps_on_one_rank_alone_is_a_warning():
-    assert ps.launch(rank_steps, 2, False) == [[], []]
-    ((result, file),), none = ps.launch(rank_steps, 2, True)
-    assert result.startswith("since the last step weights have changed on rank 0, but none that had a gradient on rank 1: call")
+    cases = "on all", "on rank 0", "the last stage has no optimizer", "in turns", "a turn of six"
+    results = together(rank_steps, 2, tuple((case,) for case in cases))
+    ((result, file),), none = results.pop(("on rank 0",))
+    assert result.startswith("weights have changed on rank 0, but none of an optimizer on rank 1, in 8 steps or more: call")
     assert file == __file__
     assert none == []
+    assert all(result == [[], []] for result in results.values()), results
 
 
 def rank_shares(cuts):

@@ -234,8 +234,8 @@ def allow_outdated_use(model: Any) -> Iterator[None]:
 class RemoteParameter(nn.Parameter):
     """A parameter of a model that a pipeline has trained, of a stage of another rank: refuses to be read while it is outdated.
 
-    What a script does to all parameters alike is allowed: to count, freeze, load or initialise them. `.grad` is for torch's
-    optimizers, modules and scalers, which skip a parameter without one.
+    What a script does to all parameters alike is allowed: to count, freeze, load or initialise them, also through `.data`.
+    `.grad` is for torch's optimizers, modules and scalers, which skip a parameter without one.
     """
 
     @classmethod
@@ -246,14 +246,10 @@ class RemoteParameter(nn.Parameter):
         with DisableTorchFunctionSubclass():
             if function.__name__ == "__get__" and getattr(function, "__self__", None) is Tensor.grad:
                 _check_gradient_is_not_remote(args[0], inspect.currentframe())
+            elif function.__name__ == "__get__" and getattr(function, "__self__", None) is Tensor.data:
+                return RemoteData.of(args[0])
             elif not _reads_no_values(function):
-                values = [*args, *(kwargs or {}).values()]
-                is_write = _is_write(function)
-                for parameter in leaves(values[1:] if is_write else values):
-                    if type(parameter) is RemoteParameter:
-                        _check_parameter_not_outdated(parameter)
-                if is_write and type(values[0]) is RemoteParameter:
-                    _written_models.update(_trained_models_of(values[0]))
+                _check_use(function, [*args, *(kwargs or {}).values()])
             return function(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -261,6 +257,55 @@ class RemoteParameter(nn.Parameter):
         copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
         memo[id(self)] = copy
         return copy
+
+
+class RemoteData(Tensor):
+    """The `.data` of a RemoteParameter: a script may write into it, and read it where it may read the parameter."""
+
+    parameter: RemoteParameter
+
+    @classmethod
+    def of(cls, parameter: RemoteParameter) -> Tensor:
+        """Return the data of a parameter; call this without subclasses' functions."""
+        data = parameter.data.as_subclass(cls)
+        data.parameter = parameter
+        return data
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """As a RemoteParameter's."""
+        with DisableTorchFunctionSubclass():
+            if not _reads_no_values(function):
+                _check_use(function, [*args, *(kwargs or {}).values()])
+            return function(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return a plain tensor; refused as a read is."""
+        return self.clone(memory_format=torch.preserve_format)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a plain tensor; refused as a read is."""
+        _check_parameter_not_outdated(self.parameter)
+        with DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def _remote_parameter_of(value: Any) -> RemoteParameter | None:
+    if type(value) is RemoteData:
+        return value.parameter
+    return value if type(value) is RemoteParameter else None
+
+
+def _check_use(function: Callable[..., Any], values: Sequence[Any]) -> None:
+    """Raise MismatchError if a function of these arguments would read outdated values. Note what it writes."""
+    is_write = _is_write(function)
+    for value in leaves(values[1:] if is_write else values):
+        if (parameter := _remote_parameter_of(value)) is not None:
+            _check_parameter_not_outdated(parameter)
+    if is_write and (parameter := _remote_parameter_of(values[0])) is not None:
+        _written_models.update(_trained_models_of(parameter))
 
 
 VALUE_ATTRIBUTES = {Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag}

@@ -1,5 +1,8 @@
 """A model object whose parts a pipeline trains on several ranks: refused while it is outdated, on every rank alike."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -79,3 +82,37 @@ def rank_loads_and_trains(path):
 def test_a_model_is_refused_again_after_each_step_and_can_be_read_once_it_is_loaded(tmp_path):
     expected = [True, False, True, True, False, True, True, True] * 2
     assert ps.launch(rank_loads_and_trains, 2, str(tmp_path)) == [expected] * 2
+
+
+def reads_of_data(weight):
+    return [
+        lambda: weight.data.sum(),
+        lambda: weight.data.numpy(),
+        lambda: repr(weight.data),
+        lambda: copy.deepcopy(weight.data),
+        lambda: pickle.dumps(weight.data),
+        lambda: torch.distributed.all_reduce(weight.data),
+        lambda: torch.zeros(4).copy_(weight.data),
+    ]
+
+
+def rank_writes_data():
+    results = []
+    for has_optimizer_step in (False, True):
+        model, pipe, train = trained_model(lambda: nn.Linear(4, 4))
+        train() if has_optimizer_step else pipe.step(X, target=X)
+        for layer in model:  # on rank 0 its own weights have changed before the others are written
+            layer.weight.data.zero_()
+            layer.bias.data.clamp_(-0.1, 0.1)
+            layer.weight.data[0] = 1
+        train()
+        weight = model[3 - 3 * pipe.topology.rank].bias  # of the other rank
+        results.append(list(map(is_refused, reads_of_data(weight))))
+        weight.data.copy_(torch.arange(4.0))
+        results.append([weight.data.sum().item(), type(pickle.loads(pickle.dumps(weight.data)))])
+    return results
+
+
+@pytest.mark.ranks
+def test_data_of_all_parameters_may_be_written_on_every_rank_and_is_refused_where_it_is_read():
+    assert ps.launch(rank_writes_data, 2) == [[[True] * 7, [6.0, torch.Tensor]] * 2] * 2

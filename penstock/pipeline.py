@@ -271,6 +271,18 @@ class Pipeline(ModuleMisuseHints):
 
         self._options = ["model", *arguments, *all_build_options()]  # read-only from here on
 
+    def __repr__(self) -> str:
+        """Return the schedule, its size, the cut and the steps done, in one line."""
+        if "_options" not in vars(self):
+            return f"Pipeline({vars(self).get('_end_reason', 'not built')})"
+        table, own_stages = self.schedule, ", ".join(map(str, self.stages))
+        is_given = self._arguments["cuts"] is not None or self._arguments["plan"] is not None
+        cut = f" that begin at {', '.join(self.cuts)} ({'given' if is_given else 'chosen'})" if self.cuts else ""
+        return (
+            f"Pipeline({table.name}, {table.ranks} ranks, {table.stages} stages{cut}, {table.microbatches} microbatches, "
+            f"step {self.step_count}; rank {self.position.world.rank} has stage {own_stages})"
+        )
+
     # -- training and evaluation ------------------------------------------------------------------------------------
 
     def step(

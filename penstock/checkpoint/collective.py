@@ -39,6 +39,13 @@ class SaveHandle:
         self.path = path
         self._future, self._was_waited_for = future, False
 
+    def __repr__(self) -> str:
+        """Return the folder, and whether it is complete."""
+        if self._future is None or (self._future.done() and not self._future.exception()):
+            return f"SaveHandle({str(self.path)!r}, complete)"
+        state = f"failed: {self._future.exception()}" if self._future.done() else "being written: wait() until it is complete"
+        return f"SaveHandle({str(self.path)!r}, {state})"
+
     def wait(self) -> Path:
         """Wait until the checkpoint is complete; return its folder. Raises, on every rank, the error of a save that failed."""
         error = self._future and self._future.exception()  # a Ctrl-C here leaves the error unreported

@@ -688,3 +688,26 @@ def test_a_refused_rebuild_leaves_the_pipeline_as_it_was_and_a_model_that_is_beh
     assert is_same
     straight = together(rank_straight, 2, ((),))[()][0]
     assert all(torch.equal(one, two) for one, two in zip(losses, straight, strict=True))
+
+
+def rank_repr(folder):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    pipe = ps.Pipeline(model, nn.functional.mse_loss, "1f1b", M, cuts=["1"])
+    pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    rebuilt = pipe.rebuild("gpipe")
+    saving = checkpoint.save(folder, rebuilt, wait=False)
+    assert repr(saving).startswith(f"SaveHandle({str(saving.path)!r}, ")
+    saving.wait()
+    chosen = ps.Pipeline(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), None, "1f1b", M)
+    return [repr(value) for value in (rebuilt, pipe, chosen, saving)]
+
+
+def test_a_pipeline_and_a_save_are_printed_in_a_line_that_says_where_the_cuts_are_from(tmp_path):
+    for rank, texts in enumerate(ps.launch(rank_repr, 2, tmp_path)):
+        assert texts == [
+            f"Pipeline(gpipe, 2 ranks, 2 stages that begin at 1 (given), 4 microbatches, step 1; rank {rank} has stage {rank})",
+            "Pipeline(this pipeline was rebuilt: use the one that rebuild() returned)",
+            f"Pipeline(1f1b, 2 ranks, 2 stages that begin at 2 (chosen), 4 microbatches, step 0; rank {rank} has stage {rank})",
+            f"SaveHandle('{tmp_path}/step-00000001', complete)",
+        ]

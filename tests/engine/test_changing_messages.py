@@ -312,3 +312,51 @@ def test_messages_of_slices_change_too(schedule: str) -> None:
     alone, ranks = sliced_steps(schedule), ps.launch(sliced_steps, 2, schedule)
     for step, expected in alone.items():
         assert_same({name: value for rank in ranks for name, value in rank[step].items()}, expected)
+
+
+class HandsOnASet(nn.Module):
+    """Adds to a set of its own, or to the one that it was given, and hands it on."""
+
+    def __init__(self, adds):
+        super().__init__()
+        self.linear, self.adds, self.names = nn.Linear(WIDTH, WIDTH).double(), adds, {"a"}
+
+    def forward(self, hidden, names=None):
+        if names is None:
+            names = self.names if self.adds == "own" else {"a"}
+        names.add(f"{len(names)}")
+        return self.linear(hidden) * len(names), names
+
+
+class CountsTheSet(HandsOnASet):
+    def forward(self, hidden, names):
+        names.add("b")
+        return self.linear(hidden) * len(names)
+
+
+def rank_sets(adds):
+    torch.manual_seed(0)
+    stages = [HandsOnASet(adds), HandsOnASet(adds), CountsTheSet(adds)]
+    pipe = ps.Pipeline(stages, mse_loss, "gpipe", 4)
+    inputs = torch.ones(ROWS, WIDTH, dtype=torch.double)
+    return [pipe.step(inputs, target=inputs).item() for _ in range(2)]
+
+
+def sets_of_one_process(adds):
+    torch.manual_seed(0)
+    stages = [HandsOnASet(adds), HandsOnASet(adds), CountsTheSet(adds)]
+    inputs = torch.ones(ROWS // 4, WIDTH, dtype=torch.double)
+    losses = []
+    for _ in range(8):
+        hidden, names = stages[1](*stages[0](inputs))
+        losses.append(mse_loss(stages[2](hidden, {*names}), inputs).item())  # on a rank of its own the set is one of its own
+        if adds == "own":  # the second stage's additions stay on its rank
+            stages[0].names.discard(f"{len(names) - 1}")
+    return [sum(losses[:4]) / 4, sum(losses[4:]) / 4]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("adds", ["new", "own"])
+def test_a_set_that_stages_change_in_place_is_in_each_message_as_it_was_sent(adds):
+    for losses in ps.launch(rank_sets, 3, adds):
+        assert losses == pytest.approx(sets_of_one_process(adds), rel=1e-12)

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -35,10 +36,22 @@ NOTHING = TensorSpec((0,), (1,), torch.uint8, False, 0)
 
 
 class ConstantSpec(NamedTuple):
-    """The description of a leaf that is no tensor (a number, None, a string), with its value."""
+    """The description of a leaf that is no tensor (a number, None, a string, a set), with its value."""
 
     value: Any
     type: type  # compared too, as 1, 1.0 and True are equal
+
+    @classmethod
+    def of(cls, value: Any) -> "ConstantSpec":
+        """Return the description of a value as it is now: a stage may change a set, and send it again."""
+        return cls(_own_copy(value), type(value))
+
+
+_UNCHANGING = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+
+
+def _own_copy(value: Any) -> Any:
+    return value if type(value) in _UNCHANGING else deepcopy(value)
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,7 @@ def _differs_in_stride_only(leaf: TensorSpec | ConstantSpec, known: TensorSpec |
 
 def message_spec_of(leaves: list[Any], tree: TreeSpec) -> MessageSpec:
     """Return the description of a message with these leaves."""
-    specs = [tensor_spec_of(leaf) if isinstance(leaf, Tensor) else ConstantSpec(leaf, type(leaf)) for leaf in leaves]
+    specs = [tensor_spec_of(leaf) if isinstance(leaf, Tensor) else ConstantSpec.of(leaf) for leaf in leaves]
     return MessageSpec(tree, tuple(specs))
 
 
@@ -107,9 +120,15 @@ def empty_tensor(spec: TensorSpec, device: torch.device) -> Tensor:
 
 
 def rebuild_message(spec: MessageSpec, parts: Sequence[Tensor], device: torch.device) -> Any:
-    """Return the message of `spec` from its `parts`, which require a gradient where the sender's did."""
+    """Return the message of `spec` from its `parts`, which require a gradient where the sender's did.
+
+    Later messages are made of the same `spec`, and a stage may change what it receives in place; so constants are copied.
+    """
     remaining = iter(parts)
-    leaves = [_rebuild_tensor(remaining, leaf, device) if isinstance(leaf, TensorSpec) else leaf.value for leaf in spec.leaves]
+    leaves = [
+        _rebuild_tensor(remaining, leaf, device) if isinstance(leaf, TensorSpec) else _own_copy(leaf.value)
+        for leaf in spec.leaves
+    ]
     return unflatten(leaves, spec.tree)
 
 

@@ -161,7 +161,8 @@ class TextGeneration:
         self._slice_lengths = token_lengths(slices, num_inputs)
         program = self.program if slices == 1 else engine.programs.select(False, len(self.sizes))
         self._new_tokens: dict[int, Tensor] = {}  # by microbatch
-        channels.begin_step([("generate", self.text.shape[0], num_inputs, slices, rows) for rows in self.sizes])
+        repeats = num_inputs == 1  # with a cache; messages of any other pass have a size of their own, not to be remembered
+        channels.begin_step([("generate", len(self.text), rows) if repeats else None for rows in self.sizes])
         functions = engine.step_functions({Kind.F: self._forward}, channels)
         engine.run_program(program.lines, functions, channels, ActionClock())
 

@@ -12,12 +12,13 @@ import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, zip_longest
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from penstock.batch.pieces import Piece, Shape, loss_shares, rows_dim_hint, token_lengths
 from penstock.comms.control_group import ControlGroup
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
+from penstock.recent import RecentDict
 from penstock.schedule.rank_program import RankProgram, RankPrograms, TeacherForwards
 from penstock.schedule.table import Chains
 
@@ -106,8 +107,8 @@ class Agreement:
     ) -> None:
         self.control, self.position, self.programs = control, position, programs
         self.reduction, self.token_parts, self.rows_dim = reduction, token_parts, rows_dim
-        self._conclusions: dict[Hashable, tuple[Sequence[Description], Agreed]] = {}  # the oldest first, as in the next
-        self._kinds: dict[Hashable, float] = {}  # of steps that have ended -> this rank's number of it
+        self._conclusions = RecentDict[Hashable, tuple[Sequence[Description], Agreed]](MAX_KINDS)
+        self._kinds = RecentDict[Hashable, float](MAX_KINDS)  # of steps that have ended -> this rank's number of it
 
     def begin(self, local: LocalDescription, step: int, scale: float, numbers: Sequence[float], purpose: str) -> None:
         """Send this rank's numbers to all others, without waiting."""
@@ -123,12 +124,12 @@ class Agreement:
         Raises MismatchError, the same on every rank, if the ranks are not about to run the same step.
         """
         rows = self.control.finish_all_gather_row(purpose)
-        check_equal([f"is at step {row[2]:.0f}" for row in rows], "are at different steps")
-        check_equal([f"has scale={row[3]:.6g}" for row in rows], "do not scale their gradients alike")
+        check_equal([row[2] for row in rows], "are at different steps", "is at step {:.0f}")
+        check_equal([row[3] for row in rows], "do not scale their gradients alike", "has scale={:.6g}")
         hashes = tuple([(row[0], row[1]) for row in rows])
 
         if hashes in self._conclusions:
-            descriptions, agreed = self._conclusions[hashes] = self._conclusions.pop(hashes)
+            descriptions, agreed = self._conclusions.add(hashes, self._conclusions[hashes])
             if any(description.has_loss_weights for description in descriptions):
                 agreed = self._conclude(descriptions, hashes, self.control.all_gather_value(local.loss_weights, purpose))
         else:
@@ -136,7 +137,7 @@ class Agreement:
             descriptions, loss_weights = map(list, zip(*messages, strict=True))
             self._check(descriptions, local.describe_arguments, purpose)
             agreed = self._conclude(descriptions, hashes, loss_weights)
-            _add_newest(self._conclusions, hashes, (descriptions, agreed))
+            self._conclusions.add(hashes, (descriptions, agreed))
 
         if agreed.step_kind not in self._kinds:
             agreed = agreed._replace(is_new_kind=True)
@@ -144,7 +145,7 @@ class Agreement:
 
     def remember(self, agreed: Agreed) -> None:
         """Remember the kind of a step that has ended. All ranks forget the same kinds, the oldest first."""
-        _add_newest(self._kinds, agreed.step_kind, agreed.step_kind[0][self.position.world.rank])
+        self._kinds.add(agreed.step_kind, agreed.step_kind[0][self.position.world.rank])
 
     def forget(self) -> None:
         """Forget all: after a failed step some ranks may know what others do not."""
@@ -252,11 +253,12 @@ class Agreement:
         self, descriptions: Sequence[Description], describe_arguments: Callable[[], BatchArguments], purpose: str
     ) -> None:
         """Raise MismatchError if the ranks are not about to run the same step, or were given batches that do not fit."""
-        announced = [f"gets {'a' if rank.has_next_batch else 'no'} next batch" for rank in descriptions]
-        check_equal(announced, "do not all get next_args= or next_kwargs=, in which the values may be None")
+        announced = ["a" if rank.has_next_batch else "no" for rank in descriptions]
+        problem = "do not all get next_args= or next_kwargs=, in which the values may be None"
+        check_equal(announced, problem, "gets {} next batch")
         modes = "have models in different modes (call model.train() or model.eval() on all ranks)"
-        check_equal([f"is in {rank.mode}" for rank in descriptions], modes)
-        check_equal([f"is in {rank.autocast}" for rank in descriptions], "are not all in the same torch.autocast")
+        check_equal([rank.mode for rank in descriptions], modes, "is in {}")
+        check_equal([rank.autocast for rank in descriptions], "are not all in the same torch.autocast", "is in {}")
 
         for replica, pipelines in enumerate(self.position.pipelines):
             prefix, ranks = self.position.replica_prefix(replica), list(chain.from_iterable(pipelines))
@@ -267,8 +269,9 @@ class Agreement:
                 is_list = descriptions[0].is_list
                 _check_same_rows({rank: given[rank] for rank in ranks}, prefix, is_list)
                 raise self._target_error(first, [given[rank] for rank in pipelines[0]], prefix, descriptions[0])
-            for index, pipeline in enumerate(pipelines[1:], 1):
-                _check_same_batch(first, _Replica.merge([descriptions[rank] for rank in pipeline]), prefix, index)
+            for pipeline in pipelines[1:]:
+                first_ranks = pipelines[0][0], pipeline[0]
+                _check_same_batch(first, _Replica.merge([descriptions[rank] for rank in pipeline]), prefix, first_ranks)
 
         for peers in self.position.stage_ranks:
             if len({descriptions[rank].frozen for rank in peers}) > 1:
@@ -374,11 +377,12 @@ def _shares_by_microbatch(parts: Sequence[Sequence[float]], slices: int) -> list
     return [list(chain.from_iterable(groups)) for groups in zip(*[_in_groups(row, slices) for row in parts], strict=True)]
 
 
-def check_equal(texts: Sequence[str], problem: str) -> None:
-    """Raise MismatchError, as "the ranks `problem`: rank 0 .., rank 2 ..", unless all texts are equal."""
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            raise MismatchError(f"the ranks {problem}: rank 0 {texts[0]}, rank {rank} {text}")
+def check_equal(values: Sequence[Any], problem: str, form: str) -> None:
+    """Raise MismatchError, as "the ranks `problem`: rank 0 .., rank 2 ..", unless all values are equal. `form`: of a value."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            texts = [form.format(values[number]) for number in (0, rank)]
+            raise MismatchError(f"the ranks {problem}: rank 0 {texts[0]}, rank {rank} {texts[1]}")
 
 
 def _check_arguments(descriptions: Mapping[int, Description], prefix: str) -> None:
@@ -413,31 +417,21 @@ def _check_same_rows(given: Mapping[int, BatchArguments], prefix: str, is_list: 
             raise MismatchError(f"{prefix}the ranks were given different {batches}: {difference}. {SAME_BATCH}")
 
 
-def _check_same_batch(first: _Replica, other: _Replica, prefix: str, index: int) -> None:
-    """Raise MismatchError if two pipelines of one replica, which lie along tp and cp, have different batches."""
+def _check_same_batch(first: _Replica, other: _Replica, prefix: str, ranks: tuple[int, int]) -> None:
+    """Raise MismatchError if two pipelines of one replica, which lie along tp and cp, have different batches.
+
+    `ranks`: of their first stages.
+    """
     rows, other_rows = sum(first.rows), sum(other.rows)
+    alike = f"{prefix}ranks along tp and cp are given one batch"
     if (rows, len(first.inputs)) != (other_rows, len(other.inputs)):
-        raise MismatchError(
-            f"{prefix}the ranks along tp work on one batch, but it has {rows} rows at tp 0, {other_rows} at tp {index}"
-        )
+        raise MismatchError(f"{alike}, but it has {rows} rows on rank {ranks[0]}, {other_rows} on rank {ranks[1]}")
     if first != other:
-        raise MismatchError(f"{prefix}the ranks along tp work on one batch, but its tensors differ in shape or dtype")
+        raise MismatchError(f"{alike}, but its tensors differ in shape or dtype on ranks {ranks[0]} and {ranks[1]}")
 
 
 def _shapes_text(given: Sequence[BatchArguments]) -> str:
     return ", ".join(text for rank in given for text in (*rank.input_shapes, *rank.target_shapes))
-
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-
-def _add_newest(cache: dict[Key, Value], key: Key, value: Value) -> None:
-    """Add an entry to a cache of MAX_KINDS as its newest; forget the oldest."""
-    cache.pop(key, None)
-    cache[key] = value
-    if len(cache) > MAX_KINDS:
-        del cache[next(iter(cache))]
 
 
 @lru_cache(256)  # data that repeats from step to step

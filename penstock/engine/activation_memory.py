@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock.batch.agreement import MAX_KINDS, Agreed
 from penstock.engine.actions import ActionFunction
 from penstock.engine.observers import ObservedStep, Observer, StepFunctions
+from penstock.recent import RecentDict
 from penstock.schedule.memory import ActivationSize
 from penstock.schedule.table import Action, Kind
 from penstock.stage.stage import Stage
@@ -86,6 +87,7 @@ class MemoryMeasurement:
         self._stages = {index: stage for index, stage in stages.items() if not any(map(is_compiled, stage.module.modules()))}
         self._slices = slices
         self.microbatches: Collection[int] = (0,)
+        self._first_measured: int | None = None  # of the size that the first microbatch with a backward has
         # By stage and slice number.
         self._of_forward: dict[tuple[int, int], StorageSet] = {}  # until its backward
         self._around_input_backward: dict[tuple[int, int], tuple[StorageSet, StorageSet]] = {}  # alive before I, and after it
@@ -94,20 +96,19 @@ class MemoryMeasurement:
     @property
     def sizes(self) -> dict[int, ActivationSize]:
         """The activation size of every stage, as the first microbatch had it."""
-        first = min(self.microbatches, default=0)
-        return {stage: size for (stage, number), size in self.sizes_by_microbatch.items() if number == first}
+        return {stage: size for (stage, number), size in self.sizes_by_microbatch.items() if number == self._first_measured}
 
     def wrap_actions(self, functions: Mapping[Kind, ActionFunction]) -> dict[Kind, ActionFunction]:
         """Return the engine's function for each kind of action, with the measurement around it."""
         wrappers = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._backward_weight}
         return {kind: partial(wrappers[kind], function) for kind, function in functions.items()}
 
-    def choose_microbatches(self, agreed: Agreed) -> None:
-        """Measure one microbatch of each size among those that have a backward. Number 0 may have run already."""
+    def choose_microbatches(self, agreed: Agreed, num_unmeasured: int) -> None:
+        """Measure one microbatch of each size among those that have a backward, after some that ran without this."""
         elements = [piece.elements for piece in agreed.pieces[:: self._slices]]
-        first_of_size = {
-            elements[number]: number for number in reversed(range(len(elements))) if number not in agreed.forward_only
-        }
+        with_backward = [number for number in range(len(elements)) if number not in agreed.forward_only]
+        first_of_size = {elements[number]: number for number in reversed(with_backward) if number >= num_unmeasured}
+        self._first_measured = first_of_size.get(elements[with_backward[0]]) if with_backward else None
         self.microbatches = frozenset(first_of_size.values())
         self._of_forward = {
             key: value for key, value in self._of_forward.items() if key[1] // self._slices in self.microbatches
@@ -165,7 +166,7 @@ class MemoryObserver(Observer):
 
     def __init__(self, stages: Mapping[int, Stage], slices: int) -> None:
         self._stages, self._slices = stages, slices
-        self._sizes: dict[Any, Mapping[int, ActivationSize]] = {}  # by step kind, the oldest first
+        self._sizes = RecentDict[Any, Mapping[int, ActivationSize]](MAX_KINDS)  # by step kind
         self.measurement: MemoryMeasurement | None = None  # of the last step that was the first of its kind
 
     def start(self, step: ObservedStep) -> Sequence[float]:
@@ -174,11 +175,13 @@ class MemoryObserver(Observer):
         return ()
 
     def compare(self, step: ObservedStep, rows: Any) -> None:
-        """Begin now if only another rank's part is new. Evaluations are not measured."""
+        """Begin now if only another rank's part is new: microbatch 0 may have run. Evaluations are not measured."""
+        num_unmeasured = 0
         if not step.is_new_on_rank:
+            num_unmeasured = step.clock.num_early
             self.measurement = MemoryMeasurement(self._stages, self._slices) if step.call.is_training else None
         if self.measurement is not None:
-            self.measurement.choose_microbatches(step.agreed)
+            self.measurement.choose_microbatches(step.agreed, num_unmeasured)
 
     def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
         """Measure around the actions."""
@@ -188,9 +191,7 @@ class MemoryObserver(Observer):
     def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
         """Remember what was found."""
         if self.measurement is not None:
-            self._sizes[step.agreed.step_kind] = self.measurement.sizes
-            while len(self._sizes) > MAX_KINDS:
-                del self._sizes[next(iter(self._sizes))]
+            self._sizes.add(step.agreed.step_kind, self.measurement.sizes)
 
     def sizes_of(self, step_kind: Any) -> Mapping[int, ActivationSize]:
         """Return what a microbatch keeps in steps of `step_kind`, by stage; nothing if it was not measured."""

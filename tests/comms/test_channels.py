@@ -495,6 +495,17 @@ def test_a_message_as_before_is_sent_without_a_description(head_apart):
     assert counts == [3, 1 + head_apart, 1 + head_apart]  # size and description only in the first
 
 
+def test_specs_of_a_signature_that_is_none_are_forgotten_after_the_step():
+    cache, spec = MessageSpecCache(), message_spec.message_spec_of(*flatten(torch.ones(3)))
+    transfer = Transfer(Action(Kind.F, 0, 1), 0, 1)
+    for _ in range(2):
+        cache.begin_step(["kept", None])
+        assert cache.step_specs[transfer] is None
+        cache.add(transfer, spec)
+        cache.end_step()
+    assert [*cache._by_signature] == ["kept"]
+
+
 def test_specs_of_the_signatures_used_last_are_remembered():
     cache, spec = MessageSpecCache(), message_spec.message_spec_of(*flatten(torch.ones(3)))
     transfer = Transfer(Action(Kind.F, 0, 0), 0, 1)

@@ -267,3 +267,19 @@ for _ in range(2):
 def test_the_first_step_of_a_process_measures_what_later_ones_do_without_any_garbage_collection():
     done = subprocess.run([sys.executable, "-c", FIRST_STEP], capture_output=True, text=True)
     assert done.stdout.split() == [str(2 * rows * WIDTH * 4) for rows in (2, 3, 2, 3)], done.stderr
+
+
+def rank_new_elsewhere(microbatches):
+    pipe = ps.Pipeline(nn.Sequential(*mlp()), nn.functional.mse_loss, "1f1b", microbatches)
+    batch = torch.ones(ROWS * microbatches, WIDTH)
+    sizes = []
+    for losses in (None, [] if pipe.topology.rank else None):  # a new kind of step on rank 1 only
+        pipe.step(batch, target=batch, losses=losses)
+        sizes.append(pipe.timeline().activation_sizes)
+    return sizes
+
+
+def test_the_first_stage_is_measured_where_a_step_is_new_on_another_rank_only():
+    for first, second in ps.launch(rank_new_elsewhere, 2, 2):
+        assert len(first) == 2
+        assert second == first

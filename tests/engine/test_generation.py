@@ -64,6 +64,24 @@ def own(cached: bool) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(17, 8), *layers, nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 17)))
 
 
+def rank_remembered() -> list[int]:
+    """How many signatures of microbatches' messages are known: after a step, and after texts with a cache and without."""
+    counts = []
+    for cached in (True, False):
+        pipe = ps.Pipeline(own(cached), token_loss, "1f1b", 2)
+        for call in (
+            lambda: pipe.step(prompts(4), target=prompts(4)),  # noqa: B023
+            lambda: [pipe.generate(prompts(4)[:, :length], max_new_tokens=5) for length in (2, 3)],  # noqa: B023
+        ):
+            call()
+            counts.append(len(pipe._engine.open_channels()._specs._by_signature))
+    return counts
+
+
+def test_passes_of_a_text_that_grows_are_not_remembered_in_the_place_of_training_steps() -> None:
+    assert ps.launch(rank_remembered, 2) == [[1, 2, 1, 1]] * 2
+
+
 def rank_gpt() -> dict[str, Any]:
     found: dict[str, Any] = {"greedy": [], "drawn": [], "ended": []}
     for schedule, microbatches, options in RUNS:

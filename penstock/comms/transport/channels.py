@@ -71,7 +71,7 @@ class Channels:
             groups.world_group.barrier().wait()  # else a rank could begin the step while another fails to open a transport
 
     def begin_step(self, signatures: Sequence[Hashable]) -> None:
-        """Begin a step whose microbatches have these `signatures`, the same on all ranks: see `MessageSpecCache`."""
+        """Begin a step whose microbatches have these `signatures`, the same on all ranks: see `spec_cache.py`."""
         self._specs.begin_step(signatures)
 
     def end_step(self) -> None:

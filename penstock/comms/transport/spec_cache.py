@@ -1,11 +1,14 @@
 """The specs of earlier messages, by link and by the signature of their microbatch: what the next message will be like.
 
+A microbatch whose signature is None, as in a pass of `generate` that will not come again, is described anew and forgotten.
+
 Both ends of a channel find the same specs here, because they begin and end the same steps, and look at the same messages.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
 
 from penstock.comms.transport.message_spec import MessageSpec
+from penstock.recent import RecentDict
 from penstock.schedule.program import Transfer
 
 MAX_SIGNATURES = 1024  # signatures of microbatches whose messages are remembered
@@ -30,20 +33,22 @@ class MessageSpecCache:
     """The message specs of one rank's channels."""
 
     def __init__(self) -> None:
-        self._by_signature: dict[Hashable, LinkSpecs] = {}  # the least recently used first
+        self._by_signature = RecentDict[Hashable, LinkSpecs](MAX_SIGNATURES)
         self._signatures: Sequence[Hashable] = ()
         self.step_specs = StepSpecs([])  # a spec that is added is remembered at the end of the step
         self.has_changed = False  # whether one was added in this step
 
     def begin_step(self, signatures: Sequence[Hashable]) -> None:
         """Begin a step whose microbatches have these `signatures`, the same on all ranks."""
-        if signatures == self._signatures:
+        if signatures == self._signatures and None not in signatures:
             return
-        for signature in signatures:
-            self._by_signature[signature] = self._by_signature.pop(signature, {})
-        self._signatures, self.step_specs = signatures, StepSpecs([self._by_signature[signature] for signature in signatures])
-        while len(self._by_signature) > MAX_SIGNATURES:
-            del self._by_signature[next(iter(self._by_signature))]
+        self._signatures = signatures
+        self.step_specs = StepSpecs(
+            [
+                {} if signature is None else self._by_signature.add(signature, self._by_signature.get(signature, {}))
+                for signature in signatures
+            ]
+        )
 
     def add(self, transfer: Transfer, spec: MessageSpec) -> None:
         """Add the spec of a message of this step."""

@@ -28,7 +28,7 @@ from penstock.engine.model_partition import OriginalModel, partition_model
 from penstock.engine.optimizers import check_elementwise_optimizer, norm_type_of_caller, optimizer_list, optimizer_of_caller
 from penstock.engine.report import StepReport, StepResult
 from penstock.engine.teacher import build_teacher
-from penstock.errors import LostRankError, MismatchError, PenstockError
+from penstock.errors import LostRankError, MismatchError, PenstockError, format_count
 from penstock.explain.explain import MeasuredTimeline
 from penstock.generate import GenerationOptions, generate_text
 from penstock.guards import outdated_weights
@@ -279,7 +279,8 @@ class Pipeline(ModuleMisuseHints):
         is_given = self._arguments["cuts"] is not None or self._arguments["plan"] is not None
         cut = f" that begin at {', '.join(self.cuts)} ({'given' if is_given else 'chosen'})" if self.cuts else ""
         return (
-            f"Pipeline({table.name}, {table.ranks} ranks, {table.stages} stages{cut}, {table.microbatches} microbatches, "
+            f"Pipeline({table.name}, {format_count(table.ranks, 'rank')}, {format_count(table.stages, 'stage')}{cut}, "
+            f"{format_count(table.microbatches, 'microbatch', 'es')}, "
             f"step {self.step_count}; rank {self.position.world.rank} has stage {own_stages})"
         )
 

@@ -178,7 +178,7 @@ class MemoryObserver(Observer):
         """Begin now if only another rank's part is new: microbatch 0 may have run. Evaluations are not measured."""
         num_unmeasured = 0
         if not step.is_new_on_rank:
-            num_unmeasured = step.clock.num_early
+            num_unmeasured = step.clock.num_before_rows
             self.measurement = MemoryMeasurement(self._stages, self._slices) if step.call.is_training else None
         if self.measurement is not None:
             self.measurement.choose_microbatches(step.agreed, num_unmeasured)

@@ -25,7 +25,7 @@ WALLS = {
         *("errors", "lazy", "schedule", "torch_private", "trees", "rows", "randomness", "partition", "stage"),
     },
     "penstock.engine.step": {
-        *("errors", "lazy", "schedule", "torch_private", "trees", "rows", "randomness"),
+        *("errors", "lazy", "recent", "schedule", "torch_private", "trees", "rows", "randomness"),
         *("comms", "partition", "stage", "mesh", "batch", "engine"),
     },
 }

@@ -349,7 +349,10 @@ class Pipeline(ModuleMisuseHints):
         if next_batch is not None and batch is None:
             batch = AheadBatch(call.args, call.kwargs)
             self._run(Call(call.name, False, (), {}, next_batch=batch))
+            batch.teacher_state = self._engine.reader.teacher_state()
         result = self._run(call._replace(next_batch=next_batch, teacher_batch=batch))
+        if next_batch is not None:
+            next_batch.teacher_state = self._engine.reader.teacher_state()
         self._announced = next_batch
         return result
 

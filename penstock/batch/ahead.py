@@ -1,15 +1,18 @@
 """A batch that a teacher runs before its step: what was given as `next_args`, and the outputs that wait for its losses."""
 
 from collections.abc import Mapping, Sequence
+from operator import is_not
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import MismatchError
 from penstock.rows import unwrap
-from penstock.torch_private import tensor_version
+from penstock.torch_private import hook_keys, tensor_version
 from penstock.trees import flatten
+
+MAX_SAMPLED_VALUES = 64  # of a tensor
 
 
 class AheadBatch:
@@ -19,18 +22,14 @@ class AheadBatch:
         self.args, self.kwargs = tuple(args), dict(kwargs)
         self.outputs: dict[int, Any] = {}  # microbatch -> the teacher's output, on the rank of the loss
         self._leaves, self._tree = flatten((self.args, self.kwargs))
-        self._versions = list(map(_version, self._leaves))
-        self._teacher_versions: list[int] = []  # of its parameters on this rank, when it ran
+        self._versions, self._samples = list(map(_version, self._leaves)), list(map(_sample, self._leaves))
+        self.teacher_state: TeacherState | None = None  # when it had run
 
-    def begin_forwards(self, teacher: Sequence[Tensor]) -> None:
-        """Remember the state of the `teacher`'s parameters that will run."""
-        self._teacher_versions = list(map(_version, teacher))
-
-    def check_same_teacher(self, teacher: Sequence[Tensor]) -> None:
-        """Raise MismatchError if the `teacher`'s parameters have changed since it ran."""
-        if list(map(_version, teacher)) != self._teacher_versions:
+    def check_same_teacher(self, state: "TeacherState") -> None:
+        """Raise MismatchError if the teacher has another `state` than when it ran."""
+        if self.teacher_state is not None and (what := self.teacher_state.find_change(state)):
             raise MismatchError(
-                "the teacher's parameters have changed since it ran ahead on this batch, for next_args= of the step before: "
+                f"the teacher's {what} changed since it ran ahead on this batch, for next_args= of the step before: "
                 "leave out next_args= if the teacher changes between steps, and keep its parameters out of the optimizer"
             )
 
@@ -45,11 +44,44 @@ class AheadBatch:
                 f"{call} was given another batch than the one that next_args= and next_kwargs= of the step before announced, "
                 "for which the teacher has run: announce the batch that comes next, or none"
             )
-        if list(map(_version, self._leaves)) != self._versions:
+        is_unchanged = all(map(torch.equal, map(_sample, self._leaves), self._samples))
+        if list(map(_version, self._leaves)) != self._versions or not is_unchanged:
             raise MismatchError(
                 f"{call} was given a batch that was changed in place after it was next_args= of the step before, for which the "
                 "teacher has run: announce a batch when it is complete"
             )
+
+
+class TeacherState:
+    """What a teacher's outputs depend on besides their inputs: `modules` of this rank, and `autocast` as text.
+
+    Of tensors a few values are kept too: a change of `.data`, or through NumPy, is none for autograd.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], autocast: str) -> None:
+        self._autocast = autocast
+        self._layers = [layer for module in modules for layer in module.modules()]
+        self._attributes = [(_plain_attributes(layer), hook_keys(layer)) for layer in self._layers]
+        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        self._tensors = [(_version(tensor), _sample(tensor)) for tensor in tensors]
+
+    def find_change(self, later: "TeacherState") -> str:
+        """Return as text what differs in a `later` state, with its verb; empty if nothing does."""
+        if len(self._layers) != len(later._layers) or any(map(is_not, self._layers, later._layers)):
+            return "layers have"
+        if self._attributes != later._attributes:
+            return "layers' attributes or hooks have"
+        if self._autocast != later._autocast:
+            return "autocast has"
+        same = all(
+            version == later_version and torch.equal(sample, later_sample)
+            for (version, sample), (later_version, later_sample) in zip(self._tensors, later._tensors, strict=True)
+        )
+        return "" if same else "parameters or buffers have"
+
+
+def _plain_attributes(layer: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(layer).items() if isinstance(value, int | float | str | None)}
 
 
 def _version(leaf: Any) -> int:
@@ -64,3 +96,12 @@ def _equal(given: Any, announced: Any) -> bool:
         return tensor is other or bool(tensor == other)
     same_kind = tensor.shape == other.shape and tensor.dtype == other.dtype and tensor.device == other.device
     return same_kind and torch.equal(tensor, other)
+
+
+def _sample(leaf: Any) -> Tensor:
+    """Return the bytes of some values of a dense tensor, evenly spread; none of anything else."""
+    tensor = unwrap(leaf)
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    values = tensor.detach().reshape(-1)
+    return values[:: -(-len(values) // MAX_SAMPLED_VALUES)].clone().view(torch.uint8)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batch.agreement import BatchArguments, Description, LocalDescription, hash_values_of
-from penstock.batch.ahead import AheadBatch
+from penstock.batch.ahead import AheadBatch, TeacherState
 from penstock.batch.pieces import (
     Layout,
     Microbatches,
@@ -131,7 +131,7 @@ class CallReader:
     token_parts: int | Sequence[int]
     seed: int | None
     has_loss: bool
-    teacher: Sequence[Tensor] | None  # its parameters on this rank; None if the pipeline has none
+    teacher: Sequence[nn.Module] | None  # its stages on this rank; None if the pipeline has none
     loss_weight: Callable[[Any], Any] | None
     forward: "ModelForward | None"
 
@@ -194,9 +194,11 @@ class CallReader:
                 "leave them out, or give Pipeline(.., teacher=model)"
             )
         if call.teacher_batch is not None:
-            call.teacher_batch.check_same_teacher(self.teacher or ())
-        if call.next_batch is not None:
-            call.next_batch.begin_forwards(self.teacher or ())
+            call.teacher_batch.check_same_teacher(self.teacher_state())
+
+    def teacher_state(self) -> TeacherState:
+        """Return the present state of the teacher's stages on this rank."""
+        return TeacherState(self.teacher or (), _describe_autocast(self.position.pipeline.device))
 
     # -- cutting -------------------------------------------------------------------------------------------------------
 

@@ -390,7 +390,7 @@ def build_engine(
         position.cp_size if position.cp_size > 1 else config.slices,
         arguments.seed,
         arguments.loss_fn is not None,
-        None if teacher is None else [parameter for module in teacher.modules.values() for parameter in module.parameters()],
+        None if teacher is None else list(teacher.modules.values()),
         arguments.loss_weight,
         ModelForward(modules[0], later_keywords) if 0 in modules else None,
     )

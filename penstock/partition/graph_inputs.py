@@ -97,6 +97,8 @@ def _flatten_and_check(parameter: InputParameter, value: Any, cast: torch.dtype 
             hint = "give an example like this batch" + ", with a size of 1 where this has one" * _has_unexpected_size_1(
                 leaf, spec
             )
+            if isinstance(leaf, int | float) and isinstance(spec, int | float):
+                hint += ", or a 0-dimensional tensor in both if the number only scales values and changes from step to step"
             raise MismatchError(f"the model was cut for {parameter.name} = {spec}, not {actual}: {hint}")
     return list(map(contiguous_if_integers, leaves))
 

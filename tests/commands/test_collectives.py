@@ -40,7 +40,7 @@ def test_every_sample_of_an_operation_follows_a_barrier_and_the_first_ones_do_no
     names = ["broadcast", "all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
     for rows, counts in ps.launch(rank_with_counts, 2, names, (1024,), 0.001):
         samples = {row.operation: row.samples for row in rows}
-        assert min(samples.values()) >= collectives.FEWEST_SAMPLES
+        assert min(samples.values()) >= collectives.MIN_SAMPLES
         assert counts.pop("barrier") == sum(counts.values())
         assert counts == {name: count + collectives.WARM_UP for name, count in samples.items()}
 

@@ -223,7 +223,7 @@ WRONG = {
     "explained": "costs are measured in steps of one model",
     "another batch": "step() was given another batch than the one that next_args= and next_kwargs= of the step before",
     "changed in place": "step() was given a batch that was changed in place after it was next_args= of the step before",
-    "another teacher": "the teacher's parameters have changed since it ran ahead on this batch",
+    "another teacher": "the teacher's parameters or buffers have changed since it ran ahead on this batch",
     "one rank only": "the ranks do not all get next_args= or next_kwargs=",
     "no teacher": "step() was given next_args= or next_kwargs=, for which a teacher runs ahead, but the pipeline has none",
     "two arguments": "and mse_loss of torch takes the output and the target: give",

@@ -123,10 +123,10 @@ class Counted(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear, self.norm, self.dropout = nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.2)
-        self.runs = 0
+        self.counter = SimpleNamespace(runs=0)  # a number of the layer itself would begin as before in a recomputation
 
     def forward(self, hidden: Tensor) -> Tensor:
-        self.runs += 1
+        self.counter.runs += 1
         return hidden + self.dropout(torch.tanh(self.norm(self.linear(hidden))))
 
 
@@ -150,7 +150,7 @@ def rank_recomputing(schedule, recompute):
     pipe.eval(inputs)
     state = gradients(pipe.named_parameters()) | {f"{name} now": value for name, value in pipe.state_dict().items()}
     runs = {
-        f"{stage}.{name}": torch.tensor(module.runs)
+        f"{stage}.{name}": torch.tensor(module.counter.runs)
         for stage, whole in pipe.stages.items()
         for name, module in whole.named_modules()
         if isinstance(module, Counted)

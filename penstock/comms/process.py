@@ -8,11 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.comms.rendezvous import read_text
 from penstock.schedule.table import Action
 
 SUSPENDED, ENDED, ALIVE = "stopped", "ended", "alive"
 LINUX_STATES = {"T": SUSPENDED, "Z": ENDED, "X": ENDED}  # in /proc/PID/stat; any other is alive
+
+
+def read_text(store: Any, key: str) -> str:
+    """Return the text stored under `key`; empty if there is none yet."""
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 class Activity:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.distributed import DistError
 
+from penstock.comms.process import read_text
 from penstock.comms.time_limits import MAX_POLL_SECONDS, MIN_POLL_SECONDS
 from penstock.errors import LostRankError
 
@@ -29,11 +30,6 @@ def poll(seconds: float) -> Iterator[None]:
     while (waited := time.monotonic() - begin) < seconds:
         time.sleep(min(MIN_POLL_SECONDS + waited / 10, MAX_POLL_SECONDS))
         yield
-
-
-def read_text(store: Any, key: str) -> str:
-    """Return the text stored under `key`; empty if there is none yet."""
-    return store.get(key).decode() if store.check([key]) else ""
 
 
 def agree_on_run_id(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:

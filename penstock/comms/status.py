@@ -21,8 +21,8 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 from penstock import errors
-from penstock.comms.process import ALIVE, ENDED, SUSPENDED, read_beat, read_process_of_rank
-from penstock.comms.rendezvous import ANY_STATUS_KEY, poll, read_text
+from penstock.comms.process import ALIVE, ENDED, SUSPENDED, read_beat, read_process_of_rank, read_text
+from penstock.comms.rendezvous import ANY_STATUS_KEY, poll
 from penstock.comms.system import explain_error
 from penstock.comms.time_limits import DEPARTURE_LAG_SECONDS, REPORT_GRACE_SECONDS
 from penstock.comms.wait_errors import WaitError, has_timed_out

@@ -1,6 +1,7 @@
 """A second, frozen model in the ranks' idle time: the bits of one process that runs it without a graph before each loss."""
 
 import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -110,6 +111,15 @@ def test_the_teacher_runs_in_the_step_of_its_batch_or_in_the_one_before(announce
         assert len(by_teacher) == (0 if announces else 2 * M)  # in the last step, which announces nothing
 
 
+def teacher_changes(module: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield changes of a teacher's stage that autograd does not count."""
+    name, layer = next(iter(module.named_children()))
+    yield "data", lambda: next(module.parameters()).data.mul_(2)
+    yield "attribute", lambda: setattr(layer, "scale", 2.0)
+    yield "hook", lambda: layer.register_forward_hook(lambda _, __, output: output * 2)
+    yield "layer", lambda: setattr(module, name, copy.deepcopy(layer))
+
+
 def rank_uses() -> dict[str, Any]:
     torch.manual_seed(3)
     model, frozen, found = student(), teacher(), dict[str, Any]()
@@ -151,6 +161,18 @@ def rank_uses() -> dict[str, Any]:
     with torch.no_grad():
         next(pipe._engine.stages[2 + rank].module.parameters()).add_(0)
     found["another teacher"] = message(lambda: pipe.step(next_inputs, target=next_target))
+    for what, change in teacher_changes(pipe._engine.stages[2 + rank].module):
+        pipe.step(inputs, target=target, next_args=(next_inputs,))
+        change()
+        found[what] = message(lambda: pipe.step(next_inputs, target=next_target))
+    pipe.step(inputs, target=target, next_args=(next_inputs,))
+    with torch.autocast("cpu", torch.bfloat16):
+        found["autocast"] = message(lambda: pipe.step(next_inputs, target=next_target))
+    shared = next_inputs.numpy().copy()
+    pipe.step(inputs, target=target, next_args=(torch.from_numpy(shared),))
+    shared += 1
+    found["changed by NumPy"] = message(lambda: pipe.step(torch.from_numpy(shared), target=next_target))
+
     announced = {"next_args": (next_inputs,)} if rank else {}
     found["one rank only"] = message(lambda: pipe.step(inputs, target=target, **announced))
     own = ps.Pipeline(student(), nn.functional.mse_loss, "1f1b", M)
@@ -224,6 +246,12 @@ WRONG = {
     "another batch": "step() was given another batch than the one that next_args= and next_kwargs= of the step before",
     "changed in place": "step() was given a batch that was changed in place after it was next_args= of the step before",
     "another teacher": "the teacher's parameters or buffers have changed since it ran ahead on this batch",
+    "data": "the teacher's parameters or buffers have changed since it ran ahead",
+    "attribute": "the teacher's layers' attributes or hooks have changed since it ran ahead",
+    "hook": "the teacher's layers' attributes or hooks have changed since it ran ahead",
+    "layer": "the teacher's layers have changed since it ran ahead",
+    "autocast": "the teacher's autocast has changed since it ran ahead",
+    "changed by NumPy": "step() was given a batch that was changed in place after it was next_args= of the step before",
     "one rank only": "the ranks do not all get next_args= or next_kwargs=",
     "no teacher": "step() was given next_args= or next_kwargs=, for which a teacher runs ahead, but the pipeline has none",
     "two arguments": "and mse_loss of torch takes the output and the target: give",

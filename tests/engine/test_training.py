@@ -1,6 +1,7 @@
 """Training as people do it: autocast, loss scaling, recomputation, compiled stages, auxiliary losses, any optimizer."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch

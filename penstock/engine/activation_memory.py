@@ -87,7 +87,7 @@ class MemoryMeasurement:
         self._stages = {index: stage for index, stage in stages.items() if not any(map(is_compiled, stage.module.modules()))}
         self._slices = slices
         self.microbatches: Collection[int] = (0,)
-        self._first_measured: int | None = None  # of the size that the first microbatch with a backward has
+        self._first_measured: int | None = 0  # of the size that the first microbatch with a backward has
         # By stage and slice number.
         self._of_forward: dict[tuple[int, int], StorageSet] = {}  # until its backward
         self._around_input_backward: dict[tuple[int, int], tuple[StorageSet, StorageSet]] = {}  # alive before I, and after it

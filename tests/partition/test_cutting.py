@@ -351,21 +351,22 @@ class RowCountBranch(nn.Module):
         return self.b(hidden * 2 if x.shape[0] > 3 else hidden)
 
 
+NUMBER = ", or a 0-dimensional tensor in both if the number only scales values and changes from step to step"
 REFUSED = [
-    # rows in the example, what the stages are called with, what is told
-    (2, (5, 4),    {},              "the model was cut for x.size()[0] <= 3, which does not hold here: "),
-    (5, (2, 4),    {},              "the model was cut for x.size()[0] > 3, which does not hold here: "),
-    (5, (5, 4, 4), {},              "x = torch.float32 of shape (any, 2 or more), not torch.float32 of shape (5, 4, 4): "),
-    (5, (5, 4),    {"scale": 3.0},  "the model was cut for scale = 2.0, not 3.0: "),
-    (5, (5, 4),    {"scale": None}, "the model was cut for scale = 2.0, not None: "),
+    # rows in the example, what the stages are called with, what is told, and behind the advice
+    (2, (5, 4),    {},              "the model was cut for x.size()[0] <= 3, which does not hold here: ", ""),
+    (5, (2, 4),    {},              "the model was cut for x.size()[0] > 3, which does not hold here: ", ""),
+    (5, (5, 4, 4), {},              "x = torch.float32 of shape (any, 2 or more), not torch.float32 of shape (5, 4, 4): ", ""),
+    (5, (5, 4),    {"scale": 3.0},  "the model was cut for scale = 2.0, not 3.0: ", NUMBER),
+    (5, (5, 4),    {"scale": None}, "the model was cut for scale = 2.0, not None: ", ""),
 ]  # fmt: skip
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("rows", "shape", "kwargs", "message"), REFUSED)
-def test_a_batch_for_which_the_example_does_not_speak_is_refused(rows, shape, kwargs, message):
+@pytest.mark.parametrize(("rows", "shape", "kwargs", "message", "end"), REFUSED)
+def test_a_batch_for_which_the_example_does_not_speak_is_refused(rows, shape, kwargs, message, end):
     stages = split(RowCountBranch(), 2, cuts=["b"], example_args=(torch.ones(rows, 4),), example_kwargs={"scale": 2.0})
-    with pytest.raises(MismatchError, match=re.escape(message) + "give an example like this batch$"):
+    with pytest.raises(MismatchError, match=re.escape(f"{message}give an example like this batch{end}") + "$"):
         partition.run(stages, torch.ones(shape), **({"scale": 2.0} | kwargs))
     assert partition.run(stages, torch.ones(rows, 4), scale=2.0).shape == (rows, 4)
 

@@ -85,10 +85,15 @@ class AttributeValues:
         }
 
     def restore(self) -> None:
-        """Give all attributes the values and elements that they had."""
+        """Give all attributes the values and elements that they had.
+
+        A new one that is True stays: the first call has done something once, as transformers installs hooks, which stay too.
+        """
         for owner, contents in self._contents:
-            for name in _own_attributes(owner).keys() - contents.keys():
-                _delete_attribute(owner, name)
+            own_attributes = _own_attributes(owner)
+            for name in own_attributes.keys() - contents.keys():
+                if own_attributes[name] is not True:
+                    _delete_attribute(owner, name)
             for name, content in contents.items():
                 content.restore()
                 if vars(owner).get(name, _MISSING) is not content.value:
@@ -210,14 +215,16 @@ def _with_items(container: Any, items: Mapping[Any, Any]) -> Any:
 def value_in_next_call(change: AttributeChange, truth: bool, is_constant: Callable[[Any], bool]) -> Any:
     """Return what an attribute is when the forward is called next, to see whether the forward's graph depends on it.
 
-    Numbers and tensors that have changed are replaced by an `_EarlierValue`. `is_constant`: whether one is the same in each
-    call, as a table that is filled once; it is left as it was.
+    Numbers and tensors that have changed are replaced by an `_EarlierValue`, flags stay as they are. `is_constant`: whether a
+    value is the same in each call, as a table that is filled once; it is left as it was.
     """
     return _in_next_call(change.before, change.value, truth, is_constant)
 
 
 def _in_next_call(before: _Contents | None, value: Any, truth: bool, is_constant: Callable[[Any], bool]) -> Any:
     if before is not None and before.equal(value):
+        return value
+    if isinstance(value, bool):  # a flag, as of hooks that the first call has installed: what it is then decides
         return value
     if isinstance(value, _NUMBERS_AND_TENSORS):
         before_value = _MISSING if before is None else before.value

@@ -1,4 +1,4 @@
-"""What calls say that must fail."""
+"""What calls say that must fail, or that may."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,20 @@ import pytest
 
 import penstock as ps
 
+NO_ERROR = "no error"
+
 
 def error_text(call: Callable[[], Any], kind: type[ps.PenstockError] = ps.MismatchError) -> str:
     """The text of the error of this `kind` that `call` must raise."""
     with pytest.raises(kind) as caught:
         call()
     return str(caught.value)
+
+
+def outcome(call: Callable[[], Any], kind: type[ps.PenstockError] = ps.PenstockError) -> str:
+    """The text of the error of this `kind` that `call` raises; NO_ERROR if it raises none."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return NO_ERROR

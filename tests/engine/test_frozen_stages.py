@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from batched_launch import together
+from error_text import NO_ERROR, outcome
 from models import CASES
 from models import accumulate as accumulate_model
 from reference import accumulate, assert_same, data, gradients, make, merged
@@ -33,14 +34,6 @@ def model(kind: str = "mlp", frozen: int = 6) -> tuple[nn.Sequential, Any]:
 def kinds_of_stages(pipe: ps.Pipeline) -> list[str]:
     actions = [action for row in pipe.schedule.actions for action in row]
     return ["".join(sorted({act.kind.value for act in actions if act.stage == stage})) for stage in range(pipe.schedule.stages)]
-
-
-def message(call: Any) -> str:
-    try:
-        call()
-    except ps.PenstockError as error:
-        return str(error)
-    return "no error"
 
 
 def rank_step(kind: str, schedule: str, frozen: int, cuts: tuple[str, ...], slices: int) -> dict[str, Any]:
@@ -117,10 +110,10 @@ def rank_mistakes() -> dict[str, Any]:
     (whole, loss_fn), (inputs, target) = model(), data("mlp", ROWS)
     pipe = ps.Pipeline(whole, loss_fn, "1f1b", M, cuts=["6"])
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    found["told of inputs"] = message(lambda: pipe.step(inputs.clone().requires_grad_(), target=target))
+    found["told of inputs"] = outcome(lambda: pipe.step(inputs.clone().requires_grad_(), target=target))
     for stage in pipe.stages.values():
         stage.requires_grad_(True)
-    found["told of thawing"] = message(lambda: pipe.step(inputs, target=target))
+    found["told of thawing"] = outcome(lambda: pipe.step(inputs, target=target))
     found["evaluated"] = pipe.eval(inputs, target=target)[1]
     pipe, optimizer = pipe.rebuild(optimizer=optimizer)
     found["thawed kinds"] = kinds_of_stages(pipe)
@@ -146,7 +139,7 @@ def rank_mistakes() -> dict[str, Any]:
     pipe.zero_grad()
     pipe.step_microbatches(*rows)
     found["list"] = gradients(pipe.named_parameters())
-    found["recut"] = message(lambda: pipe.rebuild(cuts="measured"))
+    found["recut"] = outcome(lambda: pipe.rebuild(cuts="measured"))
 
     whole, loss_fn = model(frozen=0 if rank else 6)  # each rank's own stages count
     found["kinds by the owner"] = kinds_of_stages(ps.Pipeline(whole, loss_fn, "1f1b", M, cuts=["6"]))
@@ -197,7 +190,7 @@ def test_lists_of_more_microbatches_have_no_backward_of_frozen_stages():
     whole, loss_fn = model()
     accumulate(whole, loss_fn, data("mlp", ROWS), 5)
     assert_same(merged([rank["list"] for rank in mistakes()]), gradients(whole.named_parameters()))
-    assert [rank["recut"] for rank in mistakes()] == ["no error"] * 2
+    assert [rank["recut"] for rank in mistakes()] == [NO_ERROR] * 2
     assert all(sum(rank["costs"][0]) == 0 < sum(rank["costs"][1]) for rank in mistakes())
 
 

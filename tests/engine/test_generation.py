@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from error_text import error_text
 from torch import Tensor, nn
 
 import penstock as ps
@@ -166,14 +167,6 @@ WRONG = [
     ((prompts(),), {"eos": -1}, "generate() takes a whole number of 0 or more or None as eos, got -1"),
     ((prompts(),), {"seed": 0.5}, "generate() takes a whole number of 0 or more as seed, got 0.5"),
 ]
-
-
-def error_text(call: Any) -> str:
-    try:
-        call()
-    except ps.MismatchError as error:
-        return str(error)
-    return "nothing"
 
 
 def rank_mistakes() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from batched_launch import together
+from error_text import NO_ERROR, outcome
 from models import CASES, OPTIMIZERS, Oddities
 from prompt import torchrun
 from reference import assert_same, data, make, merged
@@ -467,7 +468,7 @@ def rank_sharded() -> list[str]:
         model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
         pipe = ps.Pipeline(model, nn.functional.mse_loss, "1f1b", M, mesh=ps.comms.init_mesh(**mesh), **options)
         pipe.step(torch.ones(8, 4), target=torch.ones(8, 4))
-        said.append(refusal(partial(pipe.rebuild, "zb-v")))
+        said.append(outcome(partial(pipe.rebuild, "zb-v")))
     return said
 
 
@@ -485,7 +486,7 @@ def rank_own(schedule: str) -> list[float]:
     optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1)
     for step in range(4):
         if step == 2 and schedule != "gpipe":
-            said = [refusal(partial(pipe.rebuild, **change)) for change in ({"schedule": "zb-v"}, {"cuts": ["0"]})]
+            said = [outcome(partial(pipe.rebuild, **change)) for change in ({"schedule": "zb-v"}, {"cuts": ["0"]})]
             assert "zb-v places stages 0 and 3 of 4 on rank 0, which gives stage 0" in said[0]
             assert "cuts= are for a model that was cut" in said[1]
             pipe, optimizer = pipe.rebuild("gpipe", optimizer=optimizer)
@@ -582,14 +583,6 @@ def test_under_torchrun_too_with_tied_weights_and_nothing_is_said(tmp_path):
 # ---- what is refused
 
 
-def refusal(work: Any) -> str:
-    try:
-        work()
-    except ps.PenstockError as error:
-        return str(error)
-    return "nothing was refused"
-
-
 def rank_refused() -> Any:
     """What is said of calls that cannot be, after which the pipeline goes on; then of what a rebuilt one left behind."""
     model, loss_fn = make("mlp", depth=6)
@@ -605,29 +598,29 @@ def rank_refused() -> Any:
 
     train(pipe)
     hook = next(pipe.parameters()).register_hook(lambda gradient: gradient) if pipe.topology.rank == 0 else None
-    hooked = refusal(lambda: pipe.rebuild("dualpipe-v" if hook is None else "zb-v"))
+    hooked = outcome(lambda: pipe.rebuild("dualpipe-v" if hook is None else "zb-v"))
     if hook is not None:
         hook.remove()
     said = [
-        refusal(lambda: pipe.rebuild("zbv")),
-        refusal(lambda: pipe.rebuild(recompute="all")),
-        refusal(lambda: pipe.rebuild(mesh=None)),
-        refusal(lambda: pipe.rebuild("zb-v", optimizer=other)),
-        refusal(lambda: pipe.rebuild("zb-v", optimizer="adam")),
-        refusal(lambda: pipe.rebuild("zb-v", optimizer=torch.optim.LBFGS(list(pipe.parameters())))),
+        outcome(lambda: pipe.rebuild("zbv")),
+        outcome(lambda: pipe.rebuild(recompute="all")),
+        outcome(lambda: pipe.rebuild(mesh=None)),
+        outcome(lambda: pipe.rebuild("zb-v", optimizer=other)),
+        outcome(lambda: pipe.rebuild("zb-v", optimizer="adam")),
+        outcome(lambda: pipe.rebuild("zb-v", optimizer=torch.optim.LBFGS(list(pipe.parameters())))),
         hooked,
     ]
     losses = [train(pipe)]
-    stale = [refusal(lambda: ps.Pipeline(model, loss_fn, "zb-v", M)), refusal(lambda: model(inputs)), refusal(model.state_dict)]
-    stale += [refusal(lambda: deepcopy(model)), refusal(lambda: torch.save(model, io.BytesIO()))]
-    stale += [refusal(read) for read in reads_of_all_parameters(model, inputs)]
+    stale = [outcome(lambda: ps.Pipeline(model, loss_fn, "zb-v", M)), outcome(lambda: model(inputs)), outcome(model.state_dict)]
+    stale += [outcome(lambda: deepcopy(model)), outcome(lambda: torch.save(model, io.BytesIO()))]
+    stale += [outcome(read) for read in reads_of_all_parameters(model, inputs)]
     model.train().zero_grad()
     model.requires_grad_(requires_grad=True)
     assert all(parameter.numel() and parameter.grad is None for parameter in model.parameters())
-    same_cut = refusal(lambda: ps.Pipeline(model, loss_fn, "gpipe", M))
+    same_cut = outcome(lambda: ps.Pipeline(model, loss_fn, "gpipe", M))
     rebuilt, again = pipe.rebuild("zb-v", optimizer=optimizer)
     losses.append(train(rebuilt))
-    ended = [refusal(lambda: pipe.step(inputs, target=target)), refusal(lambda: list(pipe.parameters()))]
+    ended = [outcome(lambda: pipe.step(inputs, target=target)), outcome(lambda: list(pipe.parameters()))]
     return said, stale, same_cut, ended, losses, again is optimizer
 
 
@@ -683,7 +676,7 @@ def test_a_refused_rebuild_leaves_the_pipeline_as_it_was_and_a_model_that_is_beh
         assert part in text
     for text in stale:
         assert "pipe.rebuild(schedule=..) goes on with the trained ones" in text
-    assert same_cut == "nothing was refused"
+    assert same_cut == NO_ERROR
     assert ended == ["this pipeline was rebuilt: use the one that rebuild() returned"] * 2
     assert is_same
     straight = together(rank_straight, 2, ((),))[()][0]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from error_text import error_text
 from reference import assert_same, gradients, merged, same
 from torch import Tensor, nn
 
@@ -116,14 +117,6 @@ def stepped(pipe: ps.Pipeline, *args: Any, target: Any, **kwargs: Any) -> dict[s
     }
 
 
-def message(call: Any) -> str:
-    try:
-        call()
-    except ps.MismatchError as error:
-        return str(error)
-    return "no error"
-
-
 def rank_layouts() -> dict[str, Any]:
     rank = ps.comms.init_distributed().rank
     frames, table = random(TIME, ROWS, WIDTH), torch.arange(TIME)[None]
@@ -151,24 +144,24 @@ def rank_layouts() -> dict[str, Any]:
     pipe = ps.Pipeline(time_first(), schedule="1f1b", microbatches=M, rows_dim=1)
     found["generated"] = pipe.generate(tokens(5, 2), max_new_tokens=4)
     pipe = ps.Pipeline(nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Flatten(1)), microbatches=M, rows_dim=1)
-    found["told of logits"] = message(lambda: pipe.generate(tokens(5, 2), max_new_tokens=1))
+    found["told of logits"] = error_text(lambda: pipe.generate(tokens(5, 2), max_new_tokens=1))
 
     shapes = random(TIME, ROWS, WIDTH), torch.arange(ROWS) % 3
-    found["told of a default layout"] = message(lambda: ps.Pipeline(classifier(), nn.functional.cross_entropy))
+    found["told of a default layout"] = error_text(lambda: ps.Pipeline(classifier(), nn.functional.cross_entropy))
     stages = [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2))]
-    found["told of one of two stages"] = message(lambda: ps.Pipeline(stages, nn.functional.mse_loss))
-    found["told of another dimension"] = message(lambda: ps.Pipeline(sequences(), rows_dim=rank))
-    found["told of no dimension"] = message(lambda: ps.Pipeline(sequences(), rows_dim="batch"))
+    found["told of one of two stages"] = error_text(lambda: ps.Pipeline(stages, nn.functional.mse_loss))
+    found["told of another dimension"] = error_text(lambda: ps.Pipeline(sequences(), rows_dim=rank))
+    found["told of no dimension"] = error_text(lambda: ps.Pipeline(sequences(), rows_dim="batch"))
     pipe = ps.Pipeline(classifier(), nn.functional.cross_entropy, microbatches=M, rows_dim=0)
-    found["told of a target"] = message(lambda: pipe.step(shapes[0], target=shapes[1]))
+    found["told of a target"] = error_text(lambda: pipe.step(shapes[0], target=shapes[1]))
     pipe = ps.Pipeline(masked(), token_loss, microbatches=M, cuts=["layers.1"])
     text = tokens(ROWS, TIME)
-    found["told of a table"] = message(lambda: pipe.step(text, target=text, positions=table, mask=ps.Replicated(mask())))
+    found["told of a table"] = error_text(lambda: pipe.step(text, target=text, positions=table, mask=ps.Replicated(mask())))
     pipe = ps.Pipeline(classifier(), nn.functional.cross_entropy, "1f1b", M, rows_dim=1)
-    found["told of an output"] = message(lambda: pipe.eval(frames))
+    found["told of an output"] = error_text(lambda: pipe.eval(frames))
     target = ps.Rows(shapes[1], 0)
     found["works after that"] = pipe.step(frames if rank == 0 else None, target=target if rank else None)
-    found["told of other rows"] = message(lambda: pipe.step(ps.Rows(frames + rank, 1), target=None if rank == 0 else target))
+    found["told of other rows"] = error_text(lambda: pipe.step(ps.Rows(frames + rank, 1), target=None if rank == 0 else target))
     return found
 
 

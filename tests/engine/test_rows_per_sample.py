@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from error_text import error_text
 from reference import assert_same, gradients, merged
 from torch import Tensor, nn
 
@@ -32,14 +33,6 @@ def rows(pairs: int = PAIRS) -> tuple[Tensor, Tensor]:
     return torch.randn(2 * pairs, 4), torch.randn(2 * pairs, 4)
 
 
-def message(call: Any) -> str:
-    try:
-        call()
-    except ps.MismatchError as error:
-        return str(error)
-    return "no error"
-
-
 def rank_pairs() -> dict[str, Any]:
     inputs, target = rows()
     pipe = ps.Pipeline(model(), pair_loss, "1f1b", M, rows_per_sample=2)
@@ -48,12 +41,12 @@ def rank_pairs() -> dict[str, Any]:
         loss, outputs = pipe.step(inputs, target=target, return_outputs=True)
         few = [pipe.step(inputs[:count], target=target[:count], scale=0.0) for count in (8, 2)]  # M pairs, and one
     found = {"loss": loss, "outputs": outputs, "gradients": gradients(pipe.named_parameters()), "few": few}
-    found["told of half a pair"] = message(lambda: pipe.step(inputs[:7], target=target[:7]))
-    found["told of half a pair in a list"] = message(lambda: pipe.step_microbatches([inputs[:3]], [target[:3]]))
-    found["told of another number"] = message(
+    found["told of half a pair"] = error_text(lambda: pipe.step(inputs[:7], target=target[:7]))
+    found["told of half a pair in a list"] = error_text(lambda: pipe.step_microbatches([inputs[:3]], [target[:3]]))
+    found["told of another number"] = error_text(
         lambda: ps.Pipeline(model(), pair_loss, rows_per_sample=1 + ps.comms.init_distributed().rank)
     )
-    found["told of no number"] = message(lambda: ps.Pipeline(model(), pair_loss, rows_per_sample=0))
+    found["told of no number"] = error_text(lambda: ps.Pipeline(model(), pair_loss, rows_per_sample=0))
     text = ps.Pipeline(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5)), rows_per_sample=2)
     found["generated"] = text.generate(torch.zeros(3, 1, dtype=torch.int64), max_new_tokens=1).shape
     return found

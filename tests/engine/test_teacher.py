@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from batched_launch import together
+from error_text import outcome
 from reference import assert_same, gradients, merged
 from torch import Tensor, nn
 
@@ -128,19 +129,12 @@ def rank_uses() -> dict[str, Any]:
     pipe = ps.Pipeline(model, loss_fn, "1f1b", M, teacher=frozen)
     rank = pipe.topology.rank
 
-    def message(call: Any) -> str:
-        try:
-            call()
-        except ps.PenstockError as error:
-            return str(error)
-        return "no error"
-
     # What it is, and what it is not.
     found["names"] = (set(pipe.state_dict()) | {name for name, _ in pipe.named_parameters()}) <= set(model.state_dict())
     pipe.train(False)  # dropout depends on the step
     pipe.step(inputs, target=target, next_args=(next_inputs,))
     found["timeline"] = str(pipe.timeline().chains)
-    found["explained"] = message(pipe.timeline().explain)
+    found["explained"] = outcome(pipe.timeline().explain)
     found["same"] = all(torch.equal(value, given[name]) for name, value in frozen.state_dict().items())
     found["gradients"] = [parameter.grad for parameter in frozen.parameters() if parameter.grad is not None]
     found["equal values"] = pipe.step(next_inputs.clone(), target=next_target).item()  # no other objects are asked for
@@ -151,52 +145,52 @@ def rank_uses() -> dict[str, Any]:
 
     # What is no next batch.
     pipe.step(inputs, target=target, next_args=(next_inputs,))
-    found["another batch"] = message(lambda: pipe.step(inputs, target=target))
+    found["another batch"] = outcome(lambda: pipe.step(inputs, target=target))
     found["after it"] = pipe.step(next_inputs, target=next_target).item()
     changed = next_inputs.clone()
     pipe.step(inputs, target=target, next_args=(changed,))
     changed.add_(1)
-    found["changed in place"] = message(lambda: pipe.step(changed, target=next_target))
+    found["changed in place"] = outcome(lambda: pipe.step(changed, target=next_target))
     pipe.step(inputs, target=target, next_args=(next_inputs,))
     with torch.no_grad():
         next(pipe._engine.stages[2 + rank].module.parameters()).add_(0)
-    found["another teacher"] = message(lambda: pipe.step(next_inputs, target=next_target))
+    found["another teacher"] = outcome(lambda: pipe.step(next_inputs, target=next_target))
     for what, change in teacher_changes(pipe._engine.stages[2 + rank].module):
         pipe.step(inputs, target=target, next_args=(next_inputs,))
         change()
-        found[what] = message(lambda: pipe.step(next_inputs, target=next_target))
+        found[what] = outcome(lambda: pipe.step(next_inputs, target=next_target))
     pipe.step(inputs, target=target, next_args=(next_inputs,))
     with torch.autocast("cpu", torch.bfloat16):
-        found["autocast"] = message(lambda: pipe.step(next_inputs, target=next_target))
+        found["autocast"] = outcome(lambda: pipe.step(next_inputs, target=next_target))
     shared = next_inputs.numpy().copy()
     pipe.step(inputs, target=target, next_args=(torch.from_numpy(shared),))
     shared += 1
-    found["changed by NumPy"] = message(lambda: pipe.step(torch.from_numpy(shared), target=next_target))
+    found["changed by NumPy"] = outcome(lambda: pipe.step(torch.from_numpy(shared), target=next_target))
 
     announced = {"next_args": (next_inputs,)} if rank else {}
-    found["one rank only"] = message(lambda: pipe.step(inputs, target=target, **announced))
+    found["one rank only"] = outcome(lambda: pipe.step(inputs, target=target, **announced))
     own = ps.Pipeline(student(), nn.functional.mse_loss, "1f1b", M)
-    found["no teacher"] = message(lambda: own.step(inputs, target=target, next_args=(inputs,)))
+    found["no teacher"] = outcome(lambda: own.step(inputs, target=target, next_args=(inputs,)))
 
     # What no pipeline can be.
-    found["two arguments"] = message(lambda: ps.Pipeline(student(), nn.functional.mse_loss, "1f1b", M, teacher=frozen))
-    found["two in a module"] = message(lambda: ps.Pipeline(student(), nn.MSELoss(), "1f1b", M, teacher=frozen))
-    found["two of its own"] = message(lambda: ps.Pipeline(student(), lambda a, b: (a - b).mean(), teacher=frozen))
-    found["no loss"] = message(lambda: ps.Pipeline(student(), None, "1f1b", M, teacher=frozen))
-    found["trained"] = message(lambda: ps.Pipeline(model, loss_fn, "1f1b", M, teacher=nn.Sequential(*model)))
-    found["slices"] = message(lambda: ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=frozen, slices=2))
-    found["meta"] = message(lambda: ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=copy.deepcopy(frozen).to("meta")))
-    found["no module"] = message(lambda: ps.Pipeline(student(), loss_fn, "1f1b", M, teacher="gpt2"))
+    found["two arguments"] = outcome(lambda: ps.Pipeline(student(), nn.functional.mse_loss, "1f1b", M, teacher=frozen))
+    found["two in a module"] = outcome(lambda: ps.Pipeline(student(), nn.MSELoss(), "1f1b", M, teacher=frozen))
+    found["two of its own"] = outcome(lambda: ps.Pipeline(student(), lambda a, b: (a - b).mean(), teacher=frozen))
+    found["no loss"] = outcome(lambda: ps.Pipeline(student(), None, "1f1b", M, teacher=frozen))
+    found["trained"] = outcome(lambda: ps.Pipeline(model, loss_fn, "1f1b", M, teacher=nn.Sequential(*model)))
+    found["slices"] = outcome(lambda: ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=frozen, slices=2))
+    found["meta"] = outcome(lambda: ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=copy.deepcopy(frozen).to("meta")))
+    found["no module"] = outcome(lambda: ps.Pipeline(student(), loss_fn, "1f1b", M, teacher="gpt2"))
     table = ps.schedule.with_teacher(ps.schedule.build("1f1b", 2, M))
-    found["a table"] = message(lambda: ps.Pipeline(student(), nn.functional.mse_loss, table))
+    found["a table"] = outcome(lambda: ps.Pipeline(student(), nn.functional.mse_loss, table))
     shorter = ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=nn.Sequential(nn.Linear(WIDTH, WIDTH), WithoutFirstRow()))
-    found["other rows"] = message(lambda: shorter.step(inputs, target=target))
+    found["other rows"] = outcome(lambda: shorter.step(inputs, target=target))
 
     # Other ways to give it, and other calls.
     bf16 = ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=teacher(dtype=torch.bfloat16), seed=None)
-    found["bf16"] = message(lambda: bf16.step(inputs.bfloat16(), target=target))
+    found["bf16"] = outcome(lambda: bf16.step(inputs.bfloat16(), target=target))
     wide = ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(4, WIDTH)))
-    found["a layer that fails"] = message(lambda: wide.step(inputs, target=target, next_args=(next_inputs,)))
+    found["a layer that fails"] = outcome(lambda: wide.step(inputs, target=target, next_args=(next_inputs,)))
     finer = ps.schedule.with_teacher(ps.schedule.build("1f1b", 2, M), stages=[0, 1, 0, 1], ahead=False)
     many = ps.Pipeline(student(), loss_fn, finer, teacher=teacher())
     found["more stages"] = [
@@ -205,7 +199,7 @@ def rank_uses() -> dict[str, Any]:
     ]
     found["stages of it"] = {int(str(event.action)[0]) for event in many.timeline().events}
     elsewhere = ps.schedule.with_teacher(ps.schedule.build("1f1b", 2, M), stages=[1])
-    found["inputs elsewhere"] = message(lambda: ps.Pipeline(student(), loss_fn, elsewhere, teacher=teacher()))
+    found["inputs elsewhere"] = outcome(lambda: ps.Pipeline(student(), loss_fn, elsewhere, teacher=teacher()))
     stages = ps.partition.split(teacher(), 2)
     losses = []
     for way in (teacher(), stages, {rank: stages[rank]}):

@@ -185,11 +185,6 @@ def has_hooks_of_user(module: nn.Module) -> bool:
     return own_forward_hooks or bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def hook_keys(module: nn.Module) -> tuple[int, ...]:
-    """Return the numbers of `module`'s forward hooks and pre-hooks; each hook of a process has another."""
-    return (*module._forward_pre_hooks, *module._forward_hooks)
-
-
 def has_hooks_or_patched_forward(module: nn.Module) -> bool:
     """Return whether `module` has forward hooks, or a forward that was set on the instance."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in module.__dict__

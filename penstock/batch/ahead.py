@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.comms.encoding import sample_bytes
 from penstock.errors import MismatchError
 from penstock.rows import unwrap
-from penstock.torch_private import hook_keys, tensor_version
+from penstock.torch_private import forward_hooks, tensor_version
 from penstock.trees import flatten
-
-MAX_SAMPLED_VALUES = 64  # of a tensor
 
 
 class AheadBatch:
@@ -61,7 +60,7 @@ class TeacherState:
     def __init__(self, modules: Sequence[nn.Module], autocast: str) -> None:
         self._autocast = autocast
         self._layers = [layer for module in modules for layer in module.modules()]
-        self._attributes = [(_plain_attributes(layer), hook_keys(layer)) for layer in self._layers]
+        self._attributes = [(_plain_attributes(layer), forward_hooks(layer)) for layer in self._layers]
         tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         self._tensors = [(_version(tensor), _sample(tensor)) for tensor in tensors]
 
@@ -99,9 +98,6 @@ def _equal(given: Any, announced: Any) -> bool:
 
 
 def _sample(leaf: Any) -> Tensor:
-    """Return the bytes of some values of a dense tensor, evenly spread; none of anything else."""
+    """Return the `sample_bytes` of a tensor; none of anything else."""
     tensor = unwrap(leaf)
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
-        return torch.empty(0, dtype=torch.uint8)
-    values = tensor.detach().reshape(-1)
-    return values[:: -(-len(values) // MAX_SAMPLED_VALUES)].clone().view(torch.uint8)
+    return sample_bytes(tensor.detach()) if isinstance(tensor, Tensor) else torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -30,6 +30,7 @@ from penstock.torch_private import TREE_NODES
 
 MAX_VALUE_BYTES = 2**28  # of an encoded value
 MAX_NESTING = 100  # levels of containers
+MAX_SAMPLED_VALUES = 64  # of a tensor
 JSON_LENGTH = struct.Struct("<Q")
 FLOAT64 = struct.Struct("<d")
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -121,6 +122,16 @@ def check_announced_size(size: int) -> int:
 def view_as_bytes(tensor: Tensor) -> Tensor:
     """Return a flat uint8 view of a contiguous tensor: every transport can send it, whatever dtypes it supports."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def sample_bytes(tensor: Tensor) -> Tensor:
+    """Return some of a tensor's values, evenly spread, as bytes: they show changes of `.data`, unknown to autograd."""
+    if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    step = -(-tensor.numel() // MAX_SAMPLED_VALUES)
+    if tensor.is_contiguous():  # the common case, in a quarter of the time
+        return view_as_bytes(tensor.view(-1)[::step].clone())
+    return view_as_bytes(tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device)))
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

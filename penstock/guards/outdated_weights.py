@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.comms.encoding import view_as_bytes
+from penstock.comms import encoding
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import local_shard
@@ -24,7 +24,6 @@ from penstock.torch_private import DisableTorchFunctionSubclass, is_persistent_b
 from penstock.trees import leaves
 
 TensorKey = tuple[str, str]  # the first pipeline that had a tensor, and its name in the uncut model: the same on all ranks
-MAX_SAMPLED_VALUES = 64  # of a tensor, to see changes of `.data` by an optimizer, of which autograd does not know
 OUTDATED_HINT = (
     "pipe.rebuild(schedule=..) goes on with the trained ones, checkpoint.export(pipe, path) writes a file of them to load into "
     "the model, and pipe.state_dict() has this rank's part"
@@ -71,15 +70,9 @@ def _version(tensor: Tensor) -> int:
 
 
 def sample_bytes(tensor: Tensor) -> Tensor:
-    """Return some of a tensor's values, evenly spread, as bytes."""
+    """Return some of the values that a tensor has on this rank, evenly spread, as bytes."""
     with DisableTorchFunctionSubclass() if isinstance(tensor, RemoteParameter) else nullcontext():
-        tensor = local_shard(tensor.detach())
-    if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    step = -(-tensor.numel() // MAX_SAMPLED_VALUES)
-    if tensor.is_contiguous():  # the common case, in a quarter of the time
-        return view_as_bytes(tensor.view(-1)[::step].clone())
-    return view_as_bytes(tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device)))
+        return encoding.sample_bytes(local_shard(tensor.detach()))
 
 
 def _records_of(tensors: Iterable[Tensor]) -> list[_TensorRecord]:

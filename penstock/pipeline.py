@@ -349,10 +349,7 @@ class Pipeline(ModuleMisuseHints):
         if next_batch is not None and batch is None:
             batch = AheadBatch(call.args, call.kwargs)
             self._run(Call(call.name, False, (), {}, next_batch=batch))
-            batch.teacher_state = self._engine.reader.teacher_state()
         result = self._run(call._replace(next_batch=next_batch, teacher_batch=batch))
-        if next_batch is not None:
-            next_batch.teacher_state = self._engine.reader.teacher_state()
         self._announced = next_batch
         return result
 
@@ -575,7 +572,7 @@ class Pipeline(ModuleMisuseHints):
         cuttable = self._original.cuttable
         if cuttable is None:
             raise MismatchError(NOT_CUT)
-        options = {name: arguments[name] for name in all_build_options() if name in arguments}
+        options = {name: value for name, value in arguments.items() if name not in self._arguments}
         table = table_of_arguments(SimpleNamespace(**{**arguments, "options": options}), self.topology.world_size)
         engine, position = self._engine, self.position
         offset = measure_own_clock_skew(control, engine.clock_ids).offset
@@ -634,6 +631,8 @@ class Pipeline(ModuleMisuseHints):
             result = self._run_step(call)
             self.step_count += training
 
+        if call.next_batch is not None:
+            call.next_batch.teacher_state = self._engine.reader.teacher_state()
         self._engine.last_result = result._replace(outputs=())  # not kept alive: they are the caller's
         if call.losses is not None:
             call.losses[:] = result.losses

@@ -2,5 +2,6 @@
 
 `call`       what the user gave, and this rank's share of it
 `pieces`     a batch or a list, cut by rows and by tokens; outputs joined
+`ahead`      a batch that a teacher runs before its step
 `agreement`  what all ranks know of a step: a row of numbers each time, a description in the first step of a kind
 """

@@ -84,7 +84,7 @@ class Agreed(NamedTuple):
     first_microbatch: int  # of this replica, among those of all: for random numbers
     num_microbatches: int
     step_kind: tuple[Sequence[float], Sequence[frozenset[int]]]  # of all ranks, and the microbatches of share 0 of all replicas
-    is_new_kind: bool  # whether the step is the first of its kind on all ranks: memory is measured, attention is checked
+    is_new_kind: bool  # whether the ranks together run such a step for the first time: memory is measured
     next_pieces: Sequence[Piece] = ()  # of the batch for which a teacher runs ahead
 
     @property

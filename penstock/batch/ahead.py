@@ -13,6 +13,8 @@ from penstock.rows import unwrap
 from penstock.torch_private import forward_hooks, tensor_version
 from penstock.trees import flatten
 
+PLAIN_TYPES = (int, float, str, type(None))
+
 
 class AheadBatch:
     """A batch for a teacher, from the step in which its forwards run to the step whose losses take their outputs."""
@@ -20,9 +22,12 @@ class AheadBatch:
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.args, self.kwargs = tuple(args), dict(kwargs)
         self.outputs: dict[int, Any] = {}  # microbatch -> the teacher's output, on the rank of the loss
+        self.teacher_state: TeacherState | None = None  # when it had run
+
+    def record_values(self) -> None:
+        """Remember the values with which the teacher runs, on the rank that reads them."""
         self._leaves, self._tree = flatten((self.args, self.kwargs))
         self._versions, self._samples = list(map(_version, self._leaves)), list(map(_sample, self._leaves))
-        self.teacher_state: TeacherState | None = None  # when it had run
 
     def check_same_teacher(self, state: "TeacherState") -> None:
         """Raise MismatchError if the teacher has another `state` than when it ran."""
@@ -62,7 +67,8 @@ class TeacherState:
         self._layers = [layer for module in modules for layer in module.modules()]
         self._attributes = [(_plain_attributes(layer), forward_hooks(layer)) for layer in self._layers]
         tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        self._tensors = [(_version(tensor), _sample(tensor)) for tensor in tensors]
+        self._versions = list(map(_version, tensors))
+        self._samples = [sample for sample in map(_sample, tensors) if len(sample)]
 
     def find_change(self, later: "TeacherState") -> str:
         """Return as text what differs in a `later` state, with its verb; empty if nothing does."""
@@ -72,15 +78,15 @@ class TeacherState:
             return "layers' attributes or hooks have"
         if self._autocast != later._autocast:
             return "autocast has"
-        same = all(
-            version == later_version and torch.equal(sample, later_sample)
-            for (version, sample), (later_version, later_sample) in zip(self._tensors, later._tensors, strict=True)
-        )
-        return "" if same else "parameters or buffers have"
+        if self._versions != later._versions or list(map(len, self._samples)) != list(map(len, later._samples)):
+            return "parameters or buffers have"
+        # One comparison: on a GPU each is a wait.
+        is_same = not self._samples or torch.equal(torch.cat(self._samples), torch.cat(later._samples))
+        return "" if is_same else "parameters or buffers have"
 
 
 def _plain_attributes(layer: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(layer).items() if isinstance(value, int | float | str | None)}
+    return {name: value for name, value in vars(layer).items() if isinstance(value, PLAIN_TYPES)}
 
 
 def _version(leaf: Any) -> int:

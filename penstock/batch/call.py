@@ -145,7 +145,8 @@ class CallReader:
         rank, placement = self.position.pipeline.rank, self.schedule.placement
         inputs, next_inputs, target = _NOT_READ, _NOT_READ, _NOT_READ
         order: Sequence[int] = ()
-        if rank == placement[0] and (next_call := _call_of_next_batch(call)):
+        if rank == placement[0] and call.next_batch is not None and (next_call := _call_of_next_batch(call)):
+            call.next_batch.record_values()
             next_inputs = self._read_inputs(next_call)
         if rank == placement[0] and not call.is_for_teacher_alone:
             if call.teacher_batch is not None:
@@ -173,8 +174,7 @@ class CallReader:
             order,
             inputs.lengths,
             self.schedule.slices if self.token_parts != 1 else 1,
-            # A teacher's forward may be the first action: the first of the model does not run early.
-            None if (call.is_list and replica) or self.teacher is not None else replica * num_seeds,
+            None if call.is_list and replica else replica * num_seeds,
             mix_seed(self.seed, call.steps_before) if call.is_training and self.seed is not None else None,
             LocalDescription(
                 batch_hash,

@@ -88,7 +88,10 @@ def _count_entry_rows(entry: Any, what: str, layout: Layout) -> int | None:
         raise _no_rows_error(entry, what)
     if len(sizes) > 1 or WITHOUT_ROWS_DIM in sizes:
         return None
-    return next((rows for rows in sizes if _count_samples(rows, what, layout.rows_per_sample)), None)
+    rows = next(iter(sizes), None)
+    if rows is not None:
+        _count_samples(rows, what, layout.rows_per_sample)
+    return rows
 
 
 def _copy_whole(entry: Any, layout: Layout) -> Any:

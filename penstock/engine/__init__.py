@@ -12,6 +12,7 @@ last_step          what a user reads of the last step
 
 build              from a pipeline's arguments to its engine
 model_partition    the model that a rank was given, and the stages of it that it runs
+teacher            a second, frozen model on the same ranks
 loss               a mean or a sum, and the weight of each microbatch in it
 optimizers         optimizers of all ranks that act as one; which function iterates over `pipe.parameters()`
 hints              errors for what people try on a pipeline because modules have it

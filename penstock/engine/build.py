@@ -19,7 +19,7 @@ from penstock.batch.call import CallReader, ModelForward, first_stage_signature,
 from penstock.batch.pieces import Layout, count_tokens, parse_slices
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.loss import check_reduction, loss_with_teacher
-from penstock.engine.model_partition import AllStages, ModelPartition, check_can_be_cut
+from penstock.engine.model_partition import AllStages, ModelPartition, check_can_be_cut, modules_of
 from penstock.engine.step import Engine
 from penstock.engine.teacher import Teacher, check_teacher, check_teacher_placement
 from penstock.errors import MismatchError, is_whole_number
@@ -128,7 +128,7 @@ def parse_arguments(
         vars(config).update({name: getattr(plan, name) for name in PLAN_ARGUMENTS})
 
     slices, num_slices = parse_slices(config.slices)
-    schedule = table_of_arguments(config, num_ranks)
+    schedule = user_table(config, num_ranks)
     table_with_teacher = None if schedule.teacher is None else schedule
     if table_with_teacher is not None:
         verify(schedule)
@@ -179,7 +179,7 @@ def _example_with_position_ids(model: nn.Module, config: Any) -> dict[str, Any]:
 
 
 def _check_argument_types(model: Any, config: Any) -> None:
-    modules = list(model.values() if isinstance(model, Mapping) else model if isinstance(model, Sequence) else [model])
+    modules = modules_of(model)
     for module in modules:
         if not isinstance(module, nn.Module):
             raise MismatchError(_not_a_module_text(module))
@@ -256,7 +256,12 @@ def check_options(options: Iterable[str], schedule: Any, arguments: Iterable[str
 
 
 def table_of_arguments(config: Any, num_ranks: int) -> Schedule:
-    """Return the table that a pipeline of these arguments runs; raises as `build_table`. `config`: has them as attributes."""
+    """Return the model's table in a pipeline of these arguments; raises as `build_table`. `config`: has them as attributes."""
+    return without_teacher(user_table(config, num_ranks))
+
+
+def user_table(config: Any, num_ranks: int) -> Schedule:
+    """Return the same with a teacher's forwards, where the user's table has them."""
     microbatches = DEFAULT_MICROBATCHES if config.microbatches is None else config.microbatches
     _, num_slices = parse_slices(config.slices)
     is_family = isinstance(config.schedule, str) and not config.schedule.endswith(".csv")

@@ -230,6 +230,11 @@ def is_single_module(model: Any) -> bool:
     return isinstance(model, nn.Module) and type(model) is not nn.ModuleList
 
 
+def modules_of(model: Any) -> list[Any]:
+    """Return the modules of a model or of its stages, as `Pipeline` takes them."""
+    return list(model.values() if isinstance(model, Mapping) else model if isinstance(model, Sequence) else [model])
+
+
 def check_can_be_cut(model: Any, table: Schedule, *cutting_arguments: Any) -> None:
     """Raise MismatchError for a single module and several stages, unless it is an nn.Sequential or `cutting_arguments` say how.
 

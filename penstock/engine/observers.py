@@ -38,7 +38,7 @@ class ObservedStep:
 
     call: Call
     batch: LocalBatch
-    is_new_on_rank: bool  # whether this rank trains on the first such batch; `agreed` says whether all do
+    is_new_on_rank: bool  # whether this rank trains on such a batch for the first time; `agreed` says it of the ranks together
     clock: ActionClock
     actions: StepActions
     agreed: Agreed = field(init=False)  # from `compare` on

@@ -172,7 +172,9 @@ class Engine:
         """Run this rank's first action before the rows are read, if it is a forward of the first stage: it waits for nobody."""
         batch, num_microbatches = step.batch, len(step.batch.order)
         # Along tp and cp the action waits for other ranks. Random numbers of a list depend on the lists of earlier replicas.
+        # A teacher's forward may be the first action.
         gains_nothing = self.last_stage == 0 or self.position.tp is not None or self.position.cp_size > 1
+        gains_nothing = gains_nothing or self.programs.has_teacher
         if gains_nothing or not num_microbatches or batch.first_microbatch is None:
             return None
         program = self.programs.select(step.call.is_training, num_microbatches)
@@ -253,7 +255,7 @@ class Engine:
     def _exchange_results(self, step: ObservedStep) -> StepResult:
         """Exchange losses, times and what observers tell. The host waits for its GPU here; before, only without NCCL."""
         agreed, actions, clock = step.agreed, step.actions, step.clock
-        ran = [line.action for line in agreed.program.lines]
+        ran = agreed.program.actions
 
         # 1. This rank's summary. Observers may look at gradients: they are complete now.
         losses = actions.microbatch_losses()

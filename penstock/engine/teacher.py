@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock import partition
 from penstock.comms.control_group import ControlGroup
-from penstock.engine.model_partition import AllStages, ModelPartition, check_can_be_cut, partition_model
+from penstock.engine.model_partition import AllStages, ModelPartition, check_can_be_cut, modules_of, partition_model
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.partition.graph_stage import move_stage_to_device
@@ -101,11 +101,6 @@ def check_teacher_placement(table: Schedule) -> None:
             f"{table.name} places the teacher's first stage on rank {first}, and the inputs are read on rank "
             f"{table.placement[0]}, with stage 0: place both on one rank"
         )
-
-
-def modules_of(model: Any) -> list[Any]:
-    """Return the modules of a model or of its stages, as `Pipeline` takes them."""
-    return list(model.values() if isinstance(model, Mapping) else model if isinstance(model, Sequence) else [model])
 
 
 def build_teacher(

@@ -6,6 +6,7 @@ observers            the list of them for a pipeline's engine, in their order
 digest               digests of tensors; the comparison of batches and of tied parameters by them
 loss                 what steps show of a loss: a mean or a sum, microbatches that weigh alike
 gradient_factor      by what a rank has multiplied its gradients between two steps: all ranks must do it alike
+frozen_stages        stages without a backward: nothing in them may be trained again
 unregistered_uses    parameters that a stage uses but does not register
 reachable_objects    Python objects that several stages can reach
 shared_state         those that a forward changes: layers of several stages that talk through Python, or a layer and the loss

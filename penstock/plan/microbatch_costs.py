@@ -78,7 +78,7 @@ class MicrobatchSamples(Observer):
             for (stage, number), size in self._memory.measurement.sizes_by_microbatch.items():
                 self._bytes[stage].append((*shapes[number], size.act))
             return
-        self._last_actions, self._last_clock = [line.action for line in agreed.program.lines], step.clock
+        self._last_actions, self._last_clock = agreed.program.actions, step.clock
         for (kind, stage, number, _), (start, end, _) in zip(self._last_actions, step.clock.intervals(), strict=True):
             self._seconds[kind, stage].append((*shapes[number], end - start))
 

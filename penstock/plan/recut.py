@@ -18,6 +18,7 @@ from random import Random
 from statistics import fmean, median
 from typing import NamedTuple
 
+from penstock.batch.agreement import Agreed
 from penstock.engine.clock import ActionClock
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.errors import PenstockError
@@ -27,7 +28,7 @@ from penstock.plan.partition_search import Limits, PartitionSearch
 from penstock.plan.schedule_timer import ScheduleTimer
 from penstock.plan.stage_costs import LayerChain
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.table import Action, Kind, Table
+from penstock.schedule.table import Kind, Table
 from penstock.timing.causes import NOTABLE_SHARE
 from penstock.timing.events import Event
 from penstock.timing.measurement import Measurement
@@ -54,20 +55,19 @@ class RecentSteps(Observer):
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
-        self._steps = deque[tuple[list[Action], ActionClock, list[int]]](maxlen=MAX_STEPS)
+        self._steps = deque[tuple[Agreed, ActionClock]](maxlen=MAX_STEPS)
 
     def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
-        """Keep the step's actions and its clock."""
-        agreed = step.agreed
-        if agreed.has_backward and not agreed.is_new_kind:
-            sizes = [piece.elements for piece in agreed.pieces if piece.slice == 0]
-            self._steps.append(([line.action for line in agreed.program.lines], step.clock, sizes))
+        """Keep what all ranks know of the step, and its clock."""
+        if step.agreed.has_backward and not step.agreed.is_new_kind:
+            self._steps.append((step.agreed, step.clock))
 
     def times(self, rank: int, clock_offset: float) -> list[StepTimes]:
         """Return the last steps with the same actions as the last one. `clock_offset`: from here to rank 0."""
         times = list[StepTimes]()
-        last_actions = self._steps[-1][0] if self._steps else []
-        for actions, clock, sizes in reversed(self._steps):
+        last_actions = self._steps[-1][0].program.actions if self._steps else []
+        for agreed, clock in reversed(self._steps):
+            actions, sizes = agreed.program.actions, [piece.elements for piece in agreed.pieces if piece.slice == 0]
             if actions != last_actions or (times and (1 + len(times)) * len(actions) > MAX_ACTIONS):
                 break
             clock.offset = clock_offset

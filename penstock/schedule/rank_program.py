@@ -30,9 +30,14 @@ class RankProgram:
     chains: Chains
 
     @cached_property
+    def actions(self) -> list[Action]:
+        """The actions of the lines."""
+        return [line.action for line in self.lines]
+
+    @cached_property
     def stages(self) -> list[int]:
         """The rank's stages, in the order of their first actions."""
-        return list(dict.fromkeys(step.action.stage for step in self.lines))
+        return list(dict.fromkeys(action.stage for action in self.actions))
 
 
 class RankPrograms:

@@ -32,6 +32,8 @@ def _cells_with_full_backwards(schedule: Schedule, rank: int) -> Iterator[Cell]:
 
 def without_teacher(schedule: Schedule) -> Schedule:
     """Return `schedule` without a teacher's stages and their forwards. A proved table stays proved."""
+    if schedule.teacher is None:
+        return schedule
     trained = schedule.num_trained_stages
     alone = schedule.filter_actions(lambda action: action.stage < trained)
     return replace(alone, placement=schedule.placement[:trained], teacher=None, ahead=False)

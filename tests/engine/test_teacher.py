@@ -121,6 +121,10 @@ def teacher_changes(module: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]
     yield "layer", lambda: setattr(module, name, copy.deepcopy(layer))
 
 
+def table_rule(ranks: int, microbatches: int) -> ps.schedule.Schedule:
+    return ps.schedule.with_teacher(ps.schedule.build("1f1b", ranks=ranks, microbatches=microbatches))
+
+
 def rank_uses() -> dict[str, Any]:
     torch.manual_seed(3)
     model, frozen, found = student(), teacher(), dict[str, Any]()
@@ -215,6 +219,15 @@ def rank_uses() -> dict[str, Any]:
         listed.step(inputs, target=target)
     rebuilt = listed.rebuild("gpipe", 3, cuts="measured")
     found["rebuilt"] = rebuilt.step(inputs, target=target).item()
+    found["longer list"], found["recut"] = [], []
+    for schedule in ("1f1b", table_rule):
+        pipe = ps.Pipeline(student(), loss_fn, schedule, M, teacher=teacher())
+        pipe.train(False)
+        longer = [*inputs.split(1)], [*target.split(1)]  # more microbatches than M
+        found["longer list"].append([pipe.step_microbatches(*longer).item() for _ in range(3)])
+        pipe.step(inputs, target=target)
+        pipe.step(inputs, target=target)
+        found["recut"].append(pipe.rebuild(cuts="measured").step(inputs, target=target).item())
     found["retry"] = (
         ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=teacher(), on_nonfinite="retry")
         .step(inputs, target=target, next_args=(next_inputs,))
@@ -283,4 +296,6 @@ def test_a_teacher_may_be_given_in_all_ways_of_a_model_and_reads_any_call() -> N
         assert found["stages of it"] == {0, 1}  # the second step only used what was there
         assert found["list"][0] == pytest.approx(found["list"][1])
         assert found["rebuilt"] == pytest.approx(found["list"][0])
+        assert found["longer list"][0] == found["longer list"][1]
+        assert found["recut"][0] == found["recut"][1]
         assert found["retry"] == first

@@ -40,7 +40,7 @@ class RankStatus(NamedTuple):
     kind: Kind
     text: str
     when: float = 0.0  # time.time()
-    error: str = ""  # the class of the error by which it raised or left
+    error: str = ""  # the class of the error by which it raised or left; of a process that crashed, `exit` or the signal
     peers: Sequence[int] = ()  # waited: for which ranks; empty: for any
     timeout: float = 0.0  # waited: seconds, if the wait has ended by its timeout
     activity: str = ""  # at the last heartbeat, of a rank that is lost, or of the one for which a wait ended by its timeout

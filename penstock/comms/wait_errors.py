@@ -20,7 +20,11 @@ class WaitError(PenstockError):
 
 
 class convert_errors(ContextDecorator):
-    """A context manager that raises what `convert_error` makes of the block's error."""
+    """A context manager that raises Penstock's error for the block's, if another rank or a limit of this system has caused it.
+
+    `awaited`, `peer`: of the WaitError if another rank has caused it; empty if the block waits for none.
+    `failure`: the text of the ResourceError (`rank 1 could not ..`) if this system refused something.
+    """
 
     def __init__(self, awaited: str = "", peer: int | None = None, failure: str = "") -> None:
         self._awaited, self._peer, self._failure = awaited, peer, failure
@@ -28,17 +32,13 @@ class convert_errors(ContextDecorator):
     def __enter__(self) -> None: ...
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        converted = error and convert_error(error, self._awaited, self._peer, self._failure)
+        converted = error and _convert_error(error, self._awaited, self._peer, self._failure)
         if converted is not None and converted is not error:
             raise converted from error
 
 
-def convert_error(error: BaseException, awaited: str = "", peer: int | None = None, failure: str = "") -> BaseException:
-    """Return Penstock's error for `error`, or `error` itself if no other rank and no limit of this system has caused it.
-
-    `awaited`, `peer`: of the WaitError if another rank has caused it; empty if the block waits for none.
-    `failure`: the text of the ResourceError (`rank 1 could not ..`) if this system refused something.
-    """
+def _convert_error(error: BaseException, awaited: str, peer: int | None, failure: str) -> BaseException:
+    """Return Penstock's error for `error`; `error` itself for any other cause."""
     if failure and is_out_of_resources(error):
         return ResourceError(f"{failure}: {explain_error(error)}")
     return WaitError(awaited, peer, error) if awaited and is_transport_error(error) else error

@@ -69,7 +69,7 @@ def exit_result(rank: int, exitcode: int | None) -> RankResult:
     if exitcode == UNGUARDED_EXIT_CODE:
         problem = "this program launches ranks wherever it is imported, and every rank imports it"
         text = f'{problem}: put what launches under `if __name__ == "__main__":`'
-        return RankResult(PenstockError(text), RankStatus(rank, "raised", text))
+        return RankResult.of_error(rank, PenstockError(text))
     if exitcode is None or exitcode >= 0:
         return RankResult(None, RankStatus(rank, "gone", f"ended with exit code {exitcode} before it was done", error="exit"))
     names = {known_signal.value: known_signal.name for known_signal in signal.Signals}

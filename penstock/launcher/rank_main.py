@@ -35,6 +35,11 @@ class RankResult(NamedTuple):
     traceback: str = ""
     steps_done: int | None = None  # training steps of its pipelines
 
+    @classmethod
+    def of_error(cls, rank: int, error: PenstockError) -> "RankResult":
+        """Return the result of a rank that the launching process says has raised `error`."""
+        return cls(error, RankStatus(rank, "raised", str(error)))
+
     @property
     def succeeded(self) -> bool:
         """Whether the function has returned."""
@@ -75,11 +80,12 @@ def rank_main(spec: LaunchSpec, rank: int, result_pipe: Connection, store_pipe: 
     gc.freeze()  # exclude what torch's import created, and is never deleted, from garbage collections
     torch.set_num_threads(_num_threads())
 
-    by_value, status = False, status_of_end(rank, None)
+    by_value = False
     try:
         function, args, by_value = unpickle_call(spec.call)
         value = function(*args)
-        data = _pickle_value(value, rank, by_value)
+        status = status_of_end(rank, None)
+        data = _pickle_value(value, status, by_value)
     except BaseException as error:
         data, status = _pickle_error(error, rank, by_value), status_of_end(rank, error)
 
@@ -128,12 +134,14 @@ def _num_threads() -> int:
     return int(text) if text.isdecimal() and int(text) else 1
 
 
-def _pickle_value(value: Any, rank: int, by_value: bool) -> bytes:
+def _pickle_value(value: Any, status: RankStatus, by_value: bool) -> bytes:
     """Return the RankResult of a function that returned `value`, as bytes. Raises PenstockError if it does not pickle."""
     try:
-        return choose_pickle_dumps(by_value)(RankResult(value, status_of_end(rank, None), steps_done=_steps_done()))
+        return choose_pickle_dumps(by_value)(RankResult(value, status, steps_done=_steps_done()))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise PenstockError(f"rank {rank} cannot send home what its function returned ({error}): it must pickle") from error
+        raise PenstockError(
+            f"rank {status.rank} cannot send home what its function returned ({error}): it must pickle"
+        ) from error
 
 
 def _pickle_error(error: BaseException, rank: int, by_value: bool) -> bytes:

@@ -123,7 +123,7 @@ def _unpickle_result(data: bytes, rank: int) -> RankResult:
     except Exception as error:  # of any class: unpickling runs code of the program
         problem = f"what rank {rank} returned does not unpickle ({explain_error(error)})"
         text = f"{problem}: return values that do, such as numbers and tensors"
-        return RankResult(PenstockError(text), RankStatus(rank, "raised", text))
+        return RankResult.of_error(rank, PenstockError(text))
     return result
 
 
@@ -134,8 +134,7 @@ def _result_of_ended_process(
     if rank in killer.statuses:
         return RankResult(None, killer.statuses[rank])
     if exitcode == FORKSERVER_ENDED_EXIT_CODE and server.state() != ALIVE:
-        error = ForkserverEndedError()
-        return RankResult(error, RankStatus(rank, "raised", str(error)))
+        return RankResult.of_error(rank, ForkserverEndedError())
     return exit_result(rank, exitcode)
 
 

@@ -305,18 +305,35 @@ def test_tensors_on_gpus_go_through_host_memory_in_their_layout():
     assert {str(message.device) for message in arrived.values()} == {"cuda:1"}
 
 
-def test_memory_that_a_rank_lacks_for_a_message_to_come_is_its_own_refusal():
-    class Full:
-        """A line over which receives are posted, on a rank without memory."""
+class Failing:
+    """A line over which no receive can be posted."""
 
-        def post_receive(self, spec):
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    def __init__(self, error):
+        self.error = error
 
-    transfer, specs = Transfer(Action(Kind.F, 0, 3), 0, 1), MessageSpecCache()
+    def post_receive(self, spec):
+        raise self.error
+
+
+def incoming_over(line, transfer):
+    specs = MessageSpecCache()
     specs.add(transfer, message_spec.message_spec_of(*flatten(torch.ones(3))))
-    incoming = ReceiveChannel(Full(), 1, 0, specs)
+    return ReceiveChannel(line, 1, 0, specs)
+
+
+def test_memory_that_a_rank_lacks_for_a_message_to_come_is_its_own_refusal():
+    transfer = Transfer(Action(Kind.F, 0, 3), 0, 1)
+    incoming = incoming_over(Failing(RuntimeError("DefaultCPUAllocator: can't allocate memory")), transfer)
     with pytest.raises(ps.ResourceError, match=r"rank 1 could not receive the .*0F3.*: RuntimeError: .*allocate"):
         incoming.post_receive(transfer)
+
+
+def test_an_error_that_has_nothing_to_do_with_other_ranks_stays_as_it_is_without_a_cause():
+    transfer, error = Transfer(Action(Kind.F, 0, 3), 0, 1), RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug") as caught:
+        incoming_over(Failing(error), transfer).post_receive(transfer)
+    assert caught.value is error
+    assert error.__cause__ is None  # not itself: whoever follows the causes would not end
 
 
 @pytest.mark.parametrize("size", [-1, 2**40])

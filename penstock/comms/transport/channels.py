@@ -30,7 +30,7 @@ from penstock.comms.transport.memory_transport import MemoryReceiver, MemorySend
 from penstock.comms.transport.message_spec import MessageSpec, TensorSpec
 from penstock.comms.transport.send_thread import SendFailure
 from penstock.comms.transport.spec_cache import MessageSpecCache
-from penstock.comms.wait_errors import convert_error, convert_errors, is_transport_error
+from penstock.comms.wait_errors import convert_errors, is_transport_error
 from penstock.schedule.program import Transfer
 from penstock.trees import flatten
 
@@ -182,8 +182,9 @@ class ReceiveChannel:
         try:
             expected = self._specs.step_specs[transfer]
             self.posted.append((transfer, expected, self.transport.post_receive(expected)))
-        except (OSError, MemoryError, RuntimeError) as error:
-            raise self._convert_error(transfer, error) from error
+        except (OSError, MemoryError, RuntimeError):
+            with self._convert_errors(transfer):
+                raise
 
     def receive(self, transfer: Transfer, device: torch.device) -> Any:
         """Wait for the message of `transfer`, and return it on `device`.
@@ -194,8 +195,9 @@ class ReceiveChannel:
             arriving, expected, posted = self.posted.popleft()
             try:
                 spec, tensors = self.transport.receive(posted)
-            except (OSError, MemoryError, RuntimeError) as error:
-                raise self._convert_error(arriving, error) from error
+            except (OSError, MemoryError, RuntimeError):
+                with self._convert_errors(arriving):
+                    raise
 
             if spec is not expected:
                 self._specs.add(arriving, spec)
@@ -207,6 +209,6 @@ class ReceiveChannel:
             self.out_of_order[arriving] = message
         return self.out_of_order.pop(transfer)
 
-    def _convert_error(self, transfer: Transfer, error: Exception) -> BaseException:
+    def _convert_errors(self, transfer: Transfer) -> convert_errors:
         failure = f"rank {self.rank} could not receive the {transfer}"
-        return convert_error(error, f"for the {transfer} from rank {self.source}", self.source, failure)
+        return convert_errors(f"for the {transfer} from rank {self.source}", self.source, failure)

@@ -88,6 +88,11 @@ class Agreed(NamedTuple):
     next_pieces: Sequence[Piece] = ()  # of the batch for which a teacher runs ahead
 
     @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """The elements of the largest input of each microbatch, in the order that runs."""
+        return tuple([piece.elements for piece in self.pieces if piece.slice == 0])
+
+    @property
     def chains(self) -> Chains:
         """Of the stages that run."""
         return self.program.chains

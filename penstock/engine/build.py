@@ -29,11 +29,11 @@ from penstock.partition.graph_stage import move_stage_to_device
 from penstock.partition.materialise import Init, has_meta_tensors, materialise
 from penstock.rows import resolve_rows_dim
 from penstock.schedule.catalog import build, did_you_mean, family_options
-from penstock.schedule.program import Program
+from penstock.schedule.program import Program, channels_between
 from penstock.schedule.proof import verify
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.schedule import Schedule, ScheduleRule, from_rows, from_rule, read_csv_cells
-from penstock.schedule.table import Table
+from penstock.schedule.table import Chains, Table
 from penstock.schedule.transform import with_frozen_stages, with_full_backwards, without_teacher
 from penstock.stage.attention import AttentionContext, AttentionWhileTracing, attention_context
 from penstock.stage.connections import stage_connections
@@ -399,7 +399,12 @@ def build_engine(
         arguments.loss_weight,
         ModelForward(modules[0], later_keywords) if 0 in modules else None,
     )
-    programs = RankPrograms(program, position.pipeline.rank, build_larger, add_teacher if teacher else None)
+    links = None
+    if teacher is not None:
+        chains = Chains(table.stages + teacher.table.stages, teacher=table.stages, ahead=True)
+        skips = model_partition.skips | teacher.skips(table.stages)
+        links = channels_between((*table.placement, *teacher.table.placement), chains, skips)
+    programs = RankPrograms(program, position.pipeline.rank, build_larger, add_teacher if teacher else None, links)
     return Engine(control, position, programs, reader, stages, parameters, tied, arguments.reduction, clock_ids)
 
 

@@ -277,9 +277,16 @@ class Engine:
             f"to end the step, after {ran[-1] if ran else 'nothing'}",
         )
         self.observers.after(step, rows)
-        sizes = tuple([piece.elements for piece in agreed.pieces if piece.slice == 0])
         return StepResult(
-            loss, loss_list, actions.joined_outputs(), step.report, ran, clock, agreed.step_kind, sizes, agreed.chains
+            loss,
+            loss_list,
+            actions.joined_outputs(),
+            step.report,
+            ran,
+            clock,
+            agreed.step_kind,
+            agreed.microbatch_sizes,
+            agreed.chains,
         )
 
     # -- between steps -------------------------------------------------------------------------------------------------

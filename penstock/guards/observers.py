@@ -56,7 +56,7 @@ def make_observers(
     gradient_factor = GradientFactorCheck(engine.parameters, rank, num_ranks)
     stages = {index: stage for index, stage in engine.stages.items() if index < table.stages}  # without a teacher's
     memory = MemoryObserver(stages, table.slices)
-    samples, recent_steps = MicrobatchSamples(memory), RecentSteps(table.stages)
+    samples, recent_steps = MicrobatchSamples(memory, table.stages), RecentSteps(table.stages)
     cp_index = position.cp_index if position.cp_size > 1 else None
     names = all_stages.names
     monitor = NonFiniteMonitor(control, stages, engine.parameters, names) if arguments.on_nonfinite else None

@@ -118,7 +118,7 @@ class Balance:
     @cached_property
     def stage_costs(self) -> tuple[float, ...]:
         """The cost of every stage."""
-        return tuple(math.fsum(self.costs[start:end]) for start, end in self._ranges())
+        return tuple(math.fsum(self.costs[start:end]) for start, end in self.ranges())
 
     @property
     def bottleneck(self) -> float:
@@ -132,7 +132,7 @@ class Balance:
 
     def __str__(self) -> str:
         """A line for each stage, the bottleneck, and its lower bound."""
-        units = ["..".join(dict.fromkeys((self.names[start], self.names[end - 1]))) for start, end in self._ranges()]
+        units = ["..".join(dict.fromkeys((self.names[start], self.names[end - 1]))) for start, end in self.ranges()]
         costs = [self._format(cost) for cost in self.stage_costs]
         units_width, costs_width = max(map(len, units)), max(map(len, costs))
         lines = [f"stage {stage:<3}{units[stage]:<{units_width}}  {costs[stage]:>{costs_width}}" for stage in range(len(units))]
@@ -140,7 +140,8 @@ class Balance:
         slowest = f"{'slowest' if self.cost_kind == SECONDS else 'largest'} stage {self._format(self.bottleneck)}"
         return "\n".join([*lines, f"{slowest}, no cut can be below {self._format(self.lower_bound)} ({share:.1%} of it)"])
 
-    def _ranges(self) -> list[tuple[int, int]]:
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return the units of each stage, as (first, end)."""
         return list(pairwise((*self.starts, len(self.costs))))
 
     def _format(self, cost: float) -> str:

@@ -1,7 +1,7 @@
 """The fastest step that fits: a model's layers measured, and cut, schedule, microbatches and recomputation chosen for them.
 
 `model_profile`     the cost of each layer of a model, for any number of rows; a JSON file
-`measuring`         profile a model by running each layer alone, as the engine would
+`measuring`         profile a model by running its layers in turn, each as a stage of the engine
 `overheads`         measure the engine's time for an action, and messages
 `estimating`        profile a model by counting operations
 `recut`             profile a model from the steps of a run, and a faster cut at these costs

@@ -68,7 +68,8 @@ def measure(
     whose rows are not its first dimension. A quarter of the rows is measured too, so that the plan knows how much more many
     small microbatches cost than few large ones.
     `loss_fn`, `target`: as in `step`; the cost of the loss is added to the last layer.
-    `device`: where the layers run, one at a time; by default the model's device, and the CPU for a model on the meta device.
+    `device`: where the layers run, in groups of up to 256 MB of parameters; by default the model's device, and the CPU for a
+    model on the meta device.
     `rounds`: how often each layer runs at least. `seconds`: for how long all of them run, at most 50 times. Medians count.
 
     Parameters, gradients, buffers, attributes and random numbers stay as they are. Raises MismatchError for a model that cannot

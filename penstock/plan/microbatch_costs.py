@@ -59,10 +59,13 @@ class MicrobatchFit(NamedTuple):
 
 
 class MicrobatchSamples(Observer):
-    """Sizes and costs of this rank's microbatches in its last steps over lists. `memory`: measures the first list of a kind."""
+    """Sizes and costs of this rank's microbatches in its last steps over lists. `memory`: measures the first list of a kind.
 
-    def __init__(self, memory: MemoryObserver) -> None:
-        self._memory = memory
+    `num_stages`: of the model. Actions of a teacher, which come behind, are left out.
+    """
+
+    def __init__(self, memory: MemoryObserver, num_stages: int) -> None:
+        self._memory, self._num_stages = memory, num_stages
         self._seconds: dict[tuple[Kind, int], deque[Sample]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))
         self._bytes: dict[int, deque[Sample]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))  # by stage
         self._last_actions: Sequence[Action] = ()
@@ -80,7 +83,8 @@ class MicrobatchSamples(Observer):
             return
         self._last_actions, self._last_clock = agreed.program.actions, step.clock
         for (kind, stage, number, _), (start, end, _) in zip(self._last_actions, step.clock.intervals(), strict=True):
-            self._seconds[kind, stage].append((*shapes[number], end - start))
+            if stage < self._num_stages:
+                self._seconds[kind, stage].append((*shapes[number], end - start))
 
     def summarize(self, rank: int, clock_offset: float) -> "SampleSummary":
         """Return the fits of this rank's stages, and the events of its last step. `clock_offset`: from here to rank 0."""
@@ -90,7 +94,7 @@ class MicrobatchSamples(Observer):
         if self._last_clock is not None:
             self._last_clock.offset = clock_offset
             intervals = zip(self._last_actions, self._last_clock.intervals(), strict=True)
-            events = [Event(rank, action, *times) for action, times in intervals]
+            events = [Event(rank, action, *times) for action, times in intervals if action.stage < self._num_stages]
         seconds = {key: fit_microbatches(*np.array(samples).T) for key, samples in self._seconds.items()}
         of_activations = {stage: fit_microbatches(*np.array(samples).T) for stage, samples in self._bytes.items()}
         return SampleSummary(seconds, of_activations, events)
@@ -186,9 +190,10 @@ class MicrobatchCosts:
 
     def _fits_of_action(self, kind: Kind, stage: int) -> list[MicrobatchFit]:
         """Return the fits that add up to a forward, or to a whole backward: of B, else of I and W, or none."""
+        has_backward = any((part, stage) in self.fits for part in (Kind.B, Kind.I, Kind.W))
+        if kind is Kind.B and (Kind.F, stage) in self.fits and not has_backward:
+            return []  # a frozen stage
         kinds: tuple[Kind, ...] = (kind,) if kind is not Kind.B or (kind, stage) in self.fits else (Kind.I, Kind.W)
-        if (Kind.F, stage) in self.fits and not any((part, stage) in self.fits for part in (Kind.B, Kind.I, Kind.W)):
-            kinds = (kind,) if kind is Kind.F else ()  # a frozen stage has no backward
         if any((part, stage) not in self.fits for part in kinds):
             raise PenstockError(
                 "there is nothing to fit costs to yet: run two steps over lists of as many microbatches (step_microbatches); "

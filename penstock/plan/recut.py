@@ -13,7 +13,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from random import Random
 from statistics import fmean, median
 from typing import NamedTuple
@@ -67,13 +66,13 @@ class RecentSteps(Observer):
         times = list[StepTimes]()
         last_actions = self._steps[-1][0].program.actions if self._steps else []
         for agreed, clock in reversed(self._steps):
-            actions, sizes = agreed.program.actions, [piece.elements for piece in agreed.pieces if piece.slice == 0]
+            actions = agreed.program.actions
             if actions != last_actions or (times and (1 + len(times)) * len(actions) > MAX_ACTIONS):
                 break
             clock.offset = clock_offset
             intervals = zip(actions, clock.intervals(), strict=True)
             events = [Event(rank, action, *interval) for action, interval in intervals if action.stage < self._num_stages]
-            times.append(StepTimes(events, sizes))
+            times.append(StepTimes(events, agreed.microbatch_sizes))
         return times[::-1]
 
 
@@ -118,7 +117,7 @@ def profile_of_run(measured: Measurement, balance: Balance, parameters: Sequence
     layers = []
     times = measured.costs.action_costs(measured.schedule.num_stages)
     sizes = measured.activation_sizes or ((0.0, 0.0),) * measured.schedule.num_stages
-    for stage, (start, end) in enumerate(pairwise((*balance.starts, len(balance.costs)))):
+    for stage, (start, end) in enumerate(balance.ranges()):
         for place in range(start, end):
             share = balance.costs[place] / balance.stage_costs[stage] if balance.stage_costs[stage] else 1 / (end - start)
             forward, full, inputs, weights = (share * times[kind][stage] for kind in Kind)
@@ -187,7 +186,7 @@ def fastest_cut(measured: Measurement, balance: Balance, table: Schedule | None 
 
     speed_of_layer = [
         speeds[measured.schedule.placement[stage]]
-        for stage, (start, end) in enumerate(pairwise((*balance.starts, len(balance.costs))))
+        for stage, (start, end) in enumerate(balance.ranges())
         for _ in range(start, end)
     ]
     layers = [

@@ -12,13 +12,23 @@ A *script* is what `prove` runs: the same, post by post. A program is read as on
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.table import Action, Cell, Kind, Skip, Table, pause_garbage_collection, receiving_stages, sending_stages
+from penstock.schedule.table import (
+    Action,
+    Cell,
+    Chains,
+    Kind,
+    Skip,
+    Table,
+    pause_garbage_collection,
+    receiving_stages,
+    sending_stages,
+)
 
 RECEIVES_AHEAD = 2  # receives of a channel: one that is waited for, one that travels while the rank computes
 
@@ -98,10 +108,8 @@ class Program:
 
     @cached_property
     def links(self) -> list[tuple[int, int]]:
-        """The channels that the table may need, as (source, destination): both directions of ranks that exchange something."""
-        home = self.schedule.placement
-        pairs = [(home[start], home[end]) for start, end in self.schedule.chains.links(self.skips)]
-        return sorted({ends for pair in pairs for ends in (pair, pair[::-1]) if ends[0] != ends[1]})
+        """The channels that the table may need, as (source, destination)."""
+        return channels_between(self.schedule.placement, self.schedule.chains, self.skips)
 
     @cached_property
     def _transfers(self) -> "TransferTable":
@@ -132,6 +140,12 @@ class Program:
             yield from receives
             yield Compute(cell, remote_transfers(needs))
             yield from remote_transfers(gives)
+
+
+def channels_between(placement: Sequence[int], chains: Chains, skips: Collection[Skip] = ()) -> list[tuple[int, int]]:
+    """Return the channels that tables of these stages may need, as (source, destination): both ways between two ranks."""
+    pairs = [(placement[start], placement[end]) for start, end in chains.links(skips)]
+    return sorted({ends for pair in pairs for ends in (pair, pair[::-1]) if ends[0] != ends[1]})
 
 
 def remote_transfers(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:

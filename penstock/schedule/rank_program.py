@@ -1,6 +1,6 @@
 """One rank's lines of a program, and what its stages must know before they run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -53,8 +53,10 @@ class RankPrograms:
         rank: int,
         build_larger: Callable[[int], Program] | None = None,
         add_teacher: Callable[[Table, bool], Program] | None = None,
+        links: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.program, self.rank = program, rank
+        self._links = program.links if links is None else links
         self._build_larger = build_larger and lru_cache(MAX_LARGER_PROGRAMS)(build_larger)
         self._add_teacher = add_teacher and lru_cache(MAX_LARGER_PROGRAMS)(add_teacher)
         self._cached_program = lru_cache(MAX_CACHED_PROGRAMS)(self._lower_and_prove)
@@ -84,9 +86,9 @@ class RankPrograms:
         return self._add_teacher is not None
 
     @property
-    def links(self) -> list[tuple[int, int]]:
+    def links(self) -> Sequence[tuple[int, int]]:
         """The channels that any of the programs may need, as (source, destination)."""
-        return self.program.links if self._add_teacher is None else self._add_teacher(self.program.schedule, True).links
+        return self._links
 
     def table(self, microbatches: int) -> Table:
         """Return the table whose first `microbatches` are run: the pipeline's, or a larger one of the same rule."""

@@ -195,7 +195,7 @@ def _work_by_kind_and_stage(schedule: Table, costs: Costs) -> dict[Kind, list[_A
 
 
 def averaging_end_time(timeline: Timeline, seconds: Cost, *, overlapped: bool = True, shared: bool = False) -> float:
-    """Return when the gradients of all stages are averaged, in the unit and on the clock of `timeline`, planned or measured.
+    """Return when the gradients of all stages are averaged, in the unit and on the clock of `timeline`, simulated or measured.
 
     The gradients of a stage leave after its last backward, those of a rank's stages one after the other. `seconds`: the time
     that takes alone, a number for all stages or one for each: over n replicas and a link of `bandwidth` bytes a second,

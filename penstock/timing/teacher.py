@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count, pairwise, product
+from operator import itemgetter
 
 from penstock.errors import ScheduleError, is_whole_number
 from penstock.schedule.proof import check_table
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Action, Cell, Kind, actions_of, dependencies, pause_garbage_collection
-from penstock.timing.costs import Costs
+from penstock.timing.costs import UNIT_COSTS, Costs
 from penstock.timing.simulate import simulate
 
 MAX_PLACED_CELLS = 20_000  # of all tables that are tried
@@ -25,7 +26,7 @@ ROUNDING = 1e-9  # of a sum of times
 
 @pause_garbage_collection()
 def with_teacher(
-    schedule: Schedule, stages: int | Sequence[int] | None = None, ahead: bool = True, costs: Costs | None = None
+    schedule: Schedule, stages: int | Sequence[int] | None = None, ahead: bool = True, costs: Costs = UNIT_COSTS
 ) -> Schedule:
     """Return `schedule` with the forwards of a second, frozen model on the same ranks, a teacher's: stages that have F only.
 
@@ -47,7 +48,6 @@ def with_teacher(
 
     Raises ScheduleError for a table that is not complete, has a teacher already or slices, and for stages that end elsewhere.
     """
-    costs = costs or Costs()
     if schedule.teacher is not None:
         raise ScheduleError(f"{schedule.name} has a teacher already, from stage {schedule.teacher} on: give the table without")
     placement = (*schedule.placement, *_teacher_placement(schedule, stages))
@@ -65,10 +65,10 @@ def with_teacher(
     cells = [list(schedule.cells(rank)) for rank in range(table.ranks)]
     check_table(table.with_cells([*row, *more] for row, more in zip(cells, forwards, strict=True)))
 
-    tables = [_fastest(table, cells, forwards, costs)]
+    found = [_fastest(table, cells, forwards, costs)]
     if not ahead:  # the last loss is late, and nothing but backwards follows it
-        tables.append(_fastest(table, [list(_with_last_in_halves(row, table.microbatches)) for row in cells], forwards, costs))
-    return min(tables, key=lambda candidate: simulate(candidate, costs).makespan)
+        found.append(_fastest(table, [list(_with_last_in_halves(row, table.microbatches)) for row in cells], forwards, costs))
+    return min(found, key=itemgetter(0))[1]
 
 
 def _with_last_in_halves(row: Sequence[Cell], microbatches: int) -> Iterator[Cell]:
@@ -80,8 +80,10 @@ def _with_last_in_halves(row: Sequence[Cell], microbatches: int) -> Iterator[Cel
             yield cell
 
 
-def _fastest(table: Schedule, cells: Sequence[Sequence[Cell]], forwards: Sequence[Sequence[Action]], costs: Costs) -> Schedule:
-    """Return the fastest table of those that the rules of `_Placing` make for several ends of the step."""
+def _fastest(
+    table: Schedule, cells: Sequence[Sequence[Cell]], forwards: Sequence[Sequence[Action]], costs: Costs
+) -> tuple[float, Schedule]:
+    """Return the makespan, and the fastest table of those that the rules of `_Placing` make for several ends of the step."""
     placing = _Placing(table, cells, forwards, costs)
     end, fastest = placing.own_end, placing.forwards_first
     makespan = simulate(fastest, costs).makespan
@@ -98,7 +100,7 @@ def _fastest(table: Schedule, cells: Sequence[Sequence[Cell]], forwards: Sequenc
         if makespan <= max(placing.least_end, end) * (1 + ROUNDING):
             break
         end *= TARGET_RANGE ** (1 / targets)
-    return fastest
+    return makespan, fastest
 
 
 def _teacher_placement(schedule: Schedule, stages: int | Sequence[int] | None) -> Sequence[int]:
@@ -180,8 +182,8 @@ class _Placing:
         """
         ranks = range(self.table.ranks)
         rows: list[list[Cell]] = [[] for _ in ranks]
-        own: list[list[Cell]] = [list(row) for row in self.cells]
-        teacher: list[list[Cell]] = [list(row) for row in self.forwards]
+        own: list[list[Cell]] = [list(reversed(row)) for row in self.cells]  # the next one last
+        queues = [[own[rank], *self._queues_of_teacher(rank)] for rank in ranks]
         waits_for, ready_times, free = dict(self.num_inputs), dict.fromkeys(self.followers, 0.0), [0.0] * len(ranks)
         events, numbers = [(0.0, rank, rank) for rank in ranks], count(len(ranks))
 
@@ -189,13 +191,12 @@ class _Placing:
             now, _, rank = heappop(events)
             if free[rank] > now:
                 continue
-            firsts = {actions_of(cell)[0].stage: cell for cell in reversed(teacher[rank])}.values()  # of each stage
-            candidates = (*own[rank][:1], *firsts)
+            candidates = [queue[-1] for queue in queues[rank] if queue]
             ready = [cell for cell in candidates if not waits_for[cell] and ready_times[cell] <= now]
-            chosen = self._choose(own[rank][:1], ready, end - now, is_eager, urgent_first)
+            chosen = self._choose(own[rank][-1:], ready, end - now, is_eager, urgent_first)
             if chosen is None:
                 continue
-            (own if own[rank] and chosen == own[rank][0] else teacher)[rank].remove(chosen)
+            next(queue for queue in queues[rank] if queue and queue[-1] == chosen).pop()
             rows[rank].append(chosen)
             free[rank] = now + self._time(chosen)
             heappush(events, (free[rank], next(numbers), rank))
@@ -205,6 +206,12 @@ class _Placing:
                 home = self.table.placement[actions_of(follower)[0].stage]
                 heappush(events, (ready_times[follower], next(numbers), home))
         return rows
+
+    def _queues_of_teacher(self, rank: int) -> list[list[Cell]]:
+        """Return the forwards of each of the rank's stages of the teacher, the highest stage first, the next forward last."""
+        stages = [stage for stage in self.table.stages_of(rank) if stage >= self.table.num_trained_stages]
+        row = list(reversed(self.forwards[rank]))
+        return [[action for action in row if action.stage == stage] for stage in reversed(stages)]
 
     def _choose(
         self, own: Sequence[Cell], ready: Sequence[Cell], left: float, is_eager: bool, urgent_first: bool

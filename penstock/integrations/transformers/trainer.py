@@ -71,8 +71,8 @@ class PipelineTrainerMixin(Mixin, metaclass=MixinAboveTrainer):
     @property
     def pipeline(self) -> ps.Pipeline | None:
         """Return the pipeline that trains; None before the first batch."""
-        keys = sorted(self._pipelines, key=lambda key: not key[1])  # one that cuts tokens, which evaluation does not
-        return self._pipelines[keys[0]] if keys else None
+        key = max(self._pipelines, key=lambda key: key[1], default=None)  # one that cuts tokens, which evaluation does not
+        return None if key is None else self._pipelines[key]
 
     def _pipeline_for(self, call: dict[str, Any], cuts_tokens: bool = False) -> ps.Pipeline:
         """Return the pipeline for a call with these arguments. A call without labels has another graph, with the same cut."""

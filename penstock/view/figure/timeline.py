@@ -207,7 +207,7 @@ def _row(row: Data, timeline: Data, scale: float, y: float, height: float, label
 def _trained_stages(row: Data, timeline: Data) -> list[int]:
     """Return the stages of a rank's row, ascending, without those of a teacher."""
     first = _first_teacher_stage(timeline)
-    return sorted({stage for event in row.get("events", ()) if (stage := int(_stage(event))) < first})
+    return sorted({stage for event in row["events"] if (stage := int(_stage(event))) < first})
 
 
 def _first_teacher_stage(timeline: Data) -> float:

@@ -24,7 +24,7 @@ class Chart {
     this.overlay = () => {}; // draws over the blocks
   }
 
-  /** The step drawn below this one, {name, timeline}: the alternative if there is one, else the plan. */
+  /** The step drawn below this one, {name, timeline}: the alternative if there is one, else the prediction. */
   get comparison() { return this.alternative || (this.record.predicted && {name: "predicted", timeline: this.record.predicted}); }
 
   /** Compute the layout, after a change of width, step or options. */

@@ -22,7 +22,7 @@ from penstock.comms.topology import Topology
 from penstock.engine.build import PlanLike, build_engine, materialise_stages, parse_arguments, table_of_arguments
 from penstock.engine.clock import measure_own_clock_skew
 from penstock.engine.hints import ModuleMisuseHints, add_backward_hint
-from penstock.engine.last_step import LastStep
+from penstock.engine.last_step import gather_timeline, metrics_by_name
 from penstock.engine.loss import Reduction
 from penstock.engine.model_partition import OriginalModel, partition_model
 from penstock.engine.optimizers import check_elementwise_optimizer, norm_type_of_caller, optimizer_list, optimizer_of_caller
@@ -124,8 +124,8 @@ class Pipeline(ModuleMisuseHints):
         (`ColwiseParallel()`, ..): how ranks along `tp` divide them.
     on_nonfinite
         Test losses, outputs of layers and stages, and gradients of every step for NaN and infinity. If one is found: `"raise"`
-        an error that names rank, stage, layer, microbatch and action; `"skip"` the step, and restore what it has changed; or
-        `"retry"` it once, and raise if that does not help. By default nothing is tested. See docs/howto/audit.md.
+        an error that names rank, stage, layer, microbatch and action; or `"skip"` the step, and restore what it has changed. By
+        default nothing is tested. See docs/howto/audit.md.
     rows_dim
         The batch dimension of inputs, targets and outputs, along which they are split and joined. 0 by default; for a model
         with modules of `batch_first=False`, where it is 1, it must be given. `ps.Rows(tensor, dim)` wraps a tensor of a batch
@@ -639,15 +639,9 @@ class Pipeline(ModuleMisuseHints):
         return result
 
     @property
-    def last(self) -> LastStep:
-        """The last step: `report`, `metrics()`, `timeline()`, `clock_error`, and `lines()`."""
-        recut_call = "" if self._original.cuttable is None else RECUT_CALL
-        return LastStep(self._engine, self._observers.memory, self.collective, recut_call)
-
-    @property
     def report(self) -> StepReport | None:
         """Times and memory of the last step, the same on every rank; None before the first."""
-        return self.last.report
+        return self._engine.last_result and self._engine.last_result.report
 
     @property
     def preempted(self) -> bool:
@@ -851,7 +845,8 @@ class Pipeline(ModuleMisuseHints):
         `between_steps_seconds/..`: from the step before to this one, for the optimizer and the next batch.
         `averaging_seconds/..`: from a replica's last action until gradients were averaged.
         """
-        return self.last.metrics()
+        timeline = self._gather_timeline("metrics()")
+        return metrics_by_name(timeline, cast(StepReport, self.report))
 
     def timeline(self) -> MeasuredTimeline:
         """Return when every action of the last step ran, in seconds of rank 0's clock. All ranks call it.
@@ -860,13 +855,19 @@ class Pipeline(ModuleMisuseHints):
         compiled. Ranks on other machines compare their clocks first; `clock_error` says how far apart they may still be, in
         seconds.
         """
-        return self.last.timeline()
+        return self._gather_timeline("timeline()")
+
+    def _gather_timeline(self, call: str) -> MeasuredTimeline:
+        recut_call = "" if self._original.cuttable is None else RECUT_CALL
+        with self.collective(call) as control:
+            return gather_timeline(self._engine, control, self._observers.memory, recut_call)
 
     @property
     def clock_error(self) -> float:
         """Seconds by which the times of different machines in the last `timeline()` may be off."""
-        return self.last.clock_error
+        return self._engine.clock_error
 
     def lines(self) -> dict[str, str]:
         """Return what carries this rank's messages: `{"0-1": "memory that both processes see"}`. All ranks call it."""
-        return self.last.lines()
+        with self.collective("lines()"):
+            return {name: transport.medium for name, transport in self._engine.open_channels().transports.items()}

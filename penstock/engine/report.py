@@ -32,7 +32,7 @@ class StepReport(NamedTuple):
     background_save_failed: tuple[float, ...] = ()  # 1 if the rank knows that a checkpoint in the background failed, else 0
     preempted: tuple[float, ...] = ()  # 1 if the rank was asked to save and leave (comms/preemption.py), else 0
     skipped: bool = False  # left no trace, since a value was not finite
-    nonfinite: str = ""  # what was not finite, and where, if the step was skipped or run once more
+    nonfinite: str = ""  # what was not finite, and where, if the step was skipped
 
     @property
     def bubble(self) -> float:

@@ -38,7 +38,7 @@ from penstock.trees import tensors
 OWN, SHARED, RECEIVED = range(3)  # source: computed here; averaged with other ranks; sent by another rank. The least is blamed
 STATE, DATA, COMPUTED = "parameters", "data", "computed"  # causes
 CAUSE_TEXTS = {STATE: "and was before the step began", DATA: "which came with the batch", COMPUTED: "and came up in the step"}
-OnNonfinite = Literal["raise", "skip", "retry"]
+OnNonfinite = Literal["raise", "skip"]
 LOSS = "the loss"
 SMALL_GRADIENT_ELEMENTS = 2**14  # gradients up to this size are tested after each backward, to know the microbatch
 
@@ -46,7 +46,7 @@ SMALL_GRADIENT_ELEMENTS = 2**14  # gradients up to this size are tested after ea
 def check_on_nonfinite(on_nonfinite: OnNonfinite | None) -> None:
     """Raise MismatchError for an unknown value of the option."""
     if on_nonfinite is not None and on_nonfinite not in get_args(OnNonfinite):
-        raise MismatchError(f"on_nonfinite={on_nonfinite!r}: use 'raise', 'skip', 'retry' or None")
+        raise MismatchError(f"on_nonfinite={on_nonfinite!r}: use 'raise', 'skip' or None")
 
 
 class NonFiniteValue(NamedTuple):
@@ -65,11 +65,6 @@ class NonFiniteValue(NamedTuple):
         action = f", action {self.action}, microbatch {self.microbatch}" if self.action else ""
         suffix = " at the end of the step" if self.source == SHARED else ""
         return f"rank {self.rank}, stage {self.stage}{action}: {self.description}{suffix}"
-
-    @property
-    def recurrence_key(self) -> tuple[Any, ...]:
-        """A key that is equal for another finding if the same happened again."""
-        return self.rank, self.action, self.layer, self.description
 
 
 def nonfinite_kind(tensor: Tensor, may_be_mask: bool = False) -> str:
@@ -286,7 +281,6 @@ class NonFiniteOrigin(NamedTuple):
 
     cause: str  # STATE, DATA or COMPUTED
     text: str
-    recurrence_key: tuple[Any, ...]  # equal if it happens there again
 
 
 def find_origin(
@@ -307,8 +301,8 @@ def find_origin(
     for cause, texts in ((STATE, all_state), (DATA, all_data)):
         if texts:
             count = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
-            return NonFiniteOrigin(cause, f"{texts[0]}{count}; first seen in {first}", first.recurrence_key)
-    return NonFiniteOrigin(COMPUTED, str(first), first.recurrence_key)
+            return NonFiniteOrigin(cause, f"{texts[0]}{count}; first seen in {first}")
+    return NonFiniteOrigin(COMPUTED, str(first))
 
 
 def _nonfinite_parameters(parameters: RankParameters) -> Iterator[str]:
@@ -329,51 +323,31 @@ def _nonfinite_inputs(batch: Mapping[str, Sequence[Any]]) -> Iterator[str]:
 
 
 class NonFinitePolicy:
-    """Runs the training steps of `engine`, and raises, skips the step, or runs it once more, as `on_nonfinite` says."""
+    """Runs the training steps of `engine`, and raises or skips the step, as `on_nonfinite` says."""
 
     def __init__(self, engine: Engine, monitor: NonFiniteMonitor, on_nonfinite: OnNonfinite) -> None:
         self._engine, self._monitor, self._on_nonfinite = engine, monitor, on_nonfinite
 
     def step(self, call: Call) -> StepResult:
         """Run one step as `Engine.step`. Raises NonFiniteError, the same on every rank, once all have ended the step."""
+        engine = self._engine
         if not call.is_training:
-            return self._engine.step(call)
-        self._engine.discard_step_state()  # reads the stages' parameters
-        with StepRollback(self._engine.stages.values(), self._engine.device) as rollback:
-            result = self._run(call)
+            return engine.step(call)
+        engine.discard_step_state()  # reads the stages' parameters
+        check_gradients = call.scaler is None or not call.scaler.is_enabled()  # a scaler expects them to overflow
+
+        with StepRollback(engine.stages.values(), engine.device) as rollback:
+            with self._monitor.watch_step(check_gradients, engine.clock_skew.offset):
+                result = engine.step(call)
             origin = self._monitor.origin
-            return result if origin is None else self._handle(result, origin, call, rollback)
+            if origin is None:
+                return result
 
-    def _run(self, call: Call) -> StepResult:
-        """Run the step with the monitor on. A scaler expects gradients to overflow: they are not checked."""
-        check_gradients = call.scaler is None or not call.scaler.is_enabled()
-        with self._monitor.watch_step(check_gradients, self._engine.clock_skew.offset):
-            return self._engine.step(call)
+            prefix = f"step {call.steps_before}: something is not finite"
+            if self._on_nonfinite == "raise" or origin.cause == STATE:  # skipping helps no parameter
+                raise NonFiniteError(f"{prefix}, {CAUSE_TEXTS[origin.cause]}: {origin.text}")
+            rollback.restore()
 
-    def _handle(self, result: StepResult, origin: NonFiniteOrigin, call: Call, rollback: StepRollback) -> StepResult:
-        prefix = f"step {call.steps_before}: something is not finite"
-
-        # Running once more helps against neither parameters nor a batch that are not finite.
-        is_lost = origin.cause == STATE or (self._on_nonfinite == "retry" and origin.cause == DATA)
-        if self._on_nonfinite == "raise" or is_lost:
-            raise NonFiniteError(f"{prefix}, {CAUSE_TEXTS[origin.cause]}: {origin.text}")
-
-        rollback.restore()
-        if self._on_nonfinite == "skip":
-            self._warn_on_rank0(f"{prefix}, and the step is skipped: {origin.text}")
-            return result._replace(report=result.report._replace(skipped=True, nonfinite=origin.text))
-
-        result = self._run(call)
-        second_origin = self._monitor.origin
-        if second_origin is None:
-            self._warn_on_rank0(f"{prefix}, and was transient: run once more, the step is finite. {origin.text}")
-            return result._replace(report=result.report._replace(nonfinite=origin.text))
-        if second_origin.recurrence_key == origin.recurrence_key:
-            raise NonFiniteError(f"{prefix}, and persistent: it is there again when the step is run once more: {origin.text}")
-        raise NonFiniteError(
-            f"{prefix}, and again, elsewhere, when the step is run once more: {origin.text}; then {second_origin.text}"
-        )
-
-    def _warn_on_rank0(self, text: str) -> None:
-        if self._engine.position.world.rank == 0:
-            warn_user(text, RuntimeWarning)
+        if engine.position.world.rank == 0:
+            warn_user(f"{prefix}, and the step is skipped: {origin.text}", RuntimeWarning)
+        return result._replace(report=result.report._replace(skipped=True, nonfinite=origin.text))

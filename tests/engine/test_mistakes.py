@@ -447,7 +447,7 @@ def test_a_first_layer_may_change_what_it_is_given_in_place():
             lambda made: topology._connect_to_ranks(None, "60", None),
             "a rank cannot wait '60' for others: give seconds, more than 0, or a timedelta",
         ),
-        (lambda made: pipe(on_nonfinite="ignore"), "on_nonfinite='ignore': use 'raise', 'skip', 'retry' or None"),
+        (lambda made: pipe(on_nonfinite="ignore"), "on_nonfinite='ignore': use 'raise', 'skip' or None"),
         (lambda made: pipe(seed="a"), "seed is a whole number or None, not a str"),
         (
             lambda made: pipe(loss_weight=lambda target: target.sum(1)).step(X, target=X),

@@ -1,4 +1,4 @@
-"""A value that is not finite is named where it first was, in every schedule; a step is skipped or run again without a trace."""
+"""A value that is not finite is named where it first was, in every schedule; a step is skipped without a trace."""
 
 import re
 import warnings
@@ -22,21 +22,17 @@ BLOCKS, MICROBATCHES, ROWS = 7, 4, 8
 
 
 class NonFiniteFault:
-    """Something that goes wrong in microbatch 2 of as many steps as `times` says."""
+    """Something that goes wrong in microbatch 2 of one step."""
 
     def __init__(self):
-        self.kind, self.times, self.calls = "", 0, 0
+        self.kind, self.calls = "", 0
 
-    def set(self, kind, times=1):
-        self.kind, self.times, self.calls = kind, times, 0
+    def set(self, kind):
+        self.kind, self.calls = kind, 0
 
     def strikes(self, *kinds):
-        if not self.times or self.kind not in kinds:
-            return False
-        self.calls += 1
-        now = self.calls % MICROBATCHES == 3
-        self.times -= now
-        return now
+        self.calls += self.kind in kinds
+        return self.kind in kinds and self.calls == 3
 
 
 class Spoiled(torch.autograd.Function):
@@ -98,10 +94,10 @@ class NonFiniteRun:
         self.pipe = ps.Pipeline(self.model, self.loss_fn, schedule=schedule, microbatches=MICROBATCHES, **options)
         self.optimizer = torch.optim.Adam(self.pipe.parameters(), lr=1e-2)
 
-    def spoil(self, kind, times=1):
+    def spoil(self, kind):
         """Every rank does it, to its copy of the model; the one that runs block 3 will see it."""
         for fault in (self.loss_fn.fault, self.model[3].inner.fault):
-            fault.set(kind, times)
+            fault.set(kind)
         if kind == "optimizer":
             with torch.no_grad():
                 self.model[3].inner.linear.weight[0, 0] = NAN
@@ -163,31 +159,13 @@ def skipped(schedule):
     return alike, losses
 
 
-def retried(schedule):
-    """Whether bits are as if nothing had been when it goes away, and what is told when it does not."""
-    run, undisturbed, alike, expected_message = NonFiniteRun(schedule, on_nonfinite="retry"), NonFiniteRun(schedule), [], []
-    for kind in ("forward", "backward"):
-        run.spoil(kind)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            losses = [value.step(1) for value in (run, undisturbed)]
-        expected_message += [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
-        alike.append(same(*losses) and all(same(value, undisturbed.state()[name]) for name, value in run.state().items()))
-    for kind, times in (("loss", 2), ("inputs", 0)):
-        run.spoil(kind, times)
-        with pytest.raises(ps.NonFiniteError) as caught:
-            run.step(1, kind)
-        expected_message.append(str(caught.value))
-    return alike, expected_message
-
-
 UNDONE = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")  # whole and split backwards, loop and V, pairs
 QUICK = ("1f1b", "zb-v", "dualpipe-v")
 
 
 def rank_run(schedule):
     warnings.simplefilter("ignore", RuntimeWarning)
-    return raised(schedule), *([skipped(schedule), retried(schedule)] if schedule in UNDONE else [])
+    return raised(schedule), *([skipped(schedule)] if schedule in UNDONE else [])
 
 
 @cache
@@ -210,25 +188,15 @@ def test_each_kind_of_fault_is_named_on_all_ranks_and_the_step_leaves_nothing(sc
 
 @pytest.mark.parametrize("schedule", slow_except(QUICK, UNDONE))
 def test_a_skipped_step_is_as_if_its_batch_had_not_been(schedule):
-    for _, skips, _ in results_of(schedule):
+    for _, skips in results_of(schedule):
         assert skips == ([True] * 2, [True, False])
 
 
-@pytest.mark.parametrize("schedule", slow_except(QUICK, UNDONE))
-def test_a_step_that_is_run_again_has_the_bits_of_one_that_was_not(schedule):
-    for rank, (_, _, (alike, result)) in enumerate(results_of(schedule)):
-        assert alike == [True] * 2
-        assert sum("was transient: run once more, the step is finite" in text for text in result) == (0 if rank else 2)
-        persistent, batch = result[-2:]
-        assert "persistent: it is there again when the step is run once more: rank" in persistent
-        assert "which came with the batch" in batch
-
-
 def on_a_mesh(data_parallel, tensor_parallel):
-    """A fault on one rank of two pipelines side by side: skipped, run again, raised; and the next step has its bits."""
+    """A fault on one rank of two pipelines side by side: skipped, raised; and the next step has its bits."""
     mesh = ps.comms.init_mesh(pp=2, tp=2) if tensor_parallel else ps.comms.init_mesh(pp=2, dp=2)
     expected_message, rank = [], torch.distributed.get_rank()
-    for choice in ("skip", "retry", "raise"):
+    for choice in ("skip", "raise"):
         runs = []
         for on_nonfinite in (choice, None):
             options = (
@@ -248,10 +216,7 @@ def on_a_mesh(data_parallel, tensor_parallel):
                 expected_message.append(str(caught.value))
             else:
                 run.step(1)
-        if choice == "retry":
-            undisturbed.step(1)
-        else:
-            undisturbed.pipe.step_count = run.pipe.step_count
+        undisturbed.pipe.step_count = run.pipe.step_count
         losses = [run.step(2) for run in runs]
         states = [{name: gather_full_tensor(value) for name, value in run.state().items()} for run in runs]
         expected_message.append(same(*losses) and all(same(value, states[1][name]) for name, value in states[0].items()))
@@ -263,10 +228,10 @@ def meshes():
 
 
 @pytest.mark.slow
-def test_replicas_and_shards_skip_repeat_and_raise_together():
+def test_replicas_and_shards_skip_and_raise_together():
     for result in ps.launch(meshes, 4):
-        for skipped, repeated, text, after in result:
-            assert (skipped, repeated, after) == (True, True, True)
+        for skipped, text, after in result:
+            assert (skipped, after) == (True, True)
             assert re.search(
                 r"rank [01], stage 0, action 0B2, microbatch 2: the backward of 3.inner gave nan to 3.inner.linear", text
             )

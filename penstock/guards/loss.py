@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import copy
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -23,6 +22,7 @@ from penstock.engine.loss import (
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.errors import warn_user
 from penstock.guards import is_power_of_two_or_zero, preserve_attributes
+from penstock.python_objects import CONTAINERS, elements, replace_elements
 from penstock.randomness import preserve_generator_state
 from penstock.rows import rows_dim_of, unwrap
 from penstock.stage.stage import Stage
@@ -166,15 +166,14 @@ def _preserve_loss(loss_fn: Any) -> Iterator[None]:
     owner = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     owner = owner.__self__ if isinstance(owner, MethodType) else owner
     owners = list(owner.modules()) if isinstance(owner, nn.Module) else [owner] if hasattr(owner, "__dict__") else []
-    values = [value for item in owners for value in vars(item).values() if type(value) in (list, dict, set)]
-    contents = [(value, copy(value)) for value in values]
+    values = [value for item in owners for value in vars(item).values() if isinstance(value, CONTAINERS)]
+    contents = [(value, elements(value)) for value in values]
     try:
         with preserve_attributes(owners):
             yield
     finally:
         for value, content in contents:
-            value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
+            replace_elements(value, content)
 
 
 class RowwiseLossCheck:

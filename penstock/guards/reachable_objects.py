@@ -8,10 +8,8 @@ which of them a forward changes. Two references between stages stay unseen: thro
 
 import inspect
 import random
-import sys
 import types
 import weakref
-from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.python_objects import CONTAINERS, has_attributes, is_of_framework, module_attributes, object_attributes
 from penstock.torch_private import forward_hooks
 
 LOSS_PATH = "the loss"  # in the path of what only the loss has
-MODULE_ATTRIBUTES = frozenset(dir(nn.Module()))  # of every module: parameters, buffers, hooks, its mode, methods
 MAX_OBJECTS_PER_STAGE = 10_000
 MAX_ITEMS_OF_CONTAINER = 1_000
 MAX_CALLS_BETWEEN_FUNCTIONS = 3  # how far globals are followed from a function to those that it uses
@@ -38,9 +36,6 @@ except ModuleNotFoundError:  # torch runs without it
 else:
     ARRAYS, NUMPY_GENERATORS = (np.ndarray,), (np.random.Generator, np.random.RandomState)
 GENERATORS: tuple[Any, ...] = (torch.Generator, random.Random, count, *NUMPY_GENERATORS)
-CONTAINERS = (dict, list, set, deque)
-_STANDARD_CLASSES_WITH_ATTRIBUTES = (types.SimpleNamespace, Namespace)
-_FRAMEWORKS = {*sys.stdlib_module_names, "torch", "numpy", "penstock", "triton"} - {"__main__"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +65,6 @@ class SharedObject:
             module, name = self.slots[stage]
             return getattr(module, name, None)
         return self._reference()
-
-
-def is_of_framework(module_name: Any) -> bool:
-    """Whether a Python module is of the standard library, torch, NumPy or Penstock: their state is not looked at."""
-    return not isinstance(module_name, str) or module_name.partition(".")[0] in _FRAMEWORKS
 
 
 def find_shared_objects(stages: Mapping[int, nn.Module], loss_fn: Any, num_stages: int) -> list[SharedObject]:
@@ -246,11 +236,6 @@ def _functions_of_class(cls: type) -> Iterator[types.FunctionType]:
             yield value
 
 
-def module_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of a module: neither parameters, buffers and submodules, nor what every module has."""
-    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
-
-
 def class_attributes(cls: type) -> dict[str, Any]:
     """Return the attributes of a class that are values, not methods."""
     return {
@@ -261,22 +246,3 @@ def class_attributes(cls: type) -> dict[str, Any]:
         and not callable(value)
         and not hasattr(value, "__get__")
     }
-
-
-def has_attributes(value: Any) -> bool:
-    """Whether an object has attributes of its own, and is of a class that is looked at."""
-    if isinstance(value, _STANDARD_CLASSES_WITH_ATTRIBUTES):
-        return True
-    return not is_of_framework(type(value).__module__) and (hasattr(value, "__dict__") or hasattr(type(value), "__slots__"))
-
-
-def object_attributes(value: Any) -> dict[str, Any]:
-    """Return an object's attributes, those in slots too."""
-    slots = (name for cls in type(value).__mro__ for name in _slot_names(cls))
-    in_slots = {name: getattr(value, name) for name in slots if name != "__weakref__" and hasattr(value, name)}
-    return in_slots | dict(getattr(value, "__dict__", {}))
-
-
-def _slot_names(cls: type) -> Sequence[str]:
-    slots = vars(cls).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)

@@ -37,11 +37,9 @@ from penstock.guards.reachable_objects import (
     SharedObject,
     cell_contents,
     class_attributes,
-    has_attributes,
-    module_attributes,
-    object_attributes,
 )
 from penstock.mesh.position import MeshPosition
+from penstock.python_objects import has_attributes, module_attributes, object_attributes
 from penstock.schedule.table import Action, Kind
 from penstock.stage.dtensor import local_shard
 from penstock.stage.stage import Stage

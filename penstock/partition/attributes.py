@@ -3,9 +3,7 @@
 A graph has the values that the forwards around the units read while it was made. Units are called, and read theirs every time.
 """
 
-import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -15,14 +13,20 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import MismatchError
+from penstock.python_objects import (
+    CONTAINERS,
+    MODULE_ATTRIBUTES,
+    elements,
+    has_attributes,
+    is_of_framework,
+    module_attributes,
+    replace_elements,
+)
 from penstock.torch_private import forward_hooks, tree_leaves
 
 Attribute = tuple[int, str]  # id of a module or of its class, name
-MODULE_ATTRIBUTES = frozenset(dir(nn.Module()))  # of every module: parameters, buffers, hooks, its mode, methods
 _PLAIN_TYPES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-CONTAINERS = (list, dict, set, deque)
 _NUMBERS_AND_TENSORS = (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool, Tensor, fx.Proxy)
-_FRAMEWORKS = {*sys.stdlib_module_names, "torch", "numpy", "penstock"} - {"__main__", "types", "argparse"}
 _MAX_DEPTH, _MAX_ITEMS = 3, 10_000  # of containers whose elements are restored
 _MAX_ITEMS_SENT = 1000  # of a container
 _MAX_COMPARISONS = 10_000  # with one number, in one forward
@@ -30,23 +34,24 @@ _MISSING = object()
 
 
 @contextmanager
-def restore_attributes_afterwards(model: nn.Module) -> Iterator[set[Attribute]]:
+def restore_attributes_afterwards(model: nn.Module) -> Iterator[dict[Attribute, "AttributeChange"]]:
     """Restore, at the end, the attributes of the model's modules that forwards have changed: counters, lists, caches.
 
-    Yields a set, which gets the changed attributes at the end.
+    Yields a dict, which gets the changes at the end.
     """
-    values, changed_attributes = AttributeValues(attribute_owners(model)), set[Attribute]()
+    values, changes = AttributeValues(_attribute_owners(model)), dict[Attribute, AttributeChange]()
     try:
-        yield changed_attributes
+        yield changes
     finally:
-        changed_attributes |= values.changes().keys()
+        changes |= values.changes()
         values.restore()
 
 
-def attribute_owners(model: nn.Module) -> list[Any]:
+def _attribute_owners(model: nn.Module) -> list[Any]:
     """Return the modules of `model`, and those of their classes that users wrote."""
     modules = list(model.modules())
-    return [*modules, *dict.fromkeys(cls for module in modules for cls in type(module).__mro__ if _is_of_user(cls))]
+    classes = dict.fromkeys(cls for module in modules for cls in type(module).__mro__)
+    return [*modules, *(cls for cls in classes if not is_of_framework(cls.__module__))]
 
 
 class AttributeChange(NamedTuple):
@@ -110,7 +115,7 @@ class _Contents:
         self.value, items = value, None
         if depth < _MAX_DEPTH and id(value) not in objects_seen:
             items = _items(value)
-        if items is not None and not isinstance(value, CONTAINERS):
+        if items is not None and not isinstance(value, (*CONTAINERS, tuple)):
             objects_seen.add(id(value))
         self.items = None if items is None else {key: _Contents(item, objects_seen, depth + 1) for key, item in items.items()}
 
@@ -126,12 +131,8 @@ class _Contents:
         """Give the container, and those in it, the elements that they had."""
         for content in (self.items or {}).values():
             content.restore()
-        if self.items is not None and not self.equal(self.value):
+        if self.items is not None and not isinstance(self.value, tuple) and not self.equal(self.value):
             _replace_items(self.value, {key: content.value for key, content in self.items.items()})
-
-
-def _is_of_user(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] not in _FRAMEWORKS
 
 
 def _own_attributes(owner: Any) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def _own_attributes(owner: Any) -> dict[str, Any]:
             for name, value in vars(owner).items()
             if isinstance(value, (*_PLAIN_TYPES, *CONTAINERS)) and not name.startswith("__") and name not in MODULE_ATTRIBUTES
         }
-    return {name: value for name, value in vars(owner).items() if name not in MODULE_ATTRIBUTES}
+    return module_attributes(owner)
 
 
 def set_attribute(owner: Any, name: str, value: Any) -> None:
@@ -165,8 +166,8 @@ def _items(value: Any) -> dict[Any, Any] | None:
     items: dict[Any, Any] | None = None
     if isinstance(value, dict):
         items = value
-    elif isinstance(value, CONTAINERS):
-        items = {item: item for item in value} if isinstance(value, set) else dict(enumerate(value))
+    elif isinstance(value, (*CONTAINERS, tuple)):
+        items = elements(value)
     elif _is_record(value):
         items = vars(value)
     return None if items is None or len(items) > _MAX_ITEMS else items
@@ -176,16 +177,11 @@ def _is_record(value: Any) -> bool:
     """Whether a value is an object with attributes, of a user's class or a SimpleNamespace."""
     if isinstance(value, nn.Module | Tensor | type) or callable(value):
         return False
-    return _is_of_user(type(value)) and isinstance(getattr(value, "__dict__", None), dict)
+    return has_attributes(value) and isinstance(getattr(value, "__dict__", None), dict)
 
 
-def _replace_items(container: Any, items: Mapping[Any, Any]) -> None:
-    container = container if isinstance(container, CONTAINERS) else vars(container)
-    container.clear()
-    if isinstance(container, dict):
-        container.update(items)
-    else:
-        (container.update if isinstance(container, set) else container.extend)(items.values())
+def _replace_items(value: Any, items: Mapping[Any, Any]) -> None:
+    replace_elements(value if isinstance(value, CONTAINERS) else vars(value), items)
 
 
 def _copied(value: Any, depth: int = 0) -> Any:
@@ -204,6 +200,8 @@ def _leaves(value: Any, depth: int = 0) -> Iterator[Any]:
 
 def _with_items(container: Any, items: Mapping[Any, Any]) -> Any:
     """Return a copy of a container or object with these elements."""
+    if isinstance(container, tuple):
+        return container._make(items.values()) if hasattr(container, "_make") else tuple(items.values())
     copied = copy(container)
     _replace_items(copied, items)
     return copied
@@ -212,34 +210,45 @@ def _with_items(container: Any, items: Mapping[Any, Any]) -> Any:
 # -- what the next call of a forward reads ------------------------------------------------------------------------------
 
 
-def value_in_next_call(change: AttributeChange, truth: bool, is_constant: Callable[[Any], bool]) -> Any:
-    """Return what an attribute is when the forward is called next, to see whether the forward's graph depends on it.
+def values_in_next_call(change: AttributeChange, is_constant: Callable[[Any], bool]) -> list[Any]:
+    """Return what an attribute may be when the forward is called next, to see whether the forward's graph depends on it.
 
-    Numbers and tensors that have changed are replaced by an `_EarlierValue`, flags stay as they are. `is_constant`: whether a
-    value is the same in each call, as a table that is filled once; it is left as it was.
+    Empty if it is as it was. Numbers and tensors that have changed are replaced by an `_EarlierValue`, of which there are two.
+    Flags stay as they are. `is_constant`: whether a value is the same in each call, as a table that is filled once; it is left
+    as it was.
     """
-    return _in_next_call(change.before, change.value, truth, is_constant)
+    value = _in_next_call(change.before, change.value, True, is_constant)
+    if value is _value_of(change.before) or (change.before is not None and change.before.equal(value)):
+        return []
+    if not any(isinstance(leaf, _EarlierValue) for leaf in _leaves(value)):
+        return [value]
+    return [value, _in_next_call(change.before, change.value, False, is_constant)]
 
 
-def _in_next_call(before: _Contents | None, value: Any, truth: bool, is_constant: Callable[[Any], bool]) -> Any:
+def _in_next_call(before: _Contents | None, value: Any, truth: bool, is_constant: Callable[[Any], bool], depth: int = 0) -> Any:
     if before is not None and before.equal(value):
         return value
     if isinstance(value, bool):  # a flag, as of hooks that the first call has installed: what it is then decides
         return value
     if isinstance(value, _NUMBERS_AND_TENSORS):
-        before_value = _MISSING if before is None else before.value
-        return before_value if is_constant(value) else _EarlierValue(truth)
-    if (items := _items(value)) is None:
+        return _value_of(before) if is_constant(value) else _EarlierValue(truth)
+    if depth >= _MAX_DEPTH or (items := _items(value)) is None:
         return value
+    if items and all(map(is_constant, _leaves(value, depth))):  # tables in a list or tuple
+        return _value_of(before)
 
     items_before = (None if before is None else before.items) or {}
-    next_items = {key: _in_next_call(items_before.get(key), item, truth, is_constant) for key, item in items.items()}
+    next_items = {key: _in_next_call(items_before.get(key), item, truth, is_constant, depth + 1) for key, item in items.items()}
     return _with_items(value, {key: item for key, item in next_items.items() if item is not _MISSING})
+
+
+def _value_of(contents: _Contents | None) -> Any:
+    return _MISSING if contents is None else contents.value
 
 
 @contextmanager
 def attribute_in_next_call(change: AttributeChange, value: Any) -> Iterator[None]:
-    """Give an attribute the `value_in_next_call`."""
+    """Give an attribute one of the `values_in_next_call`."""
     values = AttributeValues([change.owner])
     if value is not _MISSING:
         set_attribute(change.owner, change.name, value)

@@ -108,7 +108,7 @@ class Balance:
     names: tuple[str, ...]  # of the units, in order
     costs: tuple[float, ...]  # of the units
     starts: tuple[int, ...]  # the first unit of every stage
-    cost_kind: str = SECONDS  # SECONDS of forward and backward for a microbatch, or PARAMETERS
+    cost_kind: str = SECONDS  # SECONDS of forward and backward for a microbatch, or PARAMETERS: of frozen ones a part counts
 
     @classmethod
     def best(cls, names: Sequence[str], costs: Sequence[float], stages: int, cost_kind: str = SECONDS) -> "Balance":

@@ -5,7 +5,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from penstock.partition.attributes import (
     attribute_in_next_call,
     hidden_attribute,
     restore_attributes_afterwards,
-    value_in_next_call,
+    values_in_next_call,
 )
 from penstock.partition.balance import PARAMETERS, SECONDS, Balance
 from penstock.partition.graph_stage import GraphStage
@@ -50,7 +50,8 @@ def split(
     `stages`: their number, 1 to the number of layers or units.
     `cuts`: the name of the submodule that each stage but the first begins with, `stages - 1` of them in the order in which
     they run. A name inside a unit cuts the unit there. Without `cuts`, the slowest stage is made as fast as possible: by the
-    seconds that every unit takes on the example, or without one by its parameters.
+    seconds that every unit takes on the example, or without one by its parameters. Of frozen ones a third counts for the
+    forward, and a third for the backward to the input, which units before the first trained parameter do not have.
     `example_args`, `example_kwargs`: the forward's arguments for one microbatch. Later batches may have tensors of other sizes,
     except where the example has a size of 1 that is not its rows. Arguments that are no tensors must stay the same. The first
     stage raises MismatchError for a batch that does not fit the example.
@@ -139,10 +140,11 @@ class CuttableModel:
         is_sequential = is_plain_sequential and children_by_name(model).keys() >= set(self.cuts or ())
         if is_sequential or not self._has_example:  # an export runs hooks of the model, and what replaces its forward
             _check_no_model_hooks(model)
-        with restore_attributes_afterwards(model) as changed_attributes:
+        with restore_attributes_afterwards(model) as changes:
             self._graph = None if is_sequential else self._export_or_trace_graph()
         self.unit_order = list(children_by_name(model)) if self._graph is None else self._graph.unit_order()
         self._graph_text = "" if self._graph is None else self._graph.text()
+        changed_attributes = set(changes)
         if self._graph is not None:
             changed_attributes |= {(id(change.owner), change.name) for change in self._graph.changes}
             with restore_attributes_afterwards(model):
@@ -150,7 +152,7 @@ class CuttableModel:
         is_read = None if is_sequential else self._graph_reads
         self.attributes = AttributeSnapshot(model, self.unit_order, changed_attributes, is_read)
 
-    def _export_or_trace_graph(self) -> ModelGraph:
+    def _export_or_trace_graph(self, with_hint: bool = True) -> ModelGraph:
         from penstock.partition import export, trace  # torch.export takes a second to import
 
         units = find_units(self.model, self.cuts or ())
@@ -162,22 +164,25 @@ class CuttableModel:
             # Perhaps hooks inside units pass values out of them, as for transformers' router logits: cut these units up.
             smaller_units = find_units(self.model, [*(self.cuts or ()), *_hooked_module_names(self.model)])
             if smaller_units.keys() == units.keys():
-                if hint := self._hint_to_leave_out_the_example(units):
+                if with_hint and (hint := self._hint_to_leave_out_the_example(units)):
                     raise MismatchError(f"{error}; or {hint}") from error
                 raise
         return export.export_graph(self.model, smaller_units, *self.example, self.rows_dim)
 
     def _check_keeps_no_state(self, graph: ModelGraph) -> None:
         """Raise MismatchError if the forward reads what its last call has left: its graph would have that of the first call."""
-        for change, truth in product(graph.changes, (True, False)):
-            value = value_in_next_call(change, truth, lambda tensor: id(tensor) in graph.constants)
-            with attribute_in_next_call(change, value):
-                try:
-                    is_same = self._export_or_trace_graph().text() == self._graph_text
-                except Exception:  # whatever the forward makes of the value
-                    is_same = False
-            if not is_same:
-                raise MismatchError(self._state_text(change))
+        for change in graph.changes:
+            for value in values_in_next_call(change, lambda tensor: id(tensor) in graph.constants):
+                with attribute_in_next_call(change, value):
+                    if not self._makes_same_graph():
+                        raise MismatchError(self._state_text(change))
+
+    def _makes_same_graph(self) -> bool:
+        """Whether the forward, traced once more, has the graph it had."""
+        try:
+            return self._export_or_trace_graph(with_hint=False).text() == self._graph_text
+        except Exception:  # whatever the forward makes of a value that it finds then
+            return False
 
     def _state_text(self, change: AttributeChange) -> str:
         paths = (path for path, module in self.model.named_modules() if module is change.owner and path)
@@ -206,10 +211,7 @@ class CuttableModel:
     def _graph_reads(self, module: nn.Module, name: str) -> bool:
         """Whether the forward's graph depends on an attribute: it is traced once more without it."""
         with self.trace_context(self.model), restore_attributes_afterwards(self.model), hidden_attribute(module, name):
-            try:
-                return self._export_or_trace_graph().text() != self._graph_text
-            except Exception:  # whatever the forward makes of the missing attribute
-                return True
+            return not self._makes_same_graph()
 
     def with_cuts(self, cuts: Sequence[str] | None) -> "CuttableModel":
         """Return the same model with other cuts. Its forward is traced again only if they make other units of it."""
@@ -319,7 +321,7 @@ class CuttableModel:
 def _passes_over_parameters(layers: Sequence[nn.Module]) -> list[float]:
     """Return the cost of each layer: its parameters, if all are trained; of frozen ones a third for each pass over them.
 
-    A pass is the forward, and the backward to the input unless the layer and all before it are frozen.
+    A pass is the forward, and the backward to the input, unless the layer and all before it are frozen.
     """
     costs: list[float] = []
     has_input_gradient = False

@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
-from penstock.partition.attributes import Attribute, AttributeChange, AttributeValues, attribute_owners
+from penstock.partition.attributes import Attribute, AttributeChange, restore_attributes_afterwards
 from penstock.partition.graph_inputs import (
     GraphInputs,
     InputParameter,
@@ -155,14 +155,11 @@ class _KeywordModel(nn.Module):
 
     def forward(self, values: dict[str, Any]) -> list[Any]:
         calls, result = self._calls_and_result()
-        attributes = AttributeValues(attribute_owners(self.model))
-        with _replaced_buffers_are_filled(self.model):
+        with restore_attributes_afterwards(self.model) as changes, _replaced_buffers_are_filled(self.model):
             leaves, result.output_structure = tree_flatten(self.model(**values))
 
         in_units = {id(module) for call in calls for module in self.model.get_submodule(call.name).modules()}
-        changes = attributes.changes()
         result.changes = {attribute: change for attribute, change in changes.items() if attribute[0] not in in_units}
-        attributes.restore()
         return [*leaves, *result.tensors_in_attributes()]
 
 

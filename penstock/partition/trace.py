@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 
 from penstock.errors import MismatchError
-from penstock.partition.attributes import Attribute, AttributeChange, AttributeValues, attribute_owners
+from penstock.partition.attributes import Attribute, AttributeChange, restore_attributes_afterwards
 from penstock.partition.graph_inputs import GraphInputs, InputParameter, varargs_error
 from penstock.partition.model_graph import (
     INPLACE_OPERATORS,
@@ -113,13 +113,9 @@ class _UnitTracer(fx.Tracer):
         values = [self.create_proxy("placeholder", name, (), {}) for name in names]
 
         def traced_forward(model: nn.Module, *args: Any) -> Any:
-            attributes = AttributeValues(attribute_owners(model))
-            output = forward(
-                model, **{name: None if name == self._none else value for name, value in zip(names, args, strict=True)}
-            )
-            self.changes = attributes.changes()
-            attributes.restore()
-            return output
+            arguments = {name: None if name == self._none else value for name, value in zip(names, args, strict=True)}
+            with restore_attributes_afterwards(model) as self.changes:
+                return forward(model, **arguments)
 
         return traced_forward, [self.root, *values]
 

@@ -1,7 +1,7 @@
 """The memory of activations: held from their forward to the end of their backward."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -49,24 +49,26 @@ def changes_memory_at_end(action: Action) -> bool:
     return action.kind is not Kind.F
 
 
-def peaks_in_flight(rows: Iterable[Row], slices: int = 1) -> tuple[float, ...]:
+def peaks_in_flight(rows: Iterable[Row], slices: int = 1, forward_only: Collection[int] = frozenset()) -> tuple[float, ...]:
     """Return for every rank the most (stage, microbatch) activations held at once, from F to the end of B or W.
 
     Each of K `slices` counts 1/K: with K = 4, 7 slices are 1.75 activations.
+    `forward_only`: stages that keep nothing for a backward.
     """
-    peaks = tuple(max(accumulate(map(_CHANGE_IN_FLIGHT.__getitem__, _kinds(row))), default=0) for row in rows)
+    peaks = tuple(max(accumulate(map(_CHANGE_IN_FLIGHT.__getitem__, _kinds(row, forward_only))), default=0) for row in rows)
     return peaks if slices == 1 else tuple(peak / slices for peak in peaks)
 
 
 _CHANGE_IN_FLIGHT = {kind: int(ActivationSize().memory_change(kind)) for kind in Kind}
 
 
-def _kinds(row: Row) -> Iterator[Kind]:
+def _kinds(row: Row, forward_only: Collection[int]) -> Iterator[Kind]:
     for cell in row:
-        if isinstance(cell, Action):
+        if not isinstance(cell, Action):
+            kinds = [action.kind for action in cell if action.stage not in forward_only]
+            yield from sorted(kinds, key=lambda kind: kind is not Kind.F)
+        elif cell.stage not in forward_only:
             yield cell.kind
-        else:
-            yield from sorted([action.kind for action in cell], key=lambda kind: kind is not Kind.F)
 
 
 def format_per_rank(amounts: Sequence[float], format_amount: Callable[[float], str] = "{:g}".format) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 
 from penstock.errors import ScheduleError, format_count
-from penstock.schedule.memory import Row, format_in_flight, peaks_in_flight
+from penstock.schedule.memory import format_in_flight, peaks_in_flight
 from penstock.schedule.program import RECEIVES_AHEAD, Compute, Instruction, Program, Script, Transfer, check_skips, lower
 from penstock.schedule.table import (
     Action,
@@ -100,7 +100,8 @@ def verify(
         if value not in choices:
             raise ScheduleError(f"{name}={value!r}: use {' or '.join(map(repr, choices))}")
     check_table(schedule)
-    peaks = peaks_in_flight(_trained_rows(schedule), schedule.slices)
+    rows = map(schedule.cells, range(schedule.ranks))
+    peaks = peaks_in_flight(rows, schedule.slices, schedule.chains.forward_only)
     _check_memory(schedule, peaks, max_in_flight)
     check_skips(skips, schedule.num_stages)
     program = lower(schedule, RECEIVES_AHEAD if (sends, channels) == ("async", "directed") else 0, skips)
@@ -108,14 +109,6 @@ def verify(
     size = schedule.ranks, schedule.num_stages, schedule.microbatches
     actions = sum(map(len, schedule.actions))
     return Proof(schedule.name, *size, actions, _count_transfers(schedule, skips), peaks, sends, channels, program)
-
-
-def _trained_rows(schedule: Table) -> Iterator[Row]:
-    """Yield each rank's cells without actions of stages that keep nothing for a backward."""
-    frozen = schedule.chains.forward_only
-    for rank in range(schedule.ranks):
-        cells = schedule.cells(rank)
-        yield [tuple([act for act in actions_of(cell) if act.stage not in frozen]) for cell in cells] if frozen else cells
 
 
 def _count_transfers(schedule: Table, skips: Collection[Skip]) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.partition.attributes import CONTAINERS, MODULE_ATTRIBUTES
+from penstock.python_objects import CONTAINERS, MODULE_ATTRIBUTES, elements, module_attributes, replace_elements
 from penstock.randomness import GeneratorAccess, list_generators, use_generator_states
 from penstock.stage.attention import AttentionContext, current_context
 from penstock.stage.backward.parameter_slot import replace_temporarily
@@ -164,12 +164,9 @@ class _Attributes:
 
     def __init__(self, owners: Sequence[nn.Module]) -> None:
         self.owners = owners
-        self._values = [
-            (vars(owner), {name: value for name, value in vars(owner).items() if name not in MODULE_ATTRIBUTES})
-            for owner in owners
-        ]
+        self._values = [(vars(owner), module_attributes(owner)) for owner in owners]
         containers = [value for _, values in self._values for value in values.values() if isinstance(value, CONTAINERS)]
-        self._elements = [(container, _elements(container)) for container in containers]
+        self._elements = [(container, elements(container)) for container in containers]
 
     def restore(self) -> None:
         """Give the modules these attributes again."""
@@ -178,16 +175,7 @@ class _Attributes:
                 del attributes[name]
             attributes.update(values)
 
-        for container, elements in self._elements:
-            current = _elements(container)
-            if len(current) != len(elements) or not all(map(is_, current, elements)):
-                container.clear()
-                if isinstance(container, dict):
-                    container.update(zip(elements[::2], elements[1::2], strict=True))
-                else:
-                    (container.update if isinstance(container, set) else container.extend)(elements)
-
-
-def _elements(container: Any) -> list[Any]:
-    """Return the elements of a container, of a dict its keys and values in turn."""
-    return [element for pair in container.items() for element in pair] if isinstance(container, dict) else list(container)
+        for container, former in self._elements:
+            current = elements(container)
+            if current.keys() != former.keys() or not all(map(is_, current.values(), former.values())):
+                replace_elements(container, former)

@@ -82,6 +82,11 @@ class TimelineEvents:
         return 1 + max((event.action.stage for event in self.events), default=-1)
 
     @cached_property
+    def stage_chains(self) -> Chains:
+        """The chains of the stages."""
+        return self.chains or Chains(self.num_stages)
+
+    @cached_property
     def slices(self) -> int:
         """The number of slices of a microbatch, K."""
         return 1 + max((event.action.slice for event in self.events), default=0)
@@ -99,7 +104,7 @@ class TimelineEvents:
     def needed_events(self, event: Event) -> Iterator[Event]:
         """Yield the events that must end before `event` starts."""
         at = self._at
-        for options in dependencies(event.action, self.chains or self.num_stages, self.skips, self.slices):
+        for options in dependencies(event.action, self.stage_chains, self.skips, self.slices):
             yield from [at[action] for action in options if action in at]
 
     def last_remote_need(self, cell: Iterable[Event]) -> Event | None:
@@ -115,7 +120,7 @@ class TimelineEvents:
     def arrivals(self) -> dict[tuple[Action, int], Arrival]:
         """The arrival of every message to another rank, by (action, receiving stage), at the costs of messages."""
         home = {event.action.stage: event.rank for event in self.events}
-        receivers = receiving_stages(self.chains or self.num_stages, [skip for skip in self.skips if skip[1] < self.num_stages])
+        receivers = receiving_stages(self.stage_chains, [skip for skip in self.skips if skip[1] < self.num_stages])
         channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
         queue_began: dict[tuple[int, int], Event] = {}
         arrivals = {}

@@ -57,7 +57,7 @@ class Measurement:
         border without one gets the median of the others.
         Raises ScheduleError for timelines of different tables, and if a stage ran no forward or no backward.
         """
-        if any(timeline.chains and timeline.chains.teacher is not None for timeline in timelines):
+        if any(timeline.stage_chains.teacher is not None for timeline in timelines):
             raise ScheduleError("costs are measured in steps of one model: give one of a pipeline without a teacher")
         tables = [executed_table(timeline) for timeline in timelines]
         if not tables or any(table.actions != tables[0].actions for table in tables):
@@ -178,8 +178,7 @@ def executed_table(timeline: Timeline) -> Schedule:
     """Return the table that `timeline` ran, under its name."""
     name = timeline.name.removesuffix(", measured").removesuffix(", predicted")
     table = from_rows(name, [[event.action for event in row] for row in timeline.rows])
-    frozen = timeline.chains.forward_only if timeline.chains else frozenset[int]()
-    return replace(table, overlaps=timeline.overlaps, forward_only=frozen)
+    return replace(table, overlaps=timeline.overlaps, forward_only=timeline.stage_chains.forward_only)
 
 
 def _time_after(times: Times, event: Event | None) -> float:

@@ -81,12 +81,7 @@ class Timeline(TimelineEvents):
     @cached_property
     def peak_in_flight(self) -> tuple[float, ...]:
         """The most (stage, microbatch) activations in flight at once on every rank; each of K slices counts 1/K."""
-        frozen = self.chains.forward_only if self.chains else ()
-        rows = (
-            [tuple([action for action in cell if action.stage not in frozen]) for cell in self._actions(rank)]
-            for rank in range(self.ranks)
-        )
-        return peaks_in_flight(rows, self.slices)
+        return peaks_in_flight(map(self._actions, range(self.ranks)), self.slices, self.stage_chains.forward_only)
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
@@ -112,10 +107,11 @@ class Timeline(TimelineEvents):
     @cached_property
     def _sizes(self) -> Sequence[ActivationSize]:
         """The sizes of activations by stage; nothing of stages that have F only. Empty: one each."""
-        if self.chains is None:
+        forward_only = self.stage_chains.forward_only
+        if not forward_only:
             return self.activation_sizes
-        sizes = self.activation_sizes or [ActivationSize()] * self.chains.num_stages
-        return [ActivationSize(0, 0) if stage in self.chains.forward_only else size for stage, size in enumerate(sizes)]
+        sizes = self.activation_sizes or [ActivationSize()] * self.stage_chains.num_stages
+        return [ActivationSize(0, 0) if stage in forward_only else size for stage, size in enumerate(sizes)]
 
     def _actions(self, rank: int) -> Iterator[tuple[Action, ...]]:
         return (tuple([event.action for event in cell]) for cell in self.cells(rank))

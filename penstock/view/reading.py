@@ -132,11 +132,11 @@ def _finding(data: Data) -> Improvement:
 def check_timeline(timeline: Timeline) -> None:
     """Raise ValueError for a timeline that is impossible."""
     stages = 1 + max((event.action.stage for event in timeline.events), default=-1)
-    _check_order(timeline, stages)
+    _check_order(timeline)
     _check_amounts(timeline, stages)
 
 
-def _check_order(timeline: Timeline, stages: int) -> None:
+def _check_order(timeline: Timeline) -> None:
     """Check that events and their dependencies have no cycle, so that the critical path ends."""
     ranks: dict[int, int] = {}  # stage -> its rank
     predecessors: dict[Action, set[Action]] = {}
@@ -147,7 +147,7 @@ def _check_order(timeline: Timeline, stages: int) -> None:
             raise ValueError(f"{event.action} occurs twice")
         predecessors[event.action] = {
             action
-            for group in dependencies(event.action, timeline.chains or stages, timeline.skips, timeline.slices)
+            for group in dependencies(event.action, timeline.stage_chains, timeline.skips, timeline.slices)
             for action in group
         }
     neighbours = [pair for row in timeline.rows for pair in pairwise(row)]
@@ -165,7 +165,7 @@ def _check_order(timeline: Timeline, stages: int) -> None:
 
 
 def _check_amounts(timeline: Timeline, stages: int) -> None:
-    chains = timeline.chains or Chains(stages)
+    chains = timeline.stage_chains
     if chains.num_stages != stages or not 0 < (stages if chains.teacher is None else chains.teacher) <= stages:
         raise ValueError(f"its chains have {chains.num_stages} stages, and a teacher from {chains.teacher} on, of {stages}")
     numbers = chain(

@@ -114,7 +114,7 @@ def _blocks(
 ) -> list[str]:
     """Return the blocks of a row from column `start` on; one that began before has no name."""
     blocks: list[str] = []
-    teacher = timeline.chains.teacher if timeline.chains else None
+    teacher = timeline.stage_chains.teacher
     for number, run in groupby(shown[start:]):
         width = len(list(run))
         is_continued = not blocks and start > 0 and shown[start - 1] == number

@@ -260,6 +260,9 @@ def test_norms_and_sums_of_many_have_the_bits_of_one_by_one():
     sums, expected = [tensor.clone() for tensor in tensors], [tensor + tensor for tensor in tensors]
     torch_private.foreach_add(sums, tensors)
     assert all(map(torch.equal, sums, expected))
+    factors = [0.1, 1 / 3, 7.0]
+    products = torch_private.foreach_multiply(tensors, factors)
+    assert all(torch.equal(a, b * factor) for a, b, factor in zip(products, tensors, factors, strict=True))
 
 
 def test_modules_that_were_captured_as_cuda_graphs_are_known():

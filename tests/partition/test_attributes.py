@@ -10,7 +10,7 @@ from slow_cases import slow_except
 from torch import nn
 
 import penstock as ps
-from penstock.partition import run, split
+from penstock.partition import CuttableModel, run, split
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
 mse = nn.functional.mse_loss
@@ -320,6 +320,24 @@ def fills_a_table(model, hidden):
     return hidden * model.table
 
 
+def fills_tables(model, hidden):
+    if model.table is None or model.table[0].shape[0] != hidden.shape[0]:
+        model.table = torch.ones(hidden.shape[0], 4), [torch.zeros(hidden.shape[0], 4)]
+    return hidden * model.table[0] + model.table[1][0]
+
+
+def sets_a_flag(model, hidden):
+    if model.is_new:
+        model.is_new = False
+    return hidden
+
+
+def leaves_an_object_that_refers_to_itself(model, hidden):
+    model.cycle = SimpleNamespace(hidden=hidden)
+    model.cycle.cycle = model.cycle
+    return model.cycle.cycle.cycle.hidden
+
+
 def replaces_a_buffer(model, hidden):
     model.mean = 0.9 * model.mean + 0.1 * hidden.detach().mean(0)
     return hidden - model.mean
@@ -332,8 +350,10 @@ def reads_a_buffer_then_replaces_it(model, hidden):
 
 
 READS_NO_STATE = {counts: CUTS, collects: CUTS, averages_for_a_log: CUTS, keeps_within_one_call: CUTS}
+READS_NO_STATE |= {sets_a_flag: CUTS, leaves_an_object_that_refers_to_itself: CUTS}
 READS_NO_STATE |= {
-    function: ["by an example"] for function in (fills_a_table, replaces_a_buffer, reads_a_buffer_then_replaces_it)
+    function: ["by an example"]
+    for function in (fills_a_table, fills_tables, replaces_a_buffer, reads_a_buffer_then_replaces_it)
 }
 
 
@@ -348,6 +368,20 @@ def test_a_cut_forward_that_leaves_values_and_does_not_read_them_is_that_of_the_
     for inputs in (X[:2], X, X[2:]):
         assert torch.equal(run(stages, inputs), uncut(inputs))
     assert torch.equal(model.mean, uncut.mean)
+
+
+TRACES = {(fills_a_table, "by an example"): 1, (fills_tables, "by an example"): 1, (sets_a_flag, "by names"): 2}
+
+
+@pytest.mark.parametrize(("function", "cut"), TRACES)
+def test_a_forward_is_traced_again_only_if_it_left_something_that_may_differ_in_the_next_call(function, cut, monkeypatch):
+    traces = []
+    trace = CuttableModel._export_or_trace_graph
+    monkeypatch.setattr(
+        CuttableModel, "_export_or_trace_graph", lambda *args, **kwargs: traces.append(1) or trace(*args, **kwargs)
+    )
+    split(Stateful("state", function), 2, **CUTS[cut])
+    assert len(traces) == TRACES[function, cut]
 
 
 def rank_replaces_buffer(function):

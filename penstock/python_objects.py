@@ -1,0 +1,60 @@
+"""Python objects that hold values: attributes of modules and of users' objects, elements of containers."""
+
+import sys
+import types
+from argparse import Namespace
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+MODULE_ATTRIBUTES = frozenset(dir(nn.Module()))  # of every module: parameters, buffers, hooks, its mode, methods
+CONTAINERS = (dict, list, set, deque)  # whose elements can be replaced
+_STANDARD_CLASSES_WITH_ATTRIBUTES = (types.SimpleNamespace, Namespace)
+_FRAMEWORKS = {*sys.stdlib_module_names, "torch", "numpy", "penstock", "triton"} - {"__main__"}
+
+
+def is_of_framework(module_name: Any) -> bool:
+    """Whether a Python module is of the standard library, torch, NumPy or Penstock: their state is not looked at."""
+    return not isinstance(module_name, str) or module_name.partition(".")[0] in _FRAMEWORKS
+
+
+def module_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of a module: neither parameters, buffers and submodules, nor what every module has."""
+    return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether an object has attributes of its own, and is of a class that is looked at."""
+    if isinstance(value, _STANDARD_CLASSES_WITH_ATTRIBUTES):
+        return True
+    return not is_of_framework(type(value).__module__) and (hasattr(value, "__dict__") or hasattr(type(value), "__slots__"))
+
+
+def object_attributes(value: Any) -> dict[str, Any]:
+    """Return an object's attributes, those in slots too."""
+    slots = (name for cls in type(value).__mro__ for name in _slot_names(cls))
+    in_slots = {name: getattr(value, name) for name in slots if name != "__weakref__" and hasattr(value, name)}
+    return in_slots | dict(getattr(value, "__dict__", {}))
+
+
+def _slot_names(cls: type) -> Sequence[str]:
+    slots = vars(cls).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def elements(container: Any) -> dict[Any, Any]:
+    """Return the elements of a container by key: of a list or deque by index, of a set by themselves."""
+    if isinstance(container, dict):
+        return dict(container)
+    return {element: element for element in container} if isinstance(container, set) else dict(enumerate(container))
+
+
+def replace_elements(container: Any, new_elements: Mapping[Any, Any]) -> None:
+    """Give a container these elements, by key as `elements` returns them, in place of its own."""
+    container.clear()
+    if isinstance(container, dict):
+        container.update(new_elements)
+    else:
+        (container.update if isinstance(container, set) else container.extend)(new_elements.values())

@@ -79,6 +79,7 @@ class AttributeValues:
             (owner, {name: _Contents(value, objects_seen) for name, value in _own_attributes(owner).items()})
             for owner in owners
         ]
+        self._num_hooks = [_num_hooks(owner) for owner in owners]
 
     def changes(self) -> dict[Attribute, AttributeChange]:
         """Return the attributes that have another value or other elements now."""
@@ -92,12 +93,13 @@ class AttributeValues:
     def restore(self) -> None:
         """Give all attributes the values and elements that they had.
 
-        A new one that is True stays: the first call has done something once, as transformers installs hooks, which stay too.
+        A new one that is True stays if the forward has put hooks on the module: they stay too, and are not to be put there
+        twice (transformers does it).
         """
-        for owner, contents in self._contents:
+        for (owner, contents), num_hooks in zip(self._contents, self._num_hooks, strict=True):
             own_attributes = _own_attributes(owner)
             for name in own_attributes.keys() - contents.keys():
-                if own_attributes[name] is not True:
+                if own_attributes[name] is not True or _num_hooks(owner) == num_hooks:
                     _delete_attribute(owner, name)
             for name, content in contents.items():
                 content.restore()
@@ -144,6 +146,11 @@ def _own_attributes(owner: Any) -> dict[str, Any]:
             if isinstance(value, (*_PLAIN_TYPES, *CONTAINERS)) and not name.startswith("__") and name not in MODULE_ATTRIBUTES
         }
     return module_attributes(owner)
+
+
+def _num_hooks(owner: Any) -> int:
+    """Return the number of forward hooks of a module's submodules; 0 for a class."""
+    return 0 if isinstance(owner, type) else sum(len(forward_hooks(module)) for module in owner.modules())
 
 
 def set_attribute(owner: Any, name: str, value: Any) -> None:

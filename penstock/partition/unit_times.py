@@ -4,7 +4,7 @@ Measuring leaves no trace: a unit runs with copies of its parameters and buffers
 numbers are untouched. Units on the meta device get memory for as long as they run, one at a time.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +67,7 @@ def record_unit_inputs(
             handle = module.register_forward_pre_hook(record, prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(replace_tensors_temporarily(model, lambda tensor: tensor.to(META) if is_meta else tensor))
+        stack.enter_context(nullcontext() if is_meta else restore_parameters_after_calls(first_names))
         stack.enter_context(META if is_meta else nullcontext())
         stack.enter_context(pretend_exporting() if is_meta else nullcontext())  # models then do not decide by values
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda _: _))  # a graph without activations
@@ -150,6 +151,29 @@ def _run_seconds(module: nn.Module, inputs: tuple[Any, Any], device: torch.devic
 
 
 @contextmanager
+def restore_parameters_after_calls(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore after each call of a module the parameters that its forward has changed, as an initialisation by data does.
+
+    A module's copies live for its call only, because copies of all parameters may not fit.
+    """
+    copies: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def copy_parameters(module: nn.Module, _: Any) -> None:
+        copies[module] = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+
+    def restore_parameters(module: nn.Module, *_: Any) -> None:
+        for parameter, value in copies.pop(module, ()):
+            if not torch.equal(parameter, value):
+                parameter.detach().copy_(value)
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(copy_parameters).remove)
+            stack.callback(module.register_forward_hook(restore_parameters, always_call=True).remove)
+        yield
+
+
+@contextmanager
 def replace_tensors_temporarily(module: nn.Module, replacement: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Temporarily replace every parameter by its `replacement`, and every buffer by a copy of its own. Tied ones stay tied."""
     slots = tensor_slots(module)
@@ -175,12 +199,12 @@ def _without_graph(tensor: Tensor) -> Tensor:
 
 
 def materialise_meta_tensor(tensor: Tensor, device: torch.device, spread: float = 1.0) -> Tensor:
-    """Return `tensor` on `device`; for a meta tensor random values of the same layout, or zeros of integers.
+    """Return a copy of `tensor` on `device`; for a meta tensor random values of the same layout, or zeros of integers.
 
     `spread`: the standard deviation.
     """
     if not tensor.is_meta:
-        return tensor.to(device)
+        return tensor.to(device, copy=True)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = torch.zeros(extent if tensor.numel() else 0, dtype=tensor.dtype, device=device)
     if tensor.is_floating_point():

@@ -31,6 +31,7 @@ from penstock.partition.unit_times import (
     module_device,
     record_unit_inputs,
     replace_tensors_temporarily,
+    restore_parameters_after_calls,
 )
 from penstock.plan.model_profile import LayerCost, ModelProfile, ProfileSample
 from penstock.randomness import preserve_generator_state
@@ -207,6 +208,7 @@ def _border_bytes(cuttable: CuttableModel, example: tuple[Any, ...]) -> dict[int
     args, kwargs, _ = trees.map_tensors(lambda tensor: tensor.to("meta") if meta else tensor, example)
     with (
         replace_tensors_temporarily(nn.ModuleList(stages), lambda tensor: tensor.to("meta") if meta else tensor),
+        nullcontext() if meta else restore_parameters_after_calls(stages),
         pretend_exporting() if meta else nullcontext(),
         preserve_generator_state(module_device(cuttable.model)),
         torch.no_grad(),

@@ -71,6 +71,50 @@ def test_a_plan_is_measured_and_estimated_without_a_trace():
     assert [layer.counted() for layer in model] == [(0, [], {}, False)] * 2
 
 
+class InitialisedByData(nn.Module):
+    """Scales its weight by the first batch, as ActNorm does; `is_ready` is there before, or not."""
+
+    def __init__(self, **is_ready):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        vars(self).update(is_ready)
+
+    def forward(self, hidden):
+        if not getattr(self, "is_ready", False):
+            with torch.no_grad():
+                self.linear.weight.mul_(hidden.std())
+                self.linear.bias.data = self.linear.bias.data + hidden.mean()
+            self.is_ready = True
+        return self.linear(hidden)
+
+
+class InitialisedNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([InitialisedByData(), InitialisedByData(is_ready=False)])
+
+    def forward(self, hidden):
+        return self.layers[1](self.layers[0](hidden).tanh())
+
+
+MEASURED = {
+    "exported": lambda model: split(model, 2, cuts=["layers.1"], example_args=(X,)),
+    "cut by time": lambda model: split(model, 2, example_args=(X,)),
+    "a sequence": lambda model: split(nn.Sequential(*model.layers), 2, example_args=(X,)),
+    "a plan": lambda model: ps.plan.measure(model, (X,), seconds=0.0),
+}
+
+
+@pytest.mark.parametrize("what", MEASURED)
+def test_layers_that_initialise_themselves_by_their_first_batch_are_as_before_once_they_are_cut_and_measured(what):
+    model, before = InitialisedNet(), InitialisedNet()
+    MEASURED[what](model)
+    assert all(map(torch.equal, model.state_dict().values(), before.state_dict().values()))
+    assert [vars(layer).get("is_ready") for layer in model.layers] == [None, False]
+    assert torch.equal(model(X), before(X))
+
+
 CHANGES = {
     "alpha": (
         0.25,

@@ -1,7 +1,10 @@
 """What all ranks know of a step before data flows: in every step a row of numbers, in the first of its kind a description.
 
     every step         kind_hash, list_hash, step, scale; numbers of observers  one latency, sent before the first forward
-    first of its kind  modes, autocast, frozen parameters, microbatches      on all ranks or none: they read the same rows
+    first of its kind  modes, autocast, frozen parameters, microbatches         with the row, if it fits there
+
+A rank sends a description once, and all keep it by its hashes. If one does not fit into its row, all ranks send theirs in an
+exchange of its own: they have read the same rows.
 
 `kind_hash` is of all that memory and attention depend on, `list_hash` of what differs from list to list: shapes and order. From
 the descriptions each rank draws the same conclusions, and keeps them by the hashes of all ranks. Sentences about what differs
@@ -15,7 +18,8 @@ from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 from penstock.batch.pieces import Piece, Shape, loss_shares, rows_dim_hint, token_lengths
-from penstock.comms.control_group import ControlGroup
+from penstock.comms.control_group import MAX_ROW_BYTES, ControlGroup
+from penstock.comms.encoding import compress, decompress, encode
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.recent import RecentDict
@@ -24,6 +28,7 @@ from penstock.schedule.table import Chains
 
 MAX_KINDS = 64  # of steps, whose descriptions and memory are remembered
 NUMBERS = 4  # of a row, before those of observers
+Hashes = tuple[float, float]  # of a step's kind on one rank, and of its list
 SAME_BATCH = "Give all of them the same (pipe.sampler(dataset), one seed for all loaders), or None where they are not read"
 
 
@@ -67,6 +72,11 @@ class LocalDescription(NamedTuple):
     describe: Callable[[], Description]
     describe_arguments: Callable[[], BatchArguments]
     loss_weights: Sequence[float]  # of each piece, on the rank that reads the target
+
+    @property
+    def hashes(self) -> Hashes:
+        """The two hashes."""
+        return self.kind_hash, self.list_hash
 
 
 class Agreed(NamedTuple):
@@ -112,12 +122,16 @@ class Agreement:
     ) -> None:
         self.control, self.position, self.programs = control, position, programs
         self.reduction, self.token_parts, self.rows_dim = reduction, token_parts, rows_dim
-        self._conclusions = RecentDict[Hashable, tuple[Sequence[Description], Agreed]](MAX_KINDS)
+        self._descriptions = [RecentDict[Hashes, Description](MAX_KINDS) for _ in range(control.topology.world_size)]
+        self._conclusions = RecentDict[Sequence[Hashes], Agreed](MAX_KINDS)
         self._kinds = RecentDict[Hashable, float](MAX_KINDS)  # of steps that have ended -> this rank's number of it
 
     def begin(self, local: LocalDescription, step: int, scale: float, numbers: Sequence[float], purpose: str) -> None:
-        """Send this rank's numbers to all others, without waiting."""
-        self.control.begin_all_gather_row([local.kind_hash, local.list_hash, step, scale, *numbers], purpose)
+        """Send this rank's numbers to all others, without waiting; and its description, unless they have it."""
+        row, value = [local.kind_hash, local.list_hash, step, scale, *numbers], b""
+        if not self.control.is_single and local.hashes not in self._descriptions[self.position.world.rank]:
+            value = compress(encode(local.describe()), MAX_ROW_BYTES)
+        self.control.begin_all_gather_row(row, purpose, value)
 
     def has_run(self, kind_hash: float) -> bool:
         """Whether this rank has run such a step; together with what the others run, it may still be the first of its kind."""
@@ -133,20 +147,29 @@ class Agreement:
         check_equal([row[3] for row in rows], "do not scale their gradients alike", "has scale={:.6g}")
         hashes = tuple([(row[0], row[1]) for row in rows])
 
-        if hashes in self._conclusions:
-            descriptions, agreed = self._conclusions.add(hashes, self._conclusions[hashes])
-            if any(description.has_loss_weights for description in descriptions):
-                agreed = self._conclude(descriptions, hashes, self.control.all_gather_value(local.loss_weights, purpose))
-        else:
-            messages = self.control.all_gather_value((local.describe(), local.loss_weights), purpose)
-            descriptions, loss_weights = map(list, zip(*messages, strict=True))
+        is_known = hashes in self._conclusions
+        descriptions = self._descriptions_of_ranks(local, hashes, purpose)
+        if not is_known:
             self._check(descriptions, local.describe_arguments, purpose)
-            agreed = self._conclude(descriptions, hashes, loss_weights)
-            self._conclusions.add(hashes, (descriptions, agreed))
+        if any(description.has_loss_weights for description in descriptions):
+            agreed = self._conclude(descriptions, hashes, self.control.all_gather_value(local.loss_weights, purpose))
+        else:
+            agreed = self._conclusions[hashes] if is_known else self._conclude(descriptions, hashes)
+        self._conclusions.add(hashes, agreed)
 
         if agreed.step_kind not in self._kinds:
             agreed = agreed._replace(is_new_kind=True)
         return agreed, [row[NUMBERS:] for row in rows]
+
+    def _descriptions_of_ranks(self, local: LocalDescription, hashes: Sequence[Hashes], purpose: str) -> list[Description]:
+        """Return every rank's description: those that came with the rows, and those that are known."""
+        known = self._descriptions
+        values = [b"" if key in known[rank] else self.control.value_in_row(rank) for rank, key in enumerate(hashes)]
+        if all(value or key in known[rank] for rank, (value, key) in enumerate(zip(values, hashes, strict=True))):
+            descriptions = [decompress(value) if value else known[rank][hashes[rank]] for rank, value in enumerate(values)]
+        else:
+            descriptions = self.control.all_gather_value(local.describe(), purpose)
+        return [known[rank].add(hashes[rank], description) for rank, description in enumerate(descriptions)]
 
     def remember(self, agreed: Agreed) -> None:
         """Remember the kind of a step that has ended. All ranks forget the same kinds, the oldest first."""
@@ -154,6 +177,8 @@ class Agreement:
 
     def forget(self) -> None:
         """Forget all: after a failed step some ranks may know what others do not."""
+        for descriptions in self._descriptions:
+            descriptions.clear()
         self._conclusions.clear()
         self._kinds.clear()
 
@@ -162,8 +187,8 @@ class Agreement:
     def _conclude(
         self,
         descriptions: Sequence[Description],
-        hashes: Sequence[tuple[float, float]],
-        loss_weights: Sequence[Sequence[float]],
+        hashes: Sequence[Hashes],
+        loss_weights: Sequence[Sequence[float]] | None = None,
     ) -> Agreed:
         position, slices = self.position, self.programs.program.schedule.slices
         replicas = [_Replica.merge([descriptions[rank] for rank in ranks]) for ranks in position.replica_pipelines]
@@ -235,14 +260,14 @@ class Agreement:
         self,
         replicas: "Sequence[_Replica]",
         lengths: Sequence[Sequence[Sequence[int]]],
-        loss_weights: Sequence[Sequence[float]],
+        loss_weights: Sequence[Sequence[float]] | None,
     ) -> list[Sequence[float]]:
         """Return, for every part of the batch, each piece's share: by `loss_weight`, else by rows and tokens. 1 for a sum."""
         weights = []
         for part, ranks in enumerate(self.position.batch_parts):
             replica, cp_index = divmod(part, self.position.cp_size)
             own = [_own_lengths(tokens, self.position.cp_size, cp_index) for tokens in lengths[replica]]
-            given = next((loss_weights[rank] for rank in ranks if loss_weights[rank]), None)
+            given = next((loss_weights[rank] for rank in ranks if loss_weights[rank]), None) if loss_weights else None
             by_size = [[rows * length for length in own[index]] for index, rows in enumerate(replicas[replica].rows)]
             by_microbatch = by_size if given is None else _in_groups(given, len(own[0]))
             weights.append(list(chain.from_iterable(by_microbatch[index] for index in replicas[replica].order)))

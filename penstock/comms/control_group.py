@@ -3,6 +3,11 @@
 All pipelines share one control group. Ranks exchange rows of numbers there. Each row begins with the name of its call. So if a
 rank saves while others step, or steps another pipeline, the next row shows it.
 
+    | name of the call, 48 bytes | up to 16 numbers | up to 1 KB: a value, compressed |
+
+Rows have one length, since their receives are posted before they are sent. A value that fits into a row takes one exchange. A
+larger one takes a second: the first tells its size.
+
 When rank 2 fails:
 
     rank 2             writes its status into the store, `raised` (status.py), and closes its groups
@@ -25,7 +30,7 @@ import torch
 
 from penstock import torch_private
 from penstock.comms.abort import abort_group
-from penstock.comms.encoding import all_gather_encoded, encode_to_tensor
+from penstock.comms.encoding import all_gather_encoded, compress, decompress, encode, tensor_bytes
 from penstock.comms.process_groups import ProcessGroups, call_unprofiled
 from penstock.comms.status import explain_failure, publish, status_of_error
 from penstock.comms.system import explain_error
@@ -35,6 +40,7 @@ from penstock.errors import LostRankError, MismatchError, NonFiniteError, Pensto
 
 ROW_TAG, TRANSFER_TAG = 1, 2
 MAX_ROW_NUMBERS = 16
+MAX_ROW_BYTES = 1024  # of a compressed value in a row
 CALL_NAME = struct.Struct("6d")  # the name of a call, 48 bytes of ASCII, as the first numbers of a row
 OF_PIPELINE = " of pipeline "  # in the name of a call: between the method and the pipeline's number
 
@@ -96,7 +102,8 @@ class ControlGroup:
 
         self._group: Any = None  # the Gloo group of all ranks
         self._pending_sends: list[tuple[Any, torch.Tensor]] = []  # the sends of the last row
-        self._row: list[float] = []  # this rank's row in the current exchange
+        self._row: list[float] = []  # this rank's numbers in the current exchange
+        self._row_value = b""  # and its value
         self._arriving: tuple[torch.Tensor, list[Any]] = torch.empty(0), []  # its rows by rank, the works of its receives
         self._posted: tuple[torch.Tensor, list[Any]] = torch.empty(0), []  # the same for the next exchange
 
@@ -178,8 +185,8 @@ class ControlGroup:
         self.begin_all_gather_row(row, purpose)
         return self.finish_all_gather_row(purpose)
 
-    def begin_all_gather_row(self, row: Sequence[float], purpose: str) -> None:
-        """Send this rank's `row` to every other rank, without waiting.
+    def begin_all_gather_row(self, row: Sequence[float], purpose: str, value: bytes = b"") -> None:
+        """Send this rank's `row` to every other rank, without waiting. `value`: of at most MAX_ROW_BYTES, from `compress`.
 
         Each peer gets one message, and its receive was posted in the last exchange. So an exchange takes one latency, whatever
         the number of ranks; Gloo's all-gather takes several, as it goes around in a ring.
@@ -189,12 +196,14 @@ class ControlGroup:
         """
         self.open_groups()
         self._row = [*_call_name_as_numbers(self._call), *map(float, row)]
+        self._row_value = value
         if self.is_single:
             return
 
-        assert len(row) <= MAX_ROW_NUMBERS  # a longer message would end the process that receives it
-        numbers = [*self._row, *[0.0] * (MAX_ROW_NUMBERS - len(row))]
-        message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        # A longer message would end the process that receives it.
+        assert len(row) <= MAX_ROW_NUMBERS
+        assert len(value) <= MAX_ROW_BYTES
+        message = torch.frombuffer(bytearray(_row_format(len(row)).pack(*self._row, value)), dtype=torch.float64)
         last_sent, self._pending_sends = self._pending_sends, []
         for number, peer in enumerate(self._peers):
             with convert_errors(f"for rank {peer} {purpose}", peer):
@@ -234,9 +243,16 @@ class ControlGroup:
             raise MismatchError(describe_different_calls(list(map(_call_name, all_rows))))
         return [row[CALL_NAME_NUMBERS:] for row in all_rows]
 
+    def value_in_row(self, rank: int) -> bytes:
+        """Return the value that came with the last row of `rank`, for `decompress`; empty if none did."""
+        if rank == self.topology.rank:
+            return self._row_value
+        data = tensor_bytes(self._arriving[0][rank])[-MAX_ROW_BYTES:]
+        return data if data[0] else b""  # no compressed value begins with 0
+
     def _post_receives(self) -> None:
         """Post the receives of the next exchange. An error is raised only by that exchange: a peer may have finished."""
-        rows = torch.zeros(self.topology.world_size, CALL_NAME_NUMBERS + MAX_ROW_NUMBERS, dtype=torch.float64, device="cpu")
+        rows = torch.zeros(self.topology.world_size, ROW_LENGTH, dtype=torch.float64, device="cpu")
         self._posted = rows, [self._post_receive(rows, peer) for peer in self._peers]
 
     def _post_receive(self, rows: torch.Tensor, peer: int) -> Any:
@@ -250,10 +266,16 @@ class ControlGroup:
         """Return every rank's `value`, by rank. `purpose` as in `all_gather_row`."""
         if self.is_single:
             return [value]
-        encoded = encode_to_tensor(value)
-        sizes = [int(size) for (size,) in self.all_gather_row([encoded.numel()], purpose)]
+        encoded = encode(value)
+        self.begin_all_gather_row([len(encoded)], purpose, compress(encoded, MAX_ROW_BYTES))
+        sizes = [int(size) for (size,) in self.finish_all_gather_row(purpose)]
+        values = [self.value_in_row(rank) for rank in range(len(sizes))]
+        if all(values):
+            return list(map(decompress, values))
+
+        tensor = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         with convert_errors(f"for the other ranks {purpose}"):
-            return all_gather_encoded(encoded, sizes, lambda rows, row: self._group.allgather([rows], [row]).wait())
+            return all_gather_encoded(tensor, sizes, lambda rows, row: self._group.allgather([rows], [row]).wait())
 
     def send(self, tensor: torch.Tensor, peer: int, purpose: str) -> PendingTransfer:
         """Begin to send a CPU tensor to `peer`, which receives one of the same size in bytes."""
@@ -326,6 +348,14 @@ def _call_name_as_numbers(name: str) -> tuple[float, ...]:
 
 
 CALL_NAME_NUMBERS = len(_call_name_as_numbers(""))
+ROW_LENGTH = CALL_NAME_NUMBERS + MAX_ROW_NUMBERS + MAX_ROW_BYTES // 8  # of float64
+
+
+@lru_cache(MAX_ROW_NUMBERS + 1)
+def _row_format(num_numbers: int) -> struct.Struct:
+    """Return the layout of a row with this many numbers, in the order of this machine's bytes."""
+    unused = 8 * (MAX_ROW_NUMBERS - num_numbers)
+    return struct.Struct(f"{CALL_NAME_NUMBERS + num_numbers}d{unused}x{MAX_ROW_BYTES}s")
 
 
 def _call_name(row: Sequence[float]) -> str:

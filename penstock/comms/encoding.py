@@ -12,6 +12,7 @@ import json
 import math
 import struct
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -29,6 +30,7 @@ from penstock.errors import MismatchError
 from penstock.torch_private import TREE_NODES
 
 MAX_VALUE_BYTES = 2**28  # of an encoded value
+MAX_COMPRESSION_RATIO = 16  # of what is worth a try
 MAX_NESTING = 100  # levels of containers
 MAX_SAMPLED_VALUES = 64  # of a tensor
 JSON_LENGTH = struct.Struct("<Q")
@@ -79,9 +81,30 @@ def decode(data: bytes) -> Any:
         if raw.read(1):
             raise ValueError("there are bytes behind it")
     except Exception as error:
-        hint = "all ranks must run the same program with the same releases"
-        raise MismatchError(f"what another rank sent cannot be read ({_first_line(error)}): {hint}") from error
+        raise _unreadable_error(error) from error
     return value
+
+
+def _unreadable_error(error: Exception) -> MismatchError:
+    hint = "all ranks must run the same program with the same releases"
+    return MismatchError(f"what another rank sent cannot be read ({_first_line(error)}): {hint}")
+
+
+def compress(encoded: bytes, max_bytes: int) -> bytes:
+    """Return what `encode` returned, compressed; empty if it takes more than `max_bytes`. It never begins with 0."""
+    if len(encoded) > MAX_COMPRESSION_RATIO * max_bytes:
+        return b""
+    data = zlib.compress(encoded, 1)
+    return data if len(data) <= max_bytes else b""
+
+
+def decompress(data: bytes) -> Any:
+    """Return the value that `compress` has compressed, at the begin of `data`. Raises MismatchError for any other bytes."""
+    try:
+        encoded = zlib.decompressobj().decompress(data)
+    except zlib.error as error:
+        raise _unreadable_error(error) from error
+    return decode(encoded)
 
 
 def encode_to_tensor(value: Any) -> Tensor:

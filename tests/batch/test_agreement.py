@@ -1,6 +1,7 @@
 """What ranks agree on before a step: alike in every interpreter, remembered for the last kinds of batch, cheap for new ones."""
 
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -106,7 +107,7 @@ def test_a_new_kind_of_batch_is_measured_by_one_microbatch_a_stage():
 
 
 def rank_counts():
-    """What each step sends, measures and hears: of a new kind of batch, of the same again, of another new kind and again."""
+    """What each step exchanges: of a new kind of batch, the same again, another new kind and again; of a long list."""
     pipe = ps.Pipeline(model(), nn.functional.mse_loss, "1f1b", 4)
     counts = Counter()
 
@@ -134,15 +135,18 @@ def rank_counts():
         pipe.step(batch, target=batch)
         results.append(dict(counts))
         counts.clear()
-    return results[1:]
+
+    batches = [torch.ones(1, length, 8) for length in random.Random(0).sample(range(1, 2000), 200)]
+    pipe.step_microbatches(batches, batches)
+    return results[1:], {name: count for name, count in counts.items() if name.endswith(("row", "value"))}
 
 
 @pytest.mark.ranks
-def test_a_step_of_a_new_kind_describes_each_message_and_measures_one_microbatch_and_does_nothing_else_more():
+def test_a_new_kind_of_step_takes_no_exchange_more_unless_its_description_does_not_fit_into_a_row():
     known = {"finish_all_gather_row": 2, "send": 4}
-    described = {"finish_all_gather_row": 3, "all_gather_value": 1}  # what the ranks are about to run
-    new = {**known, **described, "pack_spec": 4, "__enter__": 1}
-    assert ps.launch(rank_counts, 2) == [[new, known, new, known]] * 2
+    new = {**known, "pack_spec": 4, "__enter__": 1}  # each message is described, one microbatch measured
+    long_list = {"finish_all_gather_row": 3, "all_gather_value": 1}
+    assert ps.launch(rank_counts, 2) == [([new, known, new, known], long_list)] * 2
 
 
 def replica_kinds():

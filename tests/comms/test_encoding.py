@@ -294,3 +294,35 @@ def test_nothing_is_unpickled_but_on_the_launchers_own_pipes():
     trees = {path: ast.parse(text) for path, text in texts.items() if WORDS.search(text)}
     assert {path for path, tree in trees.items() if any(map(unpickles, ast.walk(tree)))} == UNPICKLES | {WRITES}
     assert set(re.findall(r"pickle\.(\w+)", texts[WRITES])) == {"dump"}
+
+
+def test_a_compressed_value_is_read_from_the_begin_of_its_row_and_other_bytes_are_refused():
+    value = {"rows": [3] * 200, "text": "x"}
+    data = encoding.compress(encode(value), 64)
+    assert 0 < len(data) <= 64
+    assert encoding.decompress(data + bytes(1000)) == value
+    assert encoding.compress(encode(list(range(1000))), 64) == b""  # does not fit
+    for bad in (b"x", data[:-9], bytes(10), encoding.compress(b"\0" * 8, 64)):
+        with pytest.raises(ps.MismatchError, match="cannot be read"):
+            encoding.decompress(bad)
+
+
+def rank_values():
+    """Values of which none, one or all fit into a row."""
+    control = ps.Pipeline(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)), None, microbatches=1)._control
+    large = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    rank = control.topology.rank
+    return [
+        control.all_gather_value(value, "to test")
+        for value in ((rank, None), large if rank else "small", (large, rank), ("small", rank))
+    ]
+
+
+@pytest.mark.ranks
+def test_values_of_all_sizes_arrive_on_all_ranks():
+    for first, second, third, fourth in ps.launch(rank_values, 2):
+        assert first == [(0, None), (1, None)]
+        assert second[0] == "small"
+        assert torch.equal(second[1], third[0][0])
+        assert torch.equal(third[0][0], third[1][0])
+        assert fourth == [("small", 0), ("small", 1)]

@@ -232,7 +232,7 @@ def rank_counts_rows():
             patch.setattr(
                 ControlGroup,
                 "begin_all_gather_row",
-                lambda control, row, what, rows=rows: rows.append(what) or tell(control, row, what),
+                lambda control, row, what, *value, rows=rows: rows.append(what) or tell(control, row, what, *value),
             )
             CALLS[name](made)
             counts[name] = [what.partition(",")[0] for what in rows]

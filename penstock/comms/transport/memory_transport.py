@@ -24,6 +24,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -128,20 +129,22 @@ def _free_block(memory: mmap.mmap, start: int, pid: int) -> None:
 class BlockViews:
     """Tensors that view the memory's blocks. They are never inference tensors, even if an evaluation creates them."""
 
-    @torch.inference_mode(False)
     def __init__(self, memory: mmap.mmap) -> None:
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._memory = memory
         self._last_view: dict[int, tuple[TensorSpec, Tensor]] = {}  # start of a block -> its last view
 
     def view(self, start: int, spec: TensorSpec) -> Tensor:
         """Return the message in the block at `start` as a tensor of `spec`: the block's last view if its layout is the same."""
-        last_spec, view = self._last_view.get(start, (None, self._bytes))
-        same_layout = last_spec is spec or (last_spec is not None and last_spec.layout == spec.layout)
-        if not same_layout:
-            data = self._bytes[start + HEADER_BYTES : start + HEADER_BYTES + spec.bytes]
-            with torch.inference_mode(False):
-                view = message_spec.tensor_from_bytes(data, spec)
-            self._last_view[start] = spec, view
+        last_spec, last_view = self._last_view.get(start, (None, None))
+        if last_view is not None and last_spec is not None and (last_spec is spec or last_spec.layout == spec.layout):
+            return last_view
+
+        count, offset = max(1, spec.bytes // spec.dtype.itemsize), start + HEADER_BYTES
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            view = torch.frombuffer(self._memory, dtype=spec.dtype, count=count, offset=offset).as_strided(
+                spec.shape, spec.stride
+            )
+        self._last_view[start] = spec, view
         return view
 
 

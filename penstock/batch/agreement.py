@@ -211,16 +211,14 @@ class Agreement:
         index, own_shares = position.replica, shares[position.batch_part_index]
         own, own_lengths = replicas[index], lengths[index]
         own_rows = own.rows
+        sums = [sum(parts) if has_loss and self.reduction == "mean" else 0.0 for parts in by_replica[index]]
+        token_shares = [share / (sums[number // slices] or share or 1.0) for number, share in enumerate(own_shares)]
+        ratings = list(zip(own_shares, token_shares, strict=True)) if has_loss else [()] * (slices * len(own.order))
+        numbered = [(microbatch, slice_) for microbatch in own.order for slice_ in range(slices)]
         pieces = [
-            Piece(microbatch, slice_, own_lengths[microbatch], own_rows[microbatch], own.inputs[microbatch].elements)
-            for microbatch in own.order
-            for slice_ in range(slices)
+            Piece(microbatch, slice_, own_lengths[microbatch], own_rows[microbatch], own.inputs[microbatch].elements, *rating)
+            for (microbatch, slice_), rating in zip(numbered, ratings, strict=True)
         ]
-        if has_loss:
-            sums = [sum(parts) if self.reduction == "mean" else 0.0 for parts in by_replica[index]]
-            token_shares = [share / (sums[number // slices] or share or 1.0) for number, share in enumerate(own_shares)]
-            rated = zip(pieces, own_shares, token_shares, strict=True)
-            pieces = [piece._replace(share=share, token_share=token_share) for piece, share, token_share in rated]
         settings = hash_values_of(
             tuple([(row.call, row.mode, row.autocast, row.frozen, row.has_teacher_batch) for row in descriptions])
         )

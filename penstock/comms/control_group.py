@@ -302,6 +302,8 @@ class ControlGroup:
         if self.groups.aborted and isinstance(error, Exception) and not isinstance(error, WaitError):
             error = WaitError("for a rank that failed meanwhile", None, error)  # it follows from data that never arrived
 
+        if isinstance(error, WaitError):
+            self.topology.context.exit_if_launcher_is_gone()
         groups, status = self.groups, status_of_error(self.topology.rank, error, self.topology.timeout, self.topology.store)
         publish(groups.store, status)
         self._close_groups()

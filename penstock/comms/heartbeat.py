@@ -52,11 +52,15 @@ class HeartbeatThread:
         self._stopping.set()
         self._thread.join(2 * HEARTBEAT_SECONDS)
 
+    def exit_if_launcher_is_gone(self) -> None:
+        """End this process if its launcher is gone: the other ranks end too, and none of them is at fault."""
+        if self._launcher_is_gone():
+            print_notice("what started this rank is gone, so it ends")
+            os._exit(1)
+
     def _run(self) -> None:
         while not self._stopping.wait(HEARTBEAT_SECONDS):
-            if self._launcher_is_gone():
-                print_notice("what started this rank is gone, so it ends")
-                os._exit(1)
+            self.exit_if_launcher_is_gone()
             if self.monitor is not None:
                 try:
                     self.monitor.beat_and_check_peers()

@@ -91,6 +91,7 @@ def _explain_failure(topology: Topology, awaited: str, peer: int) -> Iterator[No
         with convert_errors(awaited, peer):
             yield
     except WaitError as error:
+        topology.context.exit_if_launcher_is_gone()
         status = status_of_error(topology.rank, error, topology.timeout, topology.store)
         raise explain_failure(topology.store, None, range(topology.world_size), status) from None
 

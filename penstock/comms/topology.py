@@ -79,6 +79,11 @@ class ProcessContext:
         for groups in list(self.open_groups):
             groups.on_heartbeat(store)
 
+    def exit_if_launcher_is_gone(self) -> None:
+        """End this process if what started the ranks is gone, rather than blame a rank that ended for the same reason."""
+        if self.heartbeat is not None:
+            self.heartbeat.exit_if_launcher_is_gone()
+
     def publish_end(self, status: RankStatus) -> None:
         """Publish how this rank ends its program, if it has joined the other ranks."""
         if self.topology is not None and self.topology.store is not None:

@@ -293,10 +293,11 @@ def test_under_torchrun_a_stopped_rank_is_named_with_its_step(tmp_path):
 @linux
 @pytest.mark.ranks
 @pytest.mark.fresh
-def test_ranks_whose_torchrun_was_killed_end_themselves(tmp_path):
+def test_ranks_whose_torchrun_was_killed_end_themselves_and_blame_none_of_them(tmp_path):
     with training(tmp_path, *TORCHRUN) as (agent, ranks):
         agent.kill()
         until(lambda: not any(is_running(rank) for rank in ranks))
+        assert not list(tmp_path.glob("error-*"))
 
 
 def is_running(process):

@@ -1,8 +1,8 @@
-"""The errors that Penstock raises, all subclasses of one; its warnings; and the check for a whole number."""
+"""The errors that Penstock raises, all subclasses of one; its warnings; and what many rooms check."""
 
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import TypeGuard
@@ -45,6 +45,22 @@ class ResourceError(PenstockError):
 def is_whole_number(value: object, minimum: float = float("-inf")) -> TypeGuard[int]:
     """Return whether `value` is an integer, numpy's too, of `minimum` or more. True and False are not."""
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= minimum
+
+
+def require_equal(
+    values: Sequence[object] | Mapping[int, object], problem: str, form: str = "has {}", advice: str = ""
+) -> None:
+    """Raise MismatchError, as `the ranks do not save alike: rank 0 has a, rank 2 has b`, unless all ranks' values are equal.
+
+    `values`: by rank, the same on every rank, so that all raise. `problem`: `do not save alike`. `form`: of a rank's value.
+    `advice`: ends the sentence.
+    """
+    value_of_rank = values if isinstance(values, Mapping) else dict(enumerate(values))
+    first_rank, expected = next(iter(value_of_rank.items()))
+    for rank, value in value_of_rank.items():
+        if value != expected:
+            difference = f"rank {first_rank} {form.format(expected)}, rank {rank} {form.format(value)}"
+            raise MismatchError(f"the ranks {problem}: {difference}{advice}")
 
 
 def format_count(number: int, noun: str, ending: str = "s") -> str:

@@ -30,7 +30,7 @@ from penstock.engine.actions import messages_of
 from penstock.engine.cache import TokenCache, max_context, supports_incremental_decoding
 from penstock.engine.clock import ActionClock
 from penstock.engine.step import Engine
-from penstock.errors import MismatchError, is_whole_number
+from penstock.errors import MismatchError, is_whole_number, require_equal
 from penstock.mesh.parallelize import begin_gathering_parameters
 from penstock.randomness import mix_seed
 from penstock.schedule.table import Action, Kind
@@ -227,12 +227,9 @@ def _exchange_headers(
     header = RankGenerationHeader(options, prompt, len(tokens), supports_cache, can_cut_prompt, max_context(modules))
     headers = engine.control.all_gather_value(header, "to generate")
 
-    for rank, rank_header in enumerate(headers):
-        for name, value in rank_header.options._asdict().items():
-            if value != (expected := getattr(headers[0].options, name)):
-                raise MismatchError(
-                    f"generate() has {name}={expected} on rank 0, but {name}={value} on rank {rank}: give the same"
-                )
+    for name in GenerationOptions._fields:
+        values = [getattr(rank_header.options, name) for rank_header in headers]
+        require_equal(values, "do not generate alike", f"has {name}={{}}", "; give the same")
     for pipelines in engine.position.pipelines:
         first_rank, *ranks = [rank for pipeline in pipelines for rank in pipeline]
         for rank in ranks:

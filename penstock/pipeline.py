@@ -1,62 +1,54 @@
 """Pipeline: a model cut into stages over the ranks, which trains like the uncut one."""
 
 import inspect
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader
 
 from penstock import comms
+from penstock.batch.agreement import Reduction
 from penstock.batch.ahead import AheadBatch
 from penstock.batch.call import Call
 from penstock.comms.control_group import ControlGroup, shared_control_group
 from penstock.comms.topology import Topology
-from penstock.engine.build import PlanLike, build_engine, materialise_stages, parse_arguments, table_of_arguments
-from penstock.engine.clock import measure_own_clock_skew
+from penstock.engine.build import table_of_options
 from penstock.engine.hints import ModuleMisuseHints, add_backward_hint
 from penstock.engine.last_step import gather_timeline, metrics_by_name
-from penstock.engine.loss import Reduction
-from penstock.engine.model_partition import OriginalModel, partition_model
-from penstock.engine.optimizers import check_elementwise_optimizer, norm_type_of_caller, optimizer_list, optimizer_of_caller
+from penstock.engine.optimizers import (
+    check_elementwise_optimizer,
+    gather_gradient_norms,
+    norm_type_of_caller,
+    optimizer_list,
+    optimizer_of_caller,
+)
 from penstock.engine.report import StepReport, StepResult
-from penstock.engine.teacher import build_teacher
 from penstock.errors import LostRankError, MismatchError, PenstockError, format_count
 from penstock.explain.explain import MeasuredTimeline
 from penstock.generate import GenerationOptions, generate_text
-from penstock.guards import outdated_weights
-from penstock.guards.attention import check_attention
-from penstock.guards.nonfinite import NonFinitePolicy, OnNonfinite, check_on_nonfinite
-from penstock.guards.observers import make_observers
-from penstock.guards.pipeline_comparison import compare_pipeline_on_ranks
-from penstock.guards.reachable_objects import find_shared_objects
+from penstock.guards.nonfinite import NonFinitePolicy
+from penstock.guards.outdated_weights import allow_outdated_use
 from penstock.mesh.data_parallel import ApplyDataParallel
-from penstock.mesh.position import mesh_position
-from penstock.mesh.sampler import GroupSampler, ReplicaSampler
+from penstock.mesh.sampler import GroupSampler, ReplicaSampler, dataset_length
 from penstock.mesh.tensor_parallel import TensorParallelPlan
-from penstock.partition.balance import Balance
+from penstock.options import LossFn, Model, OnNonfinite, PipelineOptions, PlanLike
 from penstock.partition.materialise import Init
+from penstock.pipeline_parts import NewModel, StageSource, build_parts
 from penstock.plan.grouping import Cost, Limit
 from penstock.plan.list_order import comparable_order, microbatch_order
 from penstock.plan.microbatch_costs import MicrobatchCosts
-from penstock.plan.recut import MeasuredCut, fastest_cut, measurement_of_steps
+from penstock.plan.recut import MEASURED, RECUT_CALL, choose_fastest_cut
 from penstock.randomness import preserve_generator_state
-from penstock.rebuild import MEASURED, NOT_CUT, RECUT_CALL, Redistribution, merge_arguments
-from penstock.schedule.catalog import all_build_options
+from penstock.rebuild import Redistribution
 from penstock.schedule.schedule import Schedule, ScheduleRule
-from penstock.stage.attention import attention_context
 from penstock.stage.module_runner import evaluation_mode
 from penstock.stage.recompute import Recompute
-
-LossFn = Callable[..., Tensor]  # (output, target), with a teacher (output, target, teacher_output)
-_pipeline_numbers = itertools.count(1)  # pipelines are built in the same order on every rank
 
 
 class Pipeline(ModuleMisuseHints):
@@ -154,7 +146,7 @@ class Pipeline(ModuleMisuseHints):
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module],
+        model: Model,
         loss_fn: LossFn | None = None,
         schedule: str | Schedule | ScheduleRule = "1f1b",
         microbatches: int | None = None,
@@ -178,105 +170,79 @@ class Pipeline(ModuleMisuseHints):
         slices: int | Sequence[int] = 1,
         reduction: Reduction = "mean",
         rows_per_sample: int = 1,
-        teacher: nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module] | None = None,
+        teacher: Model | None = None,
         **options: Any,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "model")}
-        redistribution = model if isinstance(model, Redistribution) else None  # `rebuild` gives one
-        model = redistribution.model if redistribution else model
-        self.loss_fn, self.loss_weight, self.reduction, self.scaler = loss_fn, loss_weight, reduction, scaler
-        self.sequence_dim = sequence_dim
-        self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
-        self._microbatch_costs: MicrobatchCosts | None = None  # fitted to steps over lists, the same on every rank
+        all_options = PipelineOptions(
+            model=model,
+            loss_fn=loss_fn,
+            schedule=schedule,
+            microbatches=microbatches,
+            loss_weight=loss_weight,
+            topology=topology,
+            seed=seed,
+            cuts=cuts,
+            example_args=example_args,
+            example_kwargs=example_kwargs,
+            recompute=recompute,
+            plan=plan,
+            scaler=scaler,
+            init=init,
+            mesh=mesh,
+            data_parallel=data_parallel,
+            tensor_parallel=tensor_parallel,
+            on_nonfinite=on_nonfinite,
+            rows_dim=rows_dim,
+            sequence_dim=sequence_dim,
+            slices=slices,
+            reduction=reduction,
+            rows_per_sample=rows_per_sample,
+            teacher=teacher,
+            family_options=options,
+        )
+        self._build(all_options, NewModel(all_options))
 
-        world = topology or comms.init_distributed()
-        self._control = shared_control_group(world)
+    def _build(self, options: PipelineOptions, source: StageSource) -> None:
+        """Build this pipeline together with all ranks, of stages from `source`."""
+        self._control = shared_control_group(options.topology or comms.init_distributed())
         self._number: int | None = None
         self._call_lock, self._process_id = threading.Lock(), os.getpid()
+        with self.collective("Pipeline(..)"), allow_outdated_use(options.model):
+            parts = build_parts(options, source, self._control)
 
-        # All ranks do the following together. Steps 2, 3 and 5 exchange messages; in `rebuild` step 4 does too.
-        with self.collective("Pipeline(..)"), outdated_weights.allow_outdated_use(model):
-            # 1. This rank's place in the mesh.
-            self._number = next(_pipeline_numbers)
-            self.position = mesh_position(mesh, world)
-            self.topology = self.position.pipeline
-            self._control.add_mesh_groups(self._number, self.position.peer_groups)
+        # What was built.
+        self._number, self.position, self.topology = parts.number, parts.position, parts.position.pipeline
+        self._engine, self._observers, self._parameters = parts.engine, parts.observers, parts.engine.parameters
+        self._original, self._first_attributes = parts.original, parts.first_attributes
+        self._run_step = self._engine.step
+        if options.on_nonfinite is not None and self._observers.monitor is not None:
+            self._run_step = NonFinitePolicy(self._engine, self._observers.monitor, options.on_nonfinite).step
 
-            # 2. Check the arguments, then partition the model as rank 0 chooses.
-            check_on_nonfinite(on_nonfinite)
-            recut = redistribution.recut if redistribution else None
-            axes = [name for dim, name in enumerate((mesh and mesh.mesh_dim_names) or ()) if mesh and mesh.size(dim) > 1]
-            config = parse_arguments(model, arguments, self.topology.world_size, recut, self.position.cp_size, axes)
-            self.schedule, self.rows_dim, self.seed = config.schedule, config.rows_dim, config.arguments.seed
-            self.slices, self._cuts_tokens = config.slices, config.cut_context is not None
-            with attention_context(config.cut_context):
-                partition = partition_model(
-                    self._control, self.position, self.schedule, config.cuttable or model, config.plan_layers
-                )
-            shared_objects = find_shared_objects(partition.user_stages, loss_fn, self.schedule.stages)
-            if config.cuttable is not None:
-                config.cuttable.trace_context = outdated_weights.allow_outdated_use
-            user_stages = {} if config.cuttable else partition.user_stages
-            self._original = OriginalModel(model, config.cuttable, user_stages)
-            self._first_attributes = (redistribution or self._original).first_attributes
-            if config.cut_context is not None:
-                in_slices = self.schedule.slices > 1
-                check_attention(partition.modules.values(), config.cuttable, config.cut_context, in_slices, redistribution)
-
-            # 3. Compare what all ranks are about to build.
-            all_stages, clock_ids, changed_keys, frozen_stages = compare_pipeline_on_ranks(
-                self._control, self.position, self.schedule, partition, config.equal_options
-            )
-            config = config.with_frozen_stages(frozen_stages)
-            self.schedule = config.schedule
-
-            # 4. Bring this rank's stages to its device, with their values.
-            unset_names = set[str]()
-            if redistribution:
-                modules = redistribution.move_state(self._control, self.topology, partition.modules)
-            else:
-                tensors = self._original.stage_tensors(partition.modules)
-                outdated_weights.check_no_outdated_weights(tensors, changed_keys, world.rank)
-                modules, unset_names = materialise_stages(partition, all_stages, self.topology.device, self.seed, init)
-
-            # 5. Connect them to those of other ranks.
-            ranks, built_teacher = (self._control, self.position), None
-            if teacher is not None:
-                built_teacher = build_teacher(
-                    *ranks, config, lambda table, parts: compare_pipeline_on_ranks(*ranks, table, parts, {}).stages
-                )
-            self._engine = build_engine(*ranks, config, partition, all_stages, modules, unset_names, clock_ids, built_teacher)
-            shared_tensors = outdated_weights.record_pipeline(
-                self._number,
-                self._original.stage_tensors(modules),
-                self._original.remote_tensors(modules),
-                changed_keys,
-                self.topology.world_size,
-            )
-            self._observers = make_observers(self._engine, config, partition, all_stages, shared_tensors, shared_objects)
-            self._engine.observe(self._observers.all)
-
-        self._arguments = arguments | {"microbatches": self.schedule.microbatches}
-        self._parameters = self._engine.parameters
-        self._empty_parameter = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
-        self._has_optimizer = False  # whether one was made of `parameters()`
-        self.balance = partition.balance  # how even the cut is, on the rank that chose it
-        self.cuts = list(partition.starts)  # where each stage but the first begins; empty if the stages were given
+        # Its options, as far as users read them.
+        config = parts.config
+        self.schedule, self.rows_dim = config.schedule, config.rows_dim
+        self.seed, self.slices = config.options.seed, config.options.slices
+        self.loss_fn, self.loss_weight, self.reduction = options.loss_fn, options.loss_weight, options.reduction
+        self.scaler, self.sequence_dim, self._cuts_tokens = options.scaler, options.sequence_dim, bool(config.cut_context)
+        self._options = replace(options, microbatches=self.schedule.microbatches)
+        self.balance = parts.partition.balance  # how even the cut is, on the rank that chose it
+        self.cuts = list(parts.partition.starts)  # where each stage but the first begins; empty if the stages were given
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
 
+        # What changes.
+        self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
         self._announced: AheadBatch | None = None  # the next batch, for which the teacher has run
-        self._run_step = self._engine.step
-        if on_nonfinite is not None and self._observers.monitor is not None:
-            self._run_step = NonFinitePolicy(self._engine, self._observers.monitor, on_nonfinite).step
-
-        self._options = ["model", *arguments, *all_build_options()]  # read-only from here on
+        self._microbatch_costs: MicrobatchCosts | None = None  # fitted to steps over lists, the same on every rank
+        self._empty_parameter = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
+        self._has_optimizer = False  # whether one was made of `parameters()`
+        self._is_built = True
 
     def __repr__(self) -> str:
         """Return the schedule, its size, the cut and the steps done, in one line."""
-        if "_options" not in vars(self):
+        if not self._is_built:
             return f"Pipeline({vars(self).get('_end_reason', 'not built')})"
         table, own_stages = self.schedule, ", ".join(map(str, self.stages))
-        is_given = self._arguments["cuts"] is not None or self._arguments["plan"] is not None
+        is_given = self._options.cuts is not None or self._options.plan is not None
         cut = f" that begin at {', '.join(self.cuts)} ({'given' if is_given else 'chosen'})" if self.cuts else ""
         return (
             f"Pipeline({table.name}, {format_count(table.ranks, 'rank')}, {format_count(table.stages, 'stage')}{cut}, "
@@ -418,12 +384,7 @@ class Pipeline(ModuleMisuseHints):
         Raises PenstockError before a list has run, other than the first of as many microbatches.
         """
         with self.collective("plan_costs()") as control:
-            engine, position = self._engine, self.position
-            offset = measure_own_clock_skew(control, engine.clock_ids).offset
-            summary = self._observers.samples.summarize(position.pipeline.rank, offset)
-            summaries = control.all_gather_value(summary, "to fit the costs of microbatches")
-            costs = MicrobatchCosts.merge(summaries, position.pipelines[0][0], self.schedule.placement)
-            self._microbatch_costs = costs
+            self._microbatch_costs = costs = self._observers.samples.gather_costs(control, self._engine)
         return costs
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
@@ -541,53 +502,34 @@ class Pipeline(ModuleMisuseHints):
         self._engine.settle_background_save()
         changes = {"schedule": schedule, "microbatches": microbatches, "cuts": cuts, "slices": options.pop("slices", None)}
         changes = options | {name: value for name, value in changes.items() if value is not None}
-        redistribution: Any = None
+        source: Redistribution | None = None
         try:
             with self.collective(f'rebuild(cuts="{MEASURED}")' if cuts == MEASURED else "rebuild()") as control:
                 self._check_not_ended()
                 self._parameters.check_initialised()
-                arguments = merge_arguments(self._arguments, changes)
+                next_options = self._options.with_changes(changes)
                 optimizers = optimizer_list(optimizer, "rebuild()", self.topology.world_size)
                 if cuts == MEASURED:
-                    cut = self._fastest_cut(control, arguments)
+                    table = table_of_options(next_options, self.topology.world_size)
+                    recent_steps, cuttable = self._observers.recent_steps, self._original.cuttable
+                    cut = choose_fastest_cut(control, self._engine, recent_steps, cuttable, self.cuts, table)
                     if changes.keys() == {"cuts"} and not cut.is_notable:
                         return self if optimizer is None else (self, optimizer)
-                    arguments["cuts"] = cut.cuts
+                    next_options = replace(next_options, cuts=cut.cuts)
                 was_trained = self._has_optimizer or self.step_count > 0
-                redistribution = Redistribution(
+                source = Redistribution(
                     self._original, self.stages, optimizers, self._first_attributes, self._cuts_tokens, was_trained
                 )
-                pipe = Pipeline(redistribution, **arguments)
+                pipe = Pipeline.__new__(Pipeline)
+                pipe._build(next_options, source)
         except BaseException:
-            if redistribution is not None and redistribution.has_started:
+            if source is not None and source.has_started:
                 self._end("this pipeline ended when rebuild() failed half-way: start the ranks again")
             raise
 
         pipe.step_count = self.step_count
         self._end("this pipeline was rebuilt: use the one that rebuild() returned")
         return pipe if optimizer is None else (pipe, optimizer)
-
-    def _fastest_cut(self, control: ControlGroup, arguments: Mapping[str, Any]) -> MeasuredCut:
-        """Return the cut that rank 0 finds for a pipeline of these `arguments`, from the last steps of all ranks."""
-        cuttable = self._original.cuttable
-        if cuttable is None:
-            raise MismatchError(NOT_CUT)
-        options = {name: value for name, value in arguments.items() if name not in self._arguments}
-        table = table_of_arguments(SimpleNamespace(**{**arguments, "options": options}), self.topology.world_size)
-        engine, position = self._engine, self.position
-        offset = measure_own_clock_skew(control, engine.clock_ids).offset
-        times = self._observers.recent_steps.times(position.pipeline.rank, offset)
-        steps_of_ranks = control.all_gather_value(times, "to measure their steps")
-
-        cut = None
-        if position.world.rank == 0:
-            pipelines = [ranks for shards in position.pipelines for ranks in shards]
-            measured = measurement_of_steps(steps_of_ranks, pipelines, self.schedule)
-            costs, cost_kind = cuttable.unit_costs(self.topology.device)
-            names = cuttable.unit_order
-            balance = Balance(tuple(names), tuple(costs), (0, *map(names.index, self.cuts)), cost_kind)
-            cut = fastest_cut(measured, balance, table)
-        return cast(MeasuredCut, control.all_gather_value(cut, "to choose the cut")[0])
 
     def train(self, mode: bool = True) -> "Pipeline":
         """Set training or evaluation mode of this rank's modules, as `nn.Module.train`. `step` does not change it."""
@@ -687,8 +629,7 @@ class Pipeline(ModuleMisuseHints):
 
         Raises MismatchError for a dataset without a length, or with fewer rows than replicas.
         """
-        self._check_has_length(dataset)
-        return ReplicaSampler(len(dataset), self.position.replica, self.position.replicas, shuffle, seed)
+        return ReplicaSampler(dataset_length(dataset), self.position.replica, self.position.replicas, shuffle, seed)
 
     def batches(
         self,
@@ -724,16 +665,6 @@ class Pipeline(ModuleMisuseHints):
         """
         sampler = self.sampler(dataset, shuffle, seed)
         return GroupSampler(sampler, dataset, rows, length, microbatches or self.schedule.microbatches, cost, limit)
-
-    @staticmethod
-    def _check_has_length(dataset: Any) -> None:
-        if isinstance(dataset, DataLoader):
-            raise MismatchError("sampler() takes the dataset: DataLoader(dataset, batch_size, sampler=pipe.sampler(dataset))")
-        if not hasattr(dataset, "__len__"):
-            raise MismatchError(
-                f"a {type(dataset).__name__} has no length to sample from: let it share its rows out itself, by "
-                "pipe.position.replica of pipe.position.replicas"
-            )
 
     # -- parameters: see stage/rank_parameters.py -----------------------------------------------------------
 
@@ -827,16 +758,9 @@ class Pipeline(ModuleMisuseHints):
 
     def _exchange_gradient_norms(self, norm_type: float, max_norm: float = 0.0) -> list[Any]:
         """Return the norms of each rank's gradients, by rank. All ranks call it. Raises as `clip_grad_norm_`."""
-        with self.collective("clip_grad_norm_()", announces=self.position.num_ranks_per_stage > 1):  # a DTensor's norm waits
-            if not isinstance(max_norm, int | float) or not max_norm >= 0:
-                raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
-            norms = self._parameters.gradient_norms_by_name(float(norm_type))  # "inf" too, as torch's
-            answers = self._control.all_gather_value((norms, float(max_norm), float(norm_type)), "to clip their gradients")
-            texts = [f"max_norm={rank_max:.12g}, norm_type={rank_type:g}" for _, rank_max, rank_type in answers]
-            for rank, (_, *limits) in enumerate(answers):
-                if limits != [*answers[0][1:]]:
-                    raise MismatchError(f"clip_grad_norm_() has {texts[0]} on rank 0, but {texts[rank]} on rank {rank}")
-            return [rank_norms for rank_norms, *_ in answers]
+        waits = self.position.num_ranks_per_stage > 1  # in the norm of a DTensor
+        with self.collective("clip_grad_norm_()", announces=waits) as control:
+            return gather_gradient_norms(control, self._parameters, norm_type, max_norm)
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of the last step by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.

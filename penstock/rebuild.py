@@ -6,12 +6,10 @@ released where they were: a rank needs memory for its old and its new stages, an
 have; until then nothing changes.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from os import PathLike
 from typing import Any, NamedTuple
 
 import torch
@@ -20,63 +18,24 @@ from torch import Tensor, nn
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.encoding import view_as_bytes
 from penstock.comms.topology import CPU, Topology
-from penstock.engine.build import PLAN_ARGUMENTS, UNCHANGEABLE
-from penstock.engine.model_partition import OriginalModel
+from penstock.engine.model_partition import ModelPartition, OriginalModel
 from penstock.engine.optimizers import (
     check_has_no_remote_parameters,
     check_same_group_options,
     group_options,
     optimizer_title,
 )
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, format_count, require_equal, warn_user
+from penstock.options import PipelineOptions
 from penstock.partition import CuttableModel
 from penstock.partition.attributes import attributes_to_send
 from penstock.partition.graph_stage import move_stage_to_device
 from penstock.partition.materialise import META, reallocate_in_place
-from penstock.schedule.schedule import Schedule
+from penstock.plan.recut import NOT_CUT
 from penstock.torch_private import has_gradient_hooks, has_hooks, tree_leaves, tree_map_only
 
 WAIT_REASON = "to rebuild the pipeline"
 MAX_MESSAGE_BYTES = 2**28
-MEASURED = "measured"  # the cuts that are chosen by the times of the last steps
-RECUT_CALL = f'pipe.rebuild(cuts="{MEASURED}")'
-NOT_CUT = "cuts= are for a model that was cut, but this pipeline was given its stages"
-
-# -- arguments of the next pipeline ---------------------------------------------------------------------------------------
-
-
-def merge_arguments(arguments: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a pipeline's `arguments` with `changes`. Another schedule, or a plan, drops the options of the old schedule.
-
-    Raises MismatchError for what cannot be changed.
-    """
-    for name in changes:
-        if name in UNCHANGEABLE:
-            raise MismatchError(f"rebuild() takes no {name}=: {UNCHANGEABLE[name]}. Make a new Pipeline for another one")
-
-    merged, options = dict(arguments), arguments["options"]
-    del merged["options"]
-    has_new_plan = changes.get("plan") is not None
-    if (old_plan := merged["plan"]) is not None:
-        merged |= {name: getattr(old_plan, name) for name in PLAN_ARGUMENTS} | {"plan": None}
-    if has_new_plan:
-        merged |= {"cuts": None, "recompute": None}
-
-    if "schedule" in changes or has_new_plan:
-        options = {}
-        if _is_fixed_table(changes.get("schedule")):
-            merged["microbatches"] = None  # the table has its own number
-    elif "microbatches" in changes and _is_fixed_table(merged["schedule"]):
-        raise MismatchError(
-            f"microbatches={changes['microbatches']} changes nothing: the schedule is a table, which has its own number; give "
-            "schedule= too"
-        )
-    return {**merged, **options, **changes}
-
-
-def _is_fixed_table(schedule: Any) -> bool:
-    return isinstance(schedule, Schedule | PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv"))
-
 
 # -- what ranks send to each other before the move ------------------------------------------------------------------------
 
@@ -127,18 +86,15 @@ def _checked_dense_layout(name: str, tensor: Tensor) -> TensorLayout:
 
 def _check_inventories(inventories: Mapping[int, RankInventory]) -> None:
     """Raise MismatchError if optimizers differ, a needed tensor is nowhere, or a hook would be lost. By rank."""
-    first_rank = min(inventories)
-    expected_optimizers = inventories[first_rank].optimizers
+    expected_optimizers = next(iter(inventories.values())).optimizers
+    classes_and_groups = {
+        rank: ", ".join(f"{kind} of {format_count(len(groups), 'group')}" for kind, groups in inventory.optimizers) or "none"
+        for rank, inventory in inventories.items()
+    }
+    advice = "; make the same on all ranks, with empty groups where need be"
+    require_equal(classes_and_groups, "have different optimizers", advice=advice)
+    kinds = [kind for kind, _ in expected_optimizers]
     for rank, inventory in inventories.items():
-        expected, found = (
-            [(kind, len(groups)) for kind, groups in optimizers] for optimizers in (expected_optimizers, inventory.optimizers)
-        )
-        if expected != found:
-            difference = f"(class, groups) are {expected} on rank {first_rank}, {found} on rank {rank}"
-            raise MismatchError(
-                f"the optimizers differ: {difference}. Make the same on all ranks, with empty groups where need be"
-            )
-        kinds = [kind for kind, _ in expected_optimizers]
         for place, ((_, expected_groups), (_, groups)) in enumerate(
             zip(expected_optimizers, inventory.optimizers, strict=True)
         ):
@@ -183,11 +139,10 @@ def _warn_if_trained_tensors_move(inventories: Mapping[int, RankInventory]) -> N
         if receivers and inventories[sender].tensors[name]["requires_grad"]
     ]
     if moved:
-        warnings.warn(
+        warn_user(
             f"rebuild() moves {len(moved)} trained parameters between ranks ({moved[0]}{', ..' if len(moved) > 1 else ''}) "
             "and was given no optimizer: one from before trains only what stayed on its rank; give optimizer=, or make a new "
-            "one of the new pipeline's parameters()",
-            stacklevel=4,
+            "one of the new pipeline's parameters()"
         )
 
 
@@ -214,7 +169,7 @@ def _receive_tensor(control: ControlGroup, sender: int, device: torch.device, la
 
 
 class Redistribution:
-    """Moves the state of the `stages` that this rank runs to those of the next pipeline, to which it is given as its model.
+    """The source of the next pipeline's stages: the state of the `stages` that the ranks run now, which it moves there.
 
     `original`: what the first pipeline was made of. `optimizers`: of this rank's parameters; their groups and state become
     those of the parameters that it will have. `first_attributes`: of submodules by name, when the first pipeline was made.
@@ -231,8 +186,8 @@ class Redistribution:
         cuts_tokens: bool,
         was_trained: bool,
     ) -> None:
-        self.first_attributes = first_attributes
-        self.model, self._original, self.cuts_tokens, self._was_trained = original.model, original, cuts_tokens, was_trained
+        self.cut_tokens_before = cuts_tokens
+        self._first_attributes, self._original, self._was_trained = first_attributes, original, was_trained
         self._stages, self._optimizers = stages, optimizers
         self._tensors, self._modules = original.stage_tensors(stages), original.stage_submodules(stages)
         self._group_positions = [_group_positions(optimizer) for optimizer in optimizers]
@@ -240,22 +195,29 @@ class Redistribution:
         self._remote_device = next((tensor.device for tensor in remote), None)  # where this rank has what others run
         self.has_started = False  # whether tensors may have changed
 
-    def recut(self, cuts: Sequence[str] | None) -> CuttableModel | None:
-        """Return the model for the next pipeline to cut, at `cuts` if given; None if its stages stay as they are."""
+    def cut(self, options: PipelineOptions) -> CuttableModel | None:
+        """Return the model for the next pipeline to cut, at its `cuts` if given; None if its stages stay as they are."""
         cuttable = self._original.cuttable
-        if cuttable is None and cuts is not None:
+        if cuttable is None and options.cuts is not None:
             raise MismatchError(NOT_CUT)
-        return None if cuttable is None else cuttable.with_cuts(cuts)
+        return None if cuttable is None else cuttable.with_cuts(options.cuts)
+
+    def first_attributes(self, original: OriginalModel) -> Mapping[str, Mapping[str, Any]]:
+        """Return the attributes of submodules by name, when the first pipeline was made."""
+        return self._first_attributes
 
     @torch.no_grad()
-    def move_state(self, control: ControlGroup, topology: Topology, stages: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
-        """Fill the `stages` that this rank will run with the state that the ranks have, and return them on its device.
+    def fill_stages(
+        self, control: ControlGroup, topology: Topology, original: OriginalModel, partition: ModelPartition, all_ranks: Any
+    ) -> tuple[dict[int, nn.Module], set[str]]:
+        """Fill the stages that this rank will run with the state that the ranks have, and return them on its device.
 
-        All ranks call it. Raises MismatchError, the same on every rank and before anything changes, for what would be lost or
-        cannot be sent.
+        Also returns the names of tensors without values: none. All ranks call it. Raises MismatchError, the same on every rank
+        and before anything changes, for what would be lost or cannot be sent.
         """
         # 1. Compare what all ranks have and need.
-        rank, tensors = control.topology.rank, self._original.stage_tensors(stages)
+        rank, stages = control.topology.rank, partition.modules
+        tensors = self._original.stage_tensors(stages)
         everyone = control.all_gather_value(self._inventory(stages, rank), WAIT_REASON)
         inventories = {job_rank: everyone[job_rank] for job_rank in map(topology.get_global_rank, range(topology.world_size))}
         _check_inventories(inventories)
@@ -286,7 +248,7 @@ class Redistribution:
             members = [(tensor, positions[name][number]) for name, tensor in tensors.items() if positions[name][number]]
             _set_group_members(optimizer, members)
         self._restore_module_states(stages, inventories)
-        return {stage: move_stage_to_device(module, topology.device) for stage, module in stages.items()}
+        return {stage: move_stage_to_device(module, topology.device) for stage, module in stages.items()}, set()
 
     def _tensor_state(self, tensor: Tensor) -> dict[str, Any]:
         """Return one of this rank's tensors with all that is sent with it."""
@@ -336,12 +298,12 @@ class Redistribution:
         )
 
     def _changed_attributes(self, name: str, module: nn.Module) -> dict[str, Any]:
-        first, missing = self.first_attributes.get(name, {}), object()
+        first, missing = self._first_attributes.get(name, {}), object()
         return {key: value for key, value in attributes_to_send(module).items() if first.get(key, missing) != value}
 
     def _set_attributes(self, module: nn.Module, name: str, changed: Mapping[str, Any]) -> None:
         current, missing = attributes_to_send(module), object()
-        for key, value in {**self.first_attributes.get(name, {}), **changed}.items():
+        for key, value in {**self._first_attributes.get(name, {}), **changed}.items():
             if current.get(key, missing) != value:
                 vars(module)[key] = deepcopy(value)
 

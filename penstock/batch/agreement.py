@@ -15,17 +15,18 @@ import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 from penstock.batch.pieces import Piece, Shape, loss_shares, rows_dim_hint, token_lengths
 from penstock.comms.control_group import MAX_ROW_BYTES, ControlGroup
 from penstock.comms.encoding import compress, decompress, encode
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, require_equal
 from penstock.mesh.position import MeshPosition
 from penstock.recent import RecentDict
 from penstock.schedule.rank_program import RankProgram, RankPrograms, TeacherForwards
 from penstock.schedule.table import Chains
 
+Reduction = Literal["mean", "sum"]  # what a loss returns of a microbatch's rows
 MAX_KINDS = 64  # of steps, whose descriptions and memory are remembered
 NUMBERS = 4  # of a row, before those of observers
 Hashes = tuple[float, float]  # of a step's kind on one rank, and of its list
@@ -143,8 +144,8 @@ class Agreement:
         Raises MismatchError, the same on every rank, if the ranks are not about to run the same step.
         """
         rows = self.control.finish_all_gather_row(purpose)
-        check_equal([row[2] for row in rows], "are at different steps", "is at step {:.0f}")
-        check_equal([row[3] for row in rows], "do not scale their gradients alike", "has scale={:.6g}")
+        require_equal([row[2] for row in rows], "are at different steps", "is at step {:.0f}")
+        require_equal([row[3] for row in rows], "do not scale their gradients alike", "has scale={:.6g}")
         hashes = tuple([(row[0], row[1]) for row in rows])
 
         is_known = hashes in self._conclusions
@@ -283,10 +284,10 @@ class Agreement:
         """Raise MismatchError if the ranks are not about to run the same step, or were given batches that do not fit."""
         announced = ["a" if rank.has_next_batch else "no" for rank in descriptions]
         problem = "do not all get next_args= or next_kwargs=, in which the values may be None"
-        check_equal(announced, problem, "gets {} next batch")
+        require_equal(announced, problem, "gets {} next batch")
         modes = "have models in different modes (call model.train() or model.eval() on all ranks)"
-        check_equal([rank.mode for rank in descriptions], modes, "is in {}")
-        check_equal([rank.autocast for rank in descriptions], "are not all in the same torch.autocast", "is in {}")
+        require_equal([rank.mode for rank in descriptions], modes, "is in {}")
+        require_equal([rank.autocast for rank in descriptions], "are not all in the same torch.autocast", "is in {}")
 
         for replica, pipelines in enumerate(self.position.pipelines):
             prefix, ranks = self.position.replica_prefix(replica), list(chain.from_iterable(pipelines))
@@ -403,14 +404,6 @@ def _in_groups(values: Sequence[float], size: int) -> list[Sequence[float]]:
 def _shares_by_microbatch(parts: Sequence[Sequence[float]], slices: int) -> list[list[float]]:
     """Return the shares of each microbatch's pieces: its slices, on all ranks along cp."""
     return [list(chain.from_iterable(groups)) for groups in zip(*[_in_groups(row, slices) for row in parts], strict=True)]
-
-
-def check_equal(values: Sequence[Any], problem: str, form: str) -> None:
-    """Raise MismatchError, as "the ranks `problem`: rank 0 .., rank 2 ..", unless all values are equal. `form`: of a value."""
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            texts = [form.format(values[number]) for number in (0, rank)]
-            raise MismatchError(f"the ranks {problem}: rank 0 {texts[0]}, rank {rank} {texts[1]}")
 
 
 def _check_arguments(descriptions: Mapping[int, Description], prefix: str) -> None:

@@ -31,7 +31,7 @@ from penstock.checkpoint.training_state import (
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.system import print_notice
 from penstock.engine.optimizers import optimizer_list, scheduler_list
-from penstock.errors import MismatchError, PenstockError, warn_user
+from penstock.errors import MismatchError, PenstockError, format_count, require_equal, warn_user
 from penstock.pipeline import Pipeline
 from penstock.stage.rank_parameters import describe_mismatches
 
@@ -138,11 +138,9 @@ def _paths_of_folders(folder: Folder | Sequence[Folder]) -> list[Path]:
 def check_same_counts(control: ControlGroup, optimizers: Sequence[Any], schedulers: Sequence[Any], action: str) -> None:
     """Raise MismatchError unless all ranks give as many optimizers and schedulers to what they do together, `action`."""
     rows = control.all_gather_row([len(optimizers), len(schedulers)], "to compare optimizers and schedulers")
-    for rank, row in enumerate(rows):
-        for name, count, expected in zip(("optimizers", "schedulers"), row, rows[0], strict=True):
-            if count != expected:
-                numbers = f"rank 0 gives {int(expected)} {name}, rank {rank} {int(count)}"
-                raise MismatchError(f"the ranks do not {action} alike: {numbers}; give all of them as many, in the same order")
+    for name, counts in zip(("optimizer", "scheduler"), zip(*rows, strict=True), strict=True):
+        texts = [format_count(int(count), name) for count in counts]
+        require_equal(texts, f"do not {action} alike", "gives {}", "; give all of them as many, in the same order")
 
 
 def _stored_names(content: Mapping[str, Any], files: TensorFiles, aliases: Mapping[str, str]) -> dict[str, str]:

@@ -30,7 +30,7 @@ from penstock.checkpoint.weights import transformers_configs
 from penstock.comms.abort import abort_on_error
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.optimizers import optimizer_list, scheduler_list
-from penstock.errors import MismatchError, PenstockError, is_whole_number
+from penstock.errors import MismatchError, PenstockError, is_whole_number, require_equal
 from penstock.pipeline import Pipeline
 
 
@@ -122,10 +122,8 @@ def check_same_step_count(step_counts: Sequence[int]) -> None:
 def check_same_arguments(arguments_of_ranks: Sequence[Sequence[str]]) -> None:
     """Raise MismatchError unless all ranks give the same folder and `keep`, and as many optimizers and schedulers."""
     for number, name in enumerate(("folder", "keep", "optimizer", "scheduler")):
-        for rank, arguments_of_rank in enumerate(arguments_of_ranks):
-            if arguments_of_rank[number] != arguments_of_ranks[0][number]:
-                values = f"rank 0 gives {arguments_of_ranks[0][number]}, rank {rank} {arguments_of_rank[number]}"
-                raise MismatchError(f"the ranks do not save alike, by {name}: {values}; give all of them the same")
+        values = [arguments[number] for arguments in arguments_of_ranks]
+        require_equal(values, f"do not save alike, by {name}", "gives {}", "; give all of them the same")
 
 
 def count_text(values: Sequence[Any]) -> str:

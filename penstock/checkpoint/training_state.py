@@ -18,7 +18,7 @@ from penstock.engine.optimizers import (
     group_options,
     optimizer_title,
 )
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, require_equal
 from penstock.stage.dtensor import shard_like
 
 NUMPY_GENERATOR = "MT19937"  # of numpy's global state
@@ -90,13 +90,8 @@ def merge_optimizers(optimizers_of_ranks: Sequence[Sequence[Any]]) -> list[Any]:
     Raises MismatchError if they differ in more than their parameters.
     """
     kinds = [part["kind"] for part in optimizers_of_ranks[0]]
-    for rank, parts in enumerate(optimizers_of_ranks):
-        if (kinds_there := [part["kind"] for part in parts]) != kinds:
-            advice = ": give them in the same order on all ranks" * (len(kinds) > 1)
-            raise MismatchError(
-                f"the {'optimizers are' if len(kinds) > 1 else 'optimizer is'} {', '.join(kinds)} on rank 0, but "
-                f"{', '.join(kinds_there)} on rank {rank}{advice}"
-            )
+    kinds_of_ranks = [", ".join(part["kind"] for part in parts) for parts in optimizers_of_ranks]
+    require_equal(kinds_of_ranks, "have different optimizers", advice="; give the same, in the same order")
     by_number = zip(_titles(kinds), zip(*optimizers_of_ranks, strict=True), strict=True)
     return [_merge_optimizer(parts, title) for title, parts in by_number]
 

@@ -10,7 +10,7 @@ from penstock.comms.control_group import shared_control_group
 from penstock.comms.system import batch_thread_policy
 from penstock.comms.topology import current_topology
 from penstock.comms.wait_errors import convert_errors
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, require_equal
 
 
 def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1, cp: int = 1) -> DeviceMesh:
@@ -44,12 +44,8 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1, cp: int = 1) -> D
                 "start that many, or give other numbers"
             )
 
-        axes_of_ranks = control.all_gather_value(axes, "to make a mesh")
-        for rank, other_axes in enumerate(axes_of_ranks):
-            if other_axes != axes_of_ranks[0]:
-                rank_0_axes, rank_axes = _format_axes(axes_of_ranks[0]), _format_axes(other_axes)
-                problem = f"rank 0 makes a mesh of {rank_0_axes}, rank {rank} one of {rank_axes}"
-                raise MismatchError(f"{problem}: make the same")
+        axes_of_ranks = control.all_gather_value(_format_axes(axes), "to make a mesh")
+        require_equal(axes_of_ranks, "do not make the same mesh", "makes one of {}")
 
         if not dist.is_initialized():  # a world of one
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,34 +1,35 @@
-"""From a pipeline's arguments to the engine: the table, proved; the model, in memory; the stages made of it, connected.
+"""From a pipeline's options to the engine: the table, proved; the model, in memory; the stages made of it, connected.
 
 All ranks build at the same time and compare what they build (`guards/pipeline_comparison.py`), so that a mismatch raises
-before data flows. `Pipeline.__init__` has the order of the steps.
+before data flows. `penstock/pipeline_parts.py` has the order of the steps.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
-from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from penstock import partition, torch_private
+from penstock import torch_private
 from penstock.batch.call import CallReader, ModelForward, first_stage_signature, kwargs_with_position_ids
 from penstock.batch.pieces import Layout, count_tokens, parse_slices
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.loss import check_reduction, loss_with_teacher
-from penstock.engine.model_partition import AllStages, ModelPartition, check_can_be_cut, modules_of
+from penstock.engine.model_partition import AllStages, ModelPartition, check_can_be_cut, check_modules, modules_of
 from penstock.engine.step import Engine
 from penstock.engine.teacher import Teacher, check_teacher, check_teacher_placement
-from penstock.errors import MismatchError, is_whole_number
+from penstock.errors import MismatchError
 from penstock.mesh.parallelize import parallelize_stages
 from penstock.mesh.position import MeshPosition
+from penstock.options import Model, PipelineOptions, is_family_name
+from penstock.partition import CuttableModel
 from penstock.partition.graph_stage import move_stage_to_device
 from penstock.partition.materialise import Init, has_meta_tensors, materialise
 from penstock.rows import resolve_rows_dim
-from penstock.schedule.catalog import build, did_you_mean, family_options
+from penstock.schedule.catalog import build
 from penstock.schedule.program import Program, channels_between
 from penstock.schedule.proof import verify
 from penstock.schedule.rank_program import RankPrograms
@@ -45,183 +46,124 @@ from penstock.stage.tied_parameters import TiedParameters
 from penstock.timing.teacher import with_teacher
 
 DEFAULT_MICROBATCHES = 8
-PLAN_ARGUMENTS = ("schedule", "microbatches", "cuts", "recompute")  # of a pipeline, which a plan replaces
-UNCHANGEABLE = {  # arguments of a pipeline that `rebuild` does not take -> why
-    **dict.fromkeys(("model", "example_args", "example_kwargs", "init", "rows_dim"), "the model stays the one it was cut from"),
-    "teacher": "the ranks have its stages already",
-    **dict.fromkeys(("topology", "mesh", "data_parallel", "tensor_parallel"), "the ranks stay where they are"),
-}
 Modules = dict[int, nn.Module]  # by stage
 
 
-class PlanLike(Protocol):
-    """The attributes of a plan that a pipeline uses as its arguments."""
-
-    @property
-    def schedule(self) -> Schedule: ...  # noqa: D102
-    @property
-    def microbatches(self) -> int: ...  # noqa: D102
-    @property
-    def cuts(self) -> Sequence[str]: ...  # noqa: D102
-    @property
-    def recompute(self) -> Sequence[Recompute | None]: ...  # noqa: D102
-    @property
-    def layers(self) -> Sequence[str]: ...  # noqa: D102
-
-
 class PipelineConfig(NamedTuple):
-    """The arguments of a pipeline, checked and completed as far as one rank alone can."""
+    """The options of a pipeline, checked and completed as far as one rank alone can, and what follows from them."""
 
-    arguments: Any  # all of them, as attributes
+    options: PipelineOptions  # with those of the plan; rows and slices as the model and the table have them
     schedule: Schedule
     program: Program  # of the schedule
-    rows_dim: int
     recompute: Sequence[Recompute | None]  # by stage
-    cuttable: partition.CuttableModel | None  # the model, if it is to be cut
-    plan_layers: Sequence[str]  # that a plan was made for
-    slices: int | Sequence[int]  # of a microbatch's tokens, or their lengths
+    cuttable: CuttableModel | None  # the model, if it is to be cut
     cut_context: AttentionContext | None  # while the model is cut, if its tokens will be: into slices, or over ranks
     table_with_teacher: Schedule | None  # as the user gave it
 
     @property
-    def equal_options(self) -> dict[str, Any]:
-        """The options that must be equal on all ranks, besides those that the schedule and the model say themselves."""
-        names = ("seed", "reduction", "data_parallel", "tensor_parallel", "on_nonfinite", "sequence_dim", "rows_per_sample")
-        options = {name: getattr(self.arguments, name) for name in names}
-        return options | {"rows_dim": self.rows_dim, "slices": self.slices}
+    def rows_dim(self) -> int:
+        """The dimension of a batch's rows."""
+        return self.options.rows_dim or 0
+
+    @property
+    def plan_layers(self) -> Sequence[str]:
+        """The layers that the plan was made for."""
+        return () if self.options.plan is None else self.options.plan.layers
 
     def with_frozen_stages(self, stages: frozenset[int]) -> "PipelineConfig":
         """Return the same with a table in which `stages` have forwards only. A table that the user gave stays as it is."""
-        name = self.arguments.schedule
-        if not stages or not isinstance(name, str) or name.endswith(".csv"):
+        if not stages or not is_family_name(self.options.schedule):
             return self
         schedule = with_frozen_stages(self.schedule, stages)
         return self._replace(schedule=schedule, program=verify(schedule).program)
 
 
-# -- arguments ------------------------------------------------------------------------------------------------------------
+# -- options --------------------------------------------------------------------------------------------------------------
 
 
-def parse_arguments(
-    model: Any,
-    arguments: Mapping[str, Any],
-    num_ranks: int,
-    recut: Callable[[Sequence[str] | None], partition.CuttableModel | None] | None,
-    cp_size: int,
-    mesh_axes: Sequence[str] = (),
+def complete_options(
+    options: PipelineOptions, position: MeshPosition, cut: Callable[[PipelineOptions], CuttableModel | None]
 ) -> PipelineConfig:
-    """Check the arguments of `Pipeline`, build its schedule and prove it.
+    """Check the options of a pipeline, build its schedule and prove it, and make its model ready to be cut.
 
-    `recut`: gives the model, cut at other `cuts`, to `rebuild`. `cp_size`: the number of ranks that share a sequence's tokens.
-    `mesh_axes`: the axes of the mesh.
+    `cut`: returns the model to be cut, None for stages that were given.
 
-    Raises MismatchError for an argument of another kind than `Pipeline` takes, ScheduleError for a table that cannot be proved.
+    Raises MismatchError for an option of another kind than `Pipeline` takes, ScheduleError for a table that cannot be proved.
     """
-    config = SimpleNamespace(**arguments)
-    _check_argument_types(model, config)
-    config.seed = None if config.seed is None else int(config.seed)  # a numpy integer fits no file and no message
-    check_reduction(config.loss_fn, config.reduction, config.loss_weight)
-    if config.options:
-        check_options(config.options, config.schedule, ["model", *arguments])
-    if (plan := config.plan) is not None:
-        check_plan(plan, config.cuts, config.recompute, config.options)
-        vars(config).update({name: getattr(plan, name) for name in PLAN_ARGUMENTS})
+    # 1. One by one.
+    check_modules(options.model)
+    options.check()
+    check_reduction(options.loss_fn, options.reduction, options.loss_weight)
+    if isinstance(options.loss_fn, nn.Module):
+        _check_loss_parameters(options.loss_fn, options.model)
+    options = options.with_plan()
 
-    slices, num_slices = parse_slices(config.slices)
-    schedule = user_table(config, num_ranks)
+    # 2. The table.
+    schedule = user_table(options, position.pipeline.world_size)
     table_with_teacher = None if schedule.teacher is None else schedule
     if table_with_teacher is not None:
         verify(schedule)
         schedule = without_teacher(schedule)
-    if config.microbatches not in (None, schedule.microbatches):
+    program = verify(schedule).program
+    if options.microbatches not in (None, schedule.microbatches):
         raise MismatchError(
-            f"microbatches={config.microbatches}, but the table {schedule.name} has {schedule.microbatches}: leave out "
+            f"microbatches={options.microbatches}, but the table {schedule.name} has {schedule.microbatches}: leave out "
             "microbatches=, or give a table that has as many"
         )
-    program = verify(schedule).program
-    slices = schedule.slices if slices == 1 else slices
-    if num_slices not in (1, schedule.slices):
-        raise MismatchError(f"slices={config.slices} are {num_slices}, but the table {schedule.name} has {schedule.slices}")
-    if cp_size > 1 and schedule.slices > 1:
-        raise MismatchError("slices and an axis cp cut the same tokens: use slices=1, or a mesh without cp")
-    cut_context = AttentionWhileTracing(schedule.slices > 1) if cp_size > 1 or schedule.slices > 1 else None
+    slices = _check_slices(options, schedule, position)
+    _check_teacher(options, table_with_teacher, schedule, position)
 
-    if config.teacher is not None:
-        check_teacher(model, config.teacher, config.loss_fn, schedule, mesh_axes)
-        if table_with_teacher is not None:
-            check_teacher_placement(table_with_teacher)
-    elif table_with_teacher is not None:
-        raise MismatchError(f"{table_with_teacher.name} is a table with a teacher: give Pipeline(.., teacher=model)")
-    if not is_whole_number(config.sequence_dim, 0):
-        raise MismatchError(f"sequence_dim is the dimension that has the tokens, 0 or more, not {config.sequence_dim!r}")
-    if not is_whole_number(config.rows_per_sample, 1):
-        raise MismatchError(f"rows_per_sample is how many rows stay together, 1 or more, not {config.rows_per_sample!r}")
-    if cut_context is not None and isinstance(model, nn.Module) and (config.example_args or config.example_kwargs):
-        config.example_kwargs = _example_with_position_ids(model, config)
-
-    cutting = config.cuts, config.example_args, config.example_kwargs
-    check_can_be_cut(model, schedule, *cutting)
-    rows_dim = resolve_rows_dim(model, config.rows_dim)
-    recompute = recompute_per_stage(config.recompute, schedule)
+    # 3. The model.
+    cut_context = AttentionWhileTracing(schedule.slices > 1) if position.cp_size > 1 or schedule.slices > 1 else None
+    check_can_be_cut(options.model, schedule, options.cuts, options.example_args, options.example_kwargs)
+    options = replace(
+        options,
+        seed=None if options.seed is None else int(options.seed),  # a numpy integer fits no file and no message
+        slices=slices,
+        rows_dim=resolve_rows_dim(options.model, options.rows_dim),
+        example_kwargs=_example_with_position_ids(options) if cut_context else options.example_kwargs,
+    )
+    recompute = recompute_per_stage(options.recompute, schedule)
     with attention_context(cut_context):
-        cuttable = recut(config.cuts) if recut else partition.as_cuttable(model, *cutting, rows_dim)
-    plan_layers = () if plan is None else plan.layers
-    settings = recompute, cuttable, plan_layers, slices, cut_context, table_with_teacher
-    return PipelineConfig(config, schedule, program, rows_dim, *settings)
+        cuttable = cut(options)
+    return PipelineConfig(options, schedule, program, recompute, cuttable, cut_context, table_with_teacher)
 
 
-def _example_with_position_ids(model: nn.Module, config: Any) -> dict[str, Any]:
+def _check_slices(options: PipelineOptions, schedule: Schedule, position: MeshPosition) -> int | Sequence[int]:
+    """Return the slices of a microbatch's tokens, their number or lengths. Raise MismatchError if the table has others."""
+    slices, num_slices = parse_slices(options.slices)
+    if num_slices not in (1, schedule.slices):
+        raise MismatchError(f"slices={options.slices} are {num_slices}, but the table {schedule.name} has {schedule.slices}")
+    if position.cp_size > 1 and schedule.slices > 1:
+        raise MismatchError("slices and an axis cp cut the same tokens: use slices=1, or a mesh without cp")
+    return schedule.slices if slices == 1 else slices
+
+
+def _check_teacher(options: PipelineOptions, table: Schedule | None, schedule: Schedule, position: MeshPosition) -> None:
+    """Raise MismatchError for a teacher that does not fit, or a `table` with a teacher for a pipeline without one."""
+    if options.teacher is not None:
+        mesh_axes = ["cp"] * (position.cp_size > 1) + ["tp"] * (position.tp is not None)
+        check_teacher(options.model, options.teacher, options.loss_fn, schedule, mesh_axes)
+        if table is not None:
+            check_teacher_placement(table)
+    elif table is not None:
+        raise MismatchError(f"{table.name} is a table with a teacher: give Pipeline(.., teacher=model)")
+
+
+def _example_with_position_ids(options: PipelineOptions) -> Mapping[str, Any] | None:
     """Return the example's keywords, with positions if the model takes them, as its steps will have them."""
-    args = (config.example_args,) if isinstance(config.example_args, Tensor) else tuple(config.example_args or ())
-    kwargs = config.example_kwargs or {}
-    length = count_tokens((args, kwargs), "the example", config.sequence_dim)
-    return kwargs_with_position_ids(first_stage_signature(model), args, kwargs, length)
+    example: Any = options.example_args
+    args = (example,) if isinstance(example, Tensor) else tuple(example or ())
+    kwargs = options.example_kwargs or {}
+    if not isinstance(options.model, nn.Module) or not (args or kwargs):
+        return options.example_kwargs
+    length = count_tokens((args, kwargs), "the example", options.sequence_dim)
+    return kwargs_with_position_ids(first_stage_signature(options.model), args, kwargs, length)
 
 
-def _check_argument_types(model: Any, config: Any) -> None:
-    modules = modules_of(model)
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            raise MismatchError(_not_a_module_text(module))
-        if captured := [type(part).__name__ for part in module.modules() if torch_private.is_cuda_graphed(part)]:
-            raise MismatchError(
-                f"{captured[0]} was captured as a CUDA graph, whose one set of buffers cannot hold several microbatches: "
-                "give the module as it was before make_graphed_callables"
-            )
-        if lazy := [name for name, value in module.state_dict(keep_vars=True).items() if is_lazy(value)]:
-            raise MismatchError(f"{lazy[0]} has no shape yet: run one batch through the model before, `model(inputs)`")
-
-    schedule = config.schedule
-    if not isinstance(schedule, str | PathLike | Schedule) and not callable(schedule):
-        got = _describe_value(schedule)
-        raise MismatchError(f"the schedule is a name, a Schedule, a CSV file's path or a function, not {got}")
-    for name, function in (("loss_fn", config.loss_fn), ("loss_weight", config.loss_weight)):
-        if function is not None and (isinstance(function, type) or not callable(function)):
-            raise MismatchError(f"{name} is a function or a module, not {_describe_value(function)}")
-    if config.seed is not None and not is_whole_number(config.seed):
-        raise MismatchError(f"seed is a whole number or None, not {_describe_value(config.seed)}")
-    if not isinstance(config.scaler, torch.amp.GradScaler | None):
-        raise MismatchError(f"scaler is a GradScaler or None, not {_describe_value(config.scaler)}")
-    if isinstance(config.loss_fn, nn.Module):
-        _check_loss_parameters(config.loss_fn, nn.ModuleList(modules))
-
-
-def _not_a_module_text(value: Any) -> str:
-    got = _describe_value(value)
-    if hasattr(value, "submod") and hasattr(value, "stage_index"):  # torch.distributed.pipelining's
-        return f"the model is nn.Modules, not {got}s: give {{stage.stage_index: stage.submod for stage in stages}}"
-    return f"the model is an nn.Module, a list with one for each stage, or {{stage: module}}, not {got}"
-
-
-def _describe_value(value: Any) -> str:
-    if isinstance(value, type):
-        return f"the class {value.__name__}: make one, {value.__name__}(..)"
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _check_loss_parameters(loss_fn: nn.Module, model: nn.Module) -> None:
+def _check_loss_parameters(loss_fn: nn.Module, model: Model) -> None:
     """Raise MismatchError if the loss has trained parameters that are in no stage: no optimizer or checkpoint has them."""
-    model_ids = {id(parameter) for parameter in model.parameters()}
+    model_ids = {id(parameter) for module in modules_of(model) for parameter in module.parameters()}
     names = [
         name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad and id(parameter) not in model_ids
     ]
@@ -232,41 +174,17 @@ def _check_loss_parameters(loss_fn: nn.Module, model: nn.Module) -> None:
         )
 
 
-def check_plan(plan: Any, *replaced_arguments: Any) -> None:
-    """Raise MismatchError for what is no plan, and for any of the arguments that a plan replaces: it has its own."""
-    if not hasattr(plan, "schedule") or not hasattr(plan, "recompute"):
-        raise MismatchError(f"plan is what ps.plan.plan found, or ps.plan.load(path) reads, not {_describe_value(plan)}")
-    if any(replaced_arguments):
-        raise MismatchError("the plan has its own cuts, recomputation and stages: leave out cuts=, recompute= and options")
+def table_of_options(options: PipelineOptions, num_ranks: int) -> Schedule:
+    """Return the model's table in a pipeline of these options. Raises as `build_table`."""
+    return without_teacher(user_table(options, num_ranks))
 
 
-def check_options(options: Iterable[str], schedule: Any, arguments: Iterable[str]) -> None:
-    """Raise MismatchError for an option that is neither one of the pipeline's `arguments` nor one of its schedule's."""
-    if isinstance(schedule, Schedule):
-        schedule_options, source = [], f"the table of {schedule.name}"
-    elif isinstance(schedule, str) and not schedule.endswith(".csv"):
-        schedule_options, source = family_options(schedule), f"the schedule {schedule}"
-    else:
-        schedule_options, source = ["placement"], "a table from rows"
-    for name in options:
-        if name not in schedule_options:
-            guess = did_you_mean(name, [*arguments, *schedule_options])
-            takes = f"takes {', '.join(schedule_options)}" if schedule_options else "takes no options"
-            raise MismatchError(f"a Pipeline has no argument {name}{guess}, and {source} {takes}")
-
-
-def table_of_arguments(config: Any, num_ranks: int) -> Schedule:
-    """Return the model's table in a pipeline of these arguments; raises as `build_table`. `config`: has them as attributes."""
-    return without_teacher(user_table(config, num_ranks))
-
-
-def user_table(config: Any, num_ranks: int) -> Schedule:
+def user_table(options: PipelineOptions, num_ranks: int) -> Schedule:
     """Return the same with a teacher's forwards, where the user's table has them."""
-    microbatches = DEFAULT_MICROBATCHES if config.microbatches is None else config.microbatches
-    _, num_slices = parse_slices(config.slices)
-    is_family = isinstance(config.schedule, str) and not config.schedule.endswith(".csv")
-    options = config.options | ({"slices": num_slices} if is_family and num_slices > 1 else {})
-    return build_table(config.schedule, num_ranks, microbatches, options)
+    microbatches = DEFAULT_MICROBATCHES if options.microbatches is None else options.microbatches
+    _, num_slices = parse_slices(options.slices)
+    slices = {"slices": num_slices} if is_family_name(options.schedule) and num_slices > 1 else {}
+    return build_table(options.schedule, num_ranks, microbatches, {**options.family_options, **slices})
 
 
 def build_table(
@@ -334,7 +252,7 @@ def build_engine(
 
     `unset_names`: in the uncut model, of tensors that nothing has initialised. `clock_ids`: of every rank.
     """
-    arguments, names = config.arguments, all_stages.names
+    options, names = config.options, all_stages.names
     aliases = model_partition.first_name_by_alias(names)
 
     # 1. The program. I and W right after each other are one B; skip connections add messages.
@@ -346,7 +264,7 @@ def build_engine(
 
     def build_larger(microbatches: int) -> Program:
         """Return the proved program of a list of more microbatches. Raise MismatchError if the schedule has no such table."""
-        larger = table_of_arguments(SimpleNamespace(**{**vars(arguments), "microbatches": microbatches}), config.schedule.ranks)
+        larger = table_of_options(replace(options, microbatches=microbatches), config.schedule.ranks)
         larger = with_frozen_stages(larger, config.schedule.forward_only)
         if larger.microbatches < microbatches:
             raise MismatchError(
@@ -370,7 +288,7 @@ def build_engine(
         return verify(both, skips=model_partition.skips | teacher.skips(student.stages)).program
 
     # 2. Data parallelism, then stages. A rank that fails before this exchange is heard by the others here.
-    parallelism = arguments.tensor_parallel, arguments.data_parallel
+    parallelism = options.tensor_parallel, options.data_parallel
     data_parallel_hooks = parallelize_stages(
         position, modules, model_partition.data_parallel_hooks, model_partition.tied, names, *parallelism
     )
@@ -391,12 +309,12 @@ def build_engine(
     reader = CallReader(
         position,
         table,
-        Layout(config.rows_dim, arguments.sequence_dim, position.pipeline.device, arguments.rows_per_sample),
-        position.cp_size if position.cp_size > 1 else config.slices,
-        arguments.seed,
-        arguments.loss_fn is not None,
+        Layout(config.rows_dim, options.sequence_dim, position.pipeline.device, options.rows_per_sample),
+        position.cp_size if position.cp_size > 1 else options.slices,
+        options.seed,
+        options.loss_fn is not None,
         None if teacher is None else list(teacher.modules.values()),
-        arguments.loss_weight,
+        options.loss_weight,
         ModelForward(modules[0], later_keywords) if 0 in modules else None,
     )
     links = None
@@ -405,7 +323,7 @@ def build_engine(
         skips = model_partition.skips | teacher.skips(table.stages)
         links = channels_between((*table.placement, *teacher.table.placement), chains, skips)
     programs = RankPrograms(program, position.pipeline.rank, build_larger, add_teacher if teacher else None, links)
-    return Engine(control, position, programs, reader, stages, parameters, tied, arguments.reduction, clock_ids)
+    return Engine(control, position, programs, reader, stages, parameters, tied, options.reduction, clock_ids)
 
 
 def _build_stages(
@@ -419,8 +337,8 @@ def _build_stages(
 ) -> dict[int, Stage]:
     """Return this rank's stages, ready to run `table`."""
     connections = stage_connections(table.chains, model_partition.skips, model_partition.tied)
-    loss_fn = config.arguments.loss_fn
-    if config.arguments.teacher is not None:
+    loss_fn = config.options.loss_fn
+    if loss_fn is not None and config.options.teacher is not None:
         loss_fn = partial(loss_with_teacher, loss_fn)
     return {
         index: Stage(

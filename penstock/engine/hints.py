@@ -1,13 +1,12 @@
 """Errors with a hint for what people try on a pipeline because modules have it: `pipe.to(..)`, `pipe(x)`, `loss.backward()`."""
 
 import difflib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from penstock.engine.build import UNCHANGEABLE
 from penstock.errors import PenstockError
+from penstock.options import STAYS, option_names
 
 _DEVICE_HINT = "its stages are on pipe.topology.device, which ps.comms.init_distributed(device=..) chooses"
 _DTYPE_HINT = "give it a model of that dtype, or call step() under torch.autocast"
@@ -29,16 +28,16 @@ MIN_SIMILARITY = 0.8  # from which on a name counts as a misspelt option
 class ModuleMisuseHints:
     """Base of Pipeline, which is no module: its parts are on several ranks, where a forward of one alone would hang."""
 
-    _options: Sequence[str] = ()  # names that cannot be set once the pipeline is built
+    _is_built = False  # from then on its options cannot be set
 
     if not TYPE_CHECKING:  # type checkers find missing attributes by themselves
 
         def __setattr__(self, name: str, value: Any) -> None:
             """Raise AttributeError for an option of the pipeline, or for a new name that is nearly one."""
-            is_known = name.startswith("_") or name in vars(self)
-            matches = [name] if is_known else difflib.get_close_matches(name, self._options, 1, MIN_SIMILARITY)
-            if matches and (option := matches[0]) in self._options:
-                remedy = f"make a new Pipeline(.., {option}=..)" if option in UNCHANGEABLE else f"pipe.rebuild({option}=..)"
+            is_known, names = name.startswith("_") or name in vars(self), option_names() if self._is_built else []
+            matches = [name] if is_known else difflib.get_close_matches(name, names, 1, MIN_SIMILARITY)
+            if matches and (option := matches[0]) in names:
+                remedy = f"make a new Pipeline(.., {option}=..)" if option in STAYS else f"pipe.rebuild({option}=..)"
                 guess = "" if option == name else f" (did you mean {option}?)"
                 message = f"a Pipeline's {name}{guess} cannot be set once it is built: {remedy}"
                 raise AttributeError(message, name=name, obj=self)

@@ -4,13 +4,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from torch import Tensor, nn
 
+from penstock.batch.agreement import Reduction
 from penstock.errors import MismatchError, is_whole_number
 
-Reduction = Literal["mean", "sum"]
 DEFAULT_IGNORE_INDEX = -100  # of torch's losses
 
 

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from penstock import partition
 from penstock.comms.control_group import ControlGroup
-from penstock.errors import MismatchError, format_count, is_whole_number
+from penstock.errors import MismatchError, format_count, is_whole_number, require_equal
 from penstock.mesh import data_parallel
 from penstock.mesh.position import MeshPosition
+from penstock.options import describe_value
 from penstock.partition.attributes import attributes_to_send
 from penstock.partition.balance import Balance
 from penstock.partition.graph_stage import skip_routes
@@ -21,7 +23,7 @@ from penstock.schedule.table import Skip
 from penstock.stage import tied_parameters
 from penstock.stage.connections import StageParameter, tied_parameter_skips
 from penstock.stage.hooks import DataParallelHooks
-from penstock.torch_private import TensorSlot, strip_compiled_prefix, tensor_slots, unwrap_compiled
+from penstock.torch_private import TensorSlot, is_cuda_graphed, strip_compiled_prefix, tensor_slots, unwrap_compiled
 
 
 class OriginalModel(NamedTuple):
@@ -176,7 +178,7 @@ def partition_model(
     own_structure = None if own_stages is None else _stage_structure(_without_ddp(own_stages))
     announcements = control.all_gather_value((_model_kind(model), starts, own_structure), "to agree on the cut")
     model_kinds, starts_by_rank, structures = zip(*announcements, strict=True)
-    _check_same_model_kind(model_kinds)
+    require_equal(model_kinds, "do not give the same", "gives {}")
 
     # 3. Cut. What a rank does not know of stages that it was not given, the others have sent.
     if own_stages is not None:
@@ -235,6 +237,27 @@ def modules_of(model: Any) -> list[Any]:
     return list(model.values() if isinstance(model, Mapping) else model if isinstance(model, Sequence) else [model])
 
 
+def check_modules(model: Any) -> None:
+    """Raise MismatchError for a model, or stages, that are no modules, or that no pipeline can run."""
+    for module in modules_of(model):
+        if not isinstance(module, nn.Module):
+            raise MismatchError(_not_a_module_text(module))
+        if captured := [type(part).__name__ for part in module.modules() if is_cuda_graphed(part)]:
+            raise MismatchError(
+                f"{captured[0]} was captured as a CUDA graph, whose one set of buffers cannot hold several microbatches: "
+                "give the module as it was before make_graphed_callables"
+            )
+        if lazy := [name for name, value in module.state_dict(keep_vars=True).items() if is_lazy(value)]:
+            raise MismatchError(f"{lazy[0]} has no shape yet: run one batch through the model before, `model(inputs)`")
+
+
+def _not_a_module_text(value: Any) -> str:
+    got = describe_value(value)
+    if hasattr(value, "submod") and hasattr(value, "stage_index"):  # torch.distributed.pipelining's
+        return f"the model is nn.Modules, not {got}s: give {{stage.stage_index: stage.submod for stage in stages}}"
+    return f"the model is an nn.Module, a list with one for each stage, or {{stage: module}}, not {got}"
+
+
 def check_can_be_cut(model: Any, table: Schedule, *cutting_arguments: Any) -> None:
     """Raise MismatchError for a single module and several stages, unless it is an nn.Sequential or `cutting_arguments` say how.
 
@@ -284,12 +307,6 @@ def _merge_structures(structures: Sequence[StageStructure]) -> StageStructure:
     return StageStructure(
         num_layers, sorted(tied_groups), sorted({skip for structure in structures for skip in structure.skips})
     )
-
-
-def _check_same_model_kind(model_kinds: Sequence[str]) -> None:
-    for rank, model_kind in enumerate(model_kinds):
-        if model_kind != model_kinds[0]:
-            raise MismatchError(f"the ranks do not give the same: rank 0 {model_kinds[0]}, rank {rank} {model_kind}")
 
 
 def _check_own_stages(structures: Sequence[StageStructure], position: MeshPosition, table: Schedule) -> None:

@@ -12,10 +12,14 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from penstock.comms.control_group import ControlGroup
 from penstock.comms.topology import Topology
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, require_equal
+from penstock.stage.dtensor import ShardKey
+from penstock.stage.rank_parameters import RankParameters
 
 PARAMETER_KEYS = ("params", "param_names")  # the keys of an optimizer's group that are no options
 
@@ -123,6 +127,23 @@ def read_grad_scale(scaler: torch.amp.GradScaler | None, topology: Topology) -> 
         make_scaler_flags_binary()
     scaler.scale(torch.ones((), device=topology.device))  # a scaler creates its scale at the first use
     return scaler.get_scale()
+
+
+def gather_gradient_norms(
+    control: ControlGroup, parameters: RankParameters, norm_type: float, max_norm: float
+) -> list[Mapping[ShardKey, Tensor]]:
+    """Return `gradient_norms_by_name` of each rank, by rank. All ranks call it.
+
+    Raises MismatchError for a `max_norm` that is no number of 0 or more, and for arguments that differ between ranks.
+    """
+    if not isinstance(max_norm, int | float) or not max_norm >= 0:
+        raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
+    norms = parameters.gradient_norms_by_name(float(norm_type))  # "inf" too, as torch's
+    answers = control.all_gather_value((norms, float(max_norm), float(norm_type)), "to clip their gradients")
+    norms_of_ranks, *limits = zip(*answers, strict=True)
+    for name, values in zip(("max_norm", "norm_type"), limits, strict=True):
+        require_equal(values, "do not clip alike", f"has {name}={{:.12g}}")
+    return list(norms_of_ranks)
 
 
 # -- which function iterates over the parameters --------------------------------------------------------------------------

@@ -112,16 +112,16 @@ def build_teacher(
     has the stages that a table from the user gives it, by default those of the model; it is cut by the same example, and at the
     same names if it has them.
     """
-    schedule, given, arguments = config.schedule, config.table_with_teacher, config.arguments
+    schedule, given, options = config.schedule, config.table_with_teacher, config.options
     placement = schedule.placement if given is None else given.placement[given.teacher :]
     table = Schedule(f"{schedule.name}'s teacher", placement, schedule.microbatches, ((),) * schedule.ranks)
-    model, cuts = arguments.teacher, arguments.cuts
+    model, cuts = options.teacher, options.cuts
 
     # 1. Cut.
     names = {name for name, _ in model.named_modules()} if isinstance(model, nn.Module) else set()
     if not cuts or len(cuts) != table.stages - 1 or not names.issuperset(cuts):
         cuts = None
-    cutting = cuts, arguments.example_args, arguments.example_kwargs
+    cutting = cuts, options.example_args, options.example_kwargs
     check_can_be_cut(model, table, *cutting)
     cuttable = partition.as_cuttable(model, *cutting, config.rows_dim)
     model_partition = partition_model(control, position, table, cuttable or model, ())

@@ -6,7 +6,6 @@ from torch import nn
 
 from penstock.errors import MismatchError
 from penstock.partition.cutting import CuttableModel
-from penstock.rebuild import Redistribution
 from penstock.stage.attention import CHECKPOINTS, LOOKS_AHEAD, AttentionContext, no_attention_error
 
 # Layers that mix tokens, or images' places, in a way that no context sees.
@@ -18,11 +17,12 @@ def check_attention(
     cuttable: CuttableModel | None,
     context: AttentionContext,
     in_slices: bool,
-    redistribution: Redistribution | None,
+    cut_tokens_before: bool | None,
 ) -> None:
     """Raise MismatchError if tokens would mix in a layer that does not call `ps.attention`, as far as it is known here.
 
-    `context`: which was set when the model was cut. `redistribution`: of a model that was cut before.
+    `context`: which was set when the model was cut. `cut_tokens_before`: whether the pipeline before cut its tokens; None for a
+    model that had none.
     """
     for module in modules:
         check_tokens_mix_in_attention(module)
@@ -30,9 +30,9 @@ def check_attention(
             check_layers_can_run_in_slices(module)
     if cuttable is None or not cuttable.is_exported:
         return
-    if redistribution is not None and not redistribution.cuts_tokens:
+    if cut_tokens_before is False:
         raise MismatchError("the model was traced for whole sequences, and its masks are theirs: make a new Pipeline of slices")
-    if redistribution is None and not context.num_calls:
+    if cut_tokens_before is None and not context.num_calls:
         raise no_attention_error()
 
 

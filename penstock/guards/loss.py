@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.batch.agreement import Reduction
 from penstock.batch.pieces import count_rows, microbatch_weights, nonempty_split_sizes, split
 from penstock.engine.loss import (
     DEFAULT_IGNORE_INDEX,
-    Reduction,
     loss_arguments,
     loss_components,
     tokens,

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,8 @@ from penstock.engine.observers import ObservedStep, Observer, StepFunctions
 from penstock.engine.report import StepResult
 from penstock.engine.rollback import StepRollback
 from penstock.engine.step import Engine
-from penstock.errors import MismatchError, NonFiniteError, warn_user
+from penstock.errors import NonFiniteError, warn_user
+from penstock.options import OnNonfinite
 from penstock.schedule.table import Action, Kind
 from penstock.stage.dtensor import local_shard
 from penstock.stage.rank_parameters import RankParameters
@@ -38,15 +39,8 @@ from penstock.trees import tensors
 OWN, SHARED, RECEIVED = range(3)  # source: computed here; averaged with other ranks; sent by another rank. The least is blamed
 STATE, DATA, COMPUTED = "parameters", "data", "computed"  # causes
 CAUSE_TEXTS = {STATE: "and was before the step began", DATA: "which came with the batch", COMPUTED: "and came up in the step"}
-OnNonfinite = Literal["raise", "skip"]
 LOSS = "the loss"
 SMALL_GRADIENT_ELEMENTS = 2**14  # gradients up to this size are tested after each backward, to know the microbatch
-
-
-def check_on_nonfinite(on_nonfinite: OnNonfinite | None) -> None:
-    """Raise MismatchError for an unknown value of the option."""
-    if on_nonfinite is not None and on_nonfinite not in get_args(OnNonfinite):
-        raise MismatchError(f"on_nonfinite={on_nonfinite!r}: use 'raise', 'skip' or None")
 
 
 class NonFiniteValue(NamedTuple):

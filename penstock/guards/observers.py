@@ -45,7 +45,7 @@ def make_observers(
     shared_objects: Sequence[SharedObject],
 ) -> PipelineObservers:
     """Return the observers of a pipeline that was built. Those with numbers are the same on all ranks."""
-    control, position, table, arguments = engine.control, engine.position, engine.schedule, config.arguments
+    control, position, table, options = engine.control, engine.position, engine.schedule, config.options
     rank, num_ranks, modules = position.world.rank, position.world.world_size, partition.modules
 
     # Uses of what is elsewhere. A user's own DistributedDataParallel may give borrowed parameters a gradient of zeros.
@@ -59,7 +59,7 @@ def make_observers(
     samples, recent_steps = MicrobatchSamples(memory, table.stages), RecentSteps(table.stages)
     cp_index = position.cp_index if position.cp_size > 1 else None
     names = all_stages.names
-    monitor = NonFiniteMonitor(control, stages, engine.parameters, names) if arguments.on_nonfinite else None
+    monitor = NonFiniteMonitor(control, stages, engine.parameters, names) if options.on_nonfinite else None
 
     observers: list[Observer | None] = [
         AttributeCheck(config.cuttable.attributes) if config.cuttable else None,
@@ -85,12 +85,12 @@ def make_observers(
 
 def _make_loss_checks(engine: Engine, config: PipelineConfig) -> LossChecks | None:
     """Return the checks of loss and target, on one rank that has them."""
-    arguments, position, last_stage = config.arguments, engine.position, engine.schedule.num_stages - 1
-    if arguments.loss_fn is None or position.stage_rank_index or last_stage not in engine.stages:
+    options, position, last_stage = config.options, engine.position, engine.schedule.num_stages - 1
+    if options.loss_fn is None or position.stage_rank_index or last_stage not in engine.stages:
         return None
-    tokens_dim = arguments.sequence_dim if config.cut_context is not None else None
-    loss = arguments.loss_fn, arguments.reduction, arguments.loss_weight
-    parts = tokens_dim, engine.reader.token_parts, arguments.rows_per_sample
+    tokens_dim = options.sequence_dim if config.cut_context is not None else None
+    loss = options.loss_fn, options.reduction, options.loss_weight
+    parts = tokens_dim, engine.reader.token_parts, options.rows_per_sample
     checks = LossChecks(*loss, engine.schedule.microbatches, config.rows_dim, *parts)
     checks.stage = engine.stages[last_stage]
     return checks

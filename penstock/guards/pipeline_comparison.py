@@ -1,6 +1,5 @@
 """What the ranks compare before they build a pipeline: they must all build the same one."""
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, takewhile
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from penstock import partition
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.clock import clock_id
 from penstock.engine.model_partition import AllStages, ModelPartition
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, require_equal, warn_user
 from penstock.guards import outdated_weights
 from penstock.guards.digest import tensor_crc
 from penstock.mesh.position import MeshPosition
@@ -132,11 +131,9 @@ def _has_values(value: Any) -> bool:
 
 def check_same_pipeline(descriptions: Sequence[RankDescription]) -> None:
     """Raise MismatchError unless all ranks build the same pipeline."""
-    for key, expected in descriptions[0].settings.items():
-        for rank, description in enumerate(descriptions):
-            if description.settings[key] != expected:
-                difference = f"rank 0 has {expected}, rank {rank} has {description.settings[key]}"
-                raise MismatchError(f"the ranks do not build the same pipeline: {difference}")
+    for key in descriptions[0].settings:
+        settings = [description.settings[key] for description in descriptions]
+        require_equal(settings, "do not build the same pipeline")
 
     first_copies: dict[int, tuple[int, Mapping[str, str]]] = {}  # stage -> the first rank that has it, and its tensors
     for rank, description in enumerate(descriptions):
@@ -156,10 +153,9 @@ def _warn_of_unequal_values(rank_digests: Sequence[Mapping[str, int]]) -> None:
     for rank, digests in enumerate(rank_digests):
         unequal = [name for name in digests if name in rank_digests[0] and digests[name] != rank_digests[0][name]]
         if unequal:
-            warnings.warn(
+            warn_user(
                 f"rank {rank} has built another model than rank 0: {len(unequal)} of its {len(digests)} tensors have other "
                 f"values ({unequal[0]}, ..), and each stage keeps those of its own rank: seed all ranks alike, and load "
-                "weights on all",
-                stacklevel=4,
+                "weights on all"
             )
             return

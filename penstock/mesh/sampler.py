@@ -5,11 +5,23 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from penstock.errors import MismatchError, is_whole_number
 from penstock.plan.grouping import Cost, Limit, group_rows
 from penstock.randomness import mix_seed
+
+
+def dataset_length(dataset: Any) -> int:
+    """Return the number of rows. Raise MismatchError for a loader of a dataset, and for one without a length."""
+    if isinstance(dataset, DataLoader):
+        raise MismatchError("sampler() takes the dataset: DataLoader(dataset, batch_size, sampler=pipe.sampler(dataset))")
+    if not hasattr(dataset, "__len__"):
+        raise MismatchError(
+            f"a {type(dataset).__name__} has no length to sample from: let it share its rows out itself, by "
+            "pipe.position.replica of pipe.position.replicas"
+        )
+    return len(dataset)
 
 
 class ReplicaSampler(Sampler[int]):

@@ -17,9 +17,11 @@ from itertools import combinations
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from penstock.comms.control_group import ControlGroup
 from penstock.engine.activation_memory import MemoryObserver
-from penstock.engine.clock import ActionClock
+from penstock.engine.clock import ActionClock, measure_own_clock_skew
 from penstock.engine.observers import ObservedStep, Observer
+from penstock.engine.step import Engine
 from penstock.errors import PenstockError
 from penstock.schedule.table import Action, Kind
 from penstock.timing.costs import Costs
@@ -98,6 +100,13 @@ class MicrobatchSamples(Observer):
         seconds = {key: fit_microbatches(*np.array(samples).T) for key, samples in self._seconds.items()}
         of_activations = {stage: fit_microbatches(*np.array(samples).T) for stage, samples in self._bytes.items()}
         return SampleSummary(seconds, of_activations, events)
+
+    def gather_costs(self, control: ControlGroup, engine: Engine) -> "MicrobatchCosts":
+        """Return the costs that fit the samples of all ranks, which all call it. Raises as `MicrobatchCosts.merge`."""
+        position, offset = engine.position, measure_own_clock_skew(control, engine.clock_ids).offset
+        summary = self.summarize(position.pipeline.rank, offset)
+        summaries = control.all_gather_value(summary, "to fit the costs of microbatches")
+        return MicrobatchCosts.merge(summaries, position.pipelines[0][0], engine.schedule.placement)
 
 
 class SampleSummary(NamedTuple):

@@ -15,12 +15,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from penstock.batch.agreement import Agreed
-from penstock.engine.clock import ActionClock
+from penstock.comms.control_group import ControlGroup
+from penstock.engine.clock import ActionClock, measure_own_clock_skew
 from penstock.engine.observers import ObservedStep, Observer
-from penstock.errors import PenstockError
+from penstock.engine.step import Engine
+from penstock.errors import MismatchError, PenstockError
+from penstock.partition import CuttableModel
 from penstock.partition.balance import SECONDS, Balance, balanced_starts
 from penstock.plan.model_profile import LayerCost, ModelProfile
 from penstock.plan.partition_search import Limits, PartitionSearch
@@ -33,6 +36,9 @@ from penstock.timing.events import Event
 from penstock.timing.measurement import Measurement
 from penstock.timing.timeline import Timeline
 
+MEASURED = "measured"  # the cuts that are chosen by the times of the last steps
+RECUT_CALL = f'pipe.rebuild(cuts="{MEASURED}")'
+NOT_CUT = "cuts= are for a model that was cut, but this pipeline was given its stages"
 MAX_STEPS, MAX_ACTIONS = 5, 2000  # of a rank, the newest, that are measured
 SEARCHED_ACTIONS = 400_000  # that are timed to improve a cut
 
@@ -172,6 +178,35 @@ class MeasuredCut(NamedTuple):
             return f"no other cut would make the step {NOTABLE_SHARE:.0%} shorter, the best {max(0.0, self.gain):.1%}"
         names = ", ".join(f'"{name}"' for name in self.cuts)
         return f"pipe.rebuild(cuts=[{names}]): {1e3 * self.seconds:.4g} ms, {self.gain:.1%} less"
+
+
+def choose_fastest_cut(
+    control: ControlGroup,
+    engine: Engine,
+    recent_steps: RecentSteps,
+    cuttable: CuttableModel | None,
+    cuts: Sequence[str],
+    table: Schedule,
+) -> MeasuredCut:
+    """Return the cut for `table` that rank 0 finds, from the last steps of all ranks, which all call it. `cuts`: that ran.
+
+    Raises MismatchError for stages that were given, PenstockError as `measurement_of_steps`.
+    """
+    if cuttable is None:
+        raise MismatchError(NOT_CUT)
+    position, offset = engine.position, measure_own_clock_skew(control, engine.clock_ids).offset
+    times = recent_steps.times(position.pipeline.rank, offset)
+    steps_of_ranks = control.all_gather_value(times, "to measure their steps")
+
+    cut = None
+    if position.world.rank == 0:
+        pipelines = [ranks for shards in position.pipelines for ranks in shards]
+        measured = measurement_of_steps(steps_of_ranks, pipelines, engine.schedule)
+        costs, cost_kind = cuttable.unit_costs(engine.device)
+        names = cuttable.unit_order
+        balance = Balance(tuple(names), tuple(costs), (0, *map(names.index, cuts)), cost_kind)
+        cut = fastest_cut(measured, balance, table)
+    return cast(MeasuredCut, control.all_gather_value(cut, "to choose the cut")[0])
 
 
 def fastest_cut(measured: Measurement, balance: Balance, table: Schedule | None = None) -> MeasuredCut:

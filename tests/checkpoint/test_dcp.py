@@ -237,11 +237,11 @@ def test_what_cannot_be_exported_or_imported_is_one_sentence_on_every_rank(expor
     expected = [
         "format='npz' is no format: use 'safetensors' or 'dcp'",
         "files of safetensors hold no optimizer: give format='dcp', or save a checkpoint",
-        "the ranks do not export alike: rank 0 gives 2 optimizers, rank 1 1",
+        "the ranks do not export alike: rank 0 gives 2 optimizers, rank 1 gives 1",
         "is a file, and torch.distributed.checkpoint has folders",
         "two optimizers have the same parameter, and ",
         "has other options for ",
-        "the ranks do not import alike: rank 0 gives 2 optimizers, rank 1 1",
+        "the ranks do not import alike: rank 0 gives 2 optimizers, rank 1 gives 1",
         "has an optimizer whose parameters are numbers: save what torch.distributed.checkpoint.state_dict.get_state_dict",
         "holds no optimizer state of this model's parameters: leave out optimizer=",
         "has no optimizer: give a folder of torch.distributed.checkpoint, or resume from a checkpoint of Penstock",

@@ -385,9 +385,9 @@ def test_what_a_rank_cannot_write_is_the_same_clear_error_on_all_and_leaves_noth
         r"rank 0 could not write the checkpoint .*: (Not a directory|File exists) \(.*file",
         r"extra\.what is a builtins\.object, which a checkpoint cannot keep: give tensors, numbers",
         r"the ranks have done 1/2 steps: save after the same step on all of them",
-        r"the ranks do not save alike, by optimizer: rank 0 gives none, rank 1 one; give all of them the same",
-        r"the ranks do not save alike, by keep: rank 0 gives 1, rank 1 2; give all of them the same",
-        r"the ranks do not save alike, by folder: rank 0 gives .*per0, rank 1 .*per1; give all of them the same",
+        r"the ranks do not save alike, by optimizer: rank 0 gives none, rank 1 gives one; give all of them the same",
+        r"the ranks do not save alike, by keep: rank 0 gives 1, rank 1 gives 2; give all of them the same",
+        r"the ranks do not save alike, by folder: rank 0 gives .*per0, rank 1 gives .*per1; give all of them the same",
         r"group 0 has lr 0\.002 on rank 1, but 0\.001",
         r"rank \d: parameter 0 of the optimizer's group 0 is not one of the pipeline's: make the optimizer of pipe",
     ]

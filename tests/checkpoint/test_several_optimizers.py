@@ -120,13 +120,13 @@ def test_other_optimizers_on_a_rank_or_in_the_checkpoint_are_one_sentence_on_eve
     everyone = ps.launch(errors_of_ranks, 2, tmp_path, saved)
     assert everyone[0] == everyone[1]
     expected = [
-        "by optimizer: rank 0 gives 2, rank 1 one; give all of them the same",
-        "the optimizers are Muon, AdamW on rank 0, but AdamW, Muon on rank 1: give them in the same order on all ranks",
+        "by optimizer: rank 0 gives 2, rank 1 gives one; give all of them the same",
+        "the ranks have different optimizers: rank 0 has Muon, AdamW, rank 1 has AdamW, Muon; give the same, in the same order",
         "takes one optimizer or a list, not a dict: their order tells them apart, on every rank and in a later run; give "
         "optimizer=[muon, adam]",
         "is given the same optimizer twice, a AdamW",
         "LBFGS decides by all parameters at once",
-        "rank 0 gives 2 optimizers, rank 1 1; give all of them as many, in the same order",
+        "rank 0 gives 2 optimizers, rank 1 gives 1 optimizer; give all of them as many, in the same order",
         "holds the state of Muon, AdamW, not of AdamW: give them all, in the order in which they were saved",
         "holds the state of Muon, AdamW, not of AdamW, Muon: give them all",
         "holds the state of 2 learning-rate schedules, not 1",

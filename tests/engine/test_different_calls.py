@@ -170,10 +170,10 @@ def test_what_else_ranks_may_do_differently(tmp_path):
         "an argument that one rank has wrong": "PenstockError: keep=0 would keep no checkpoint: "
         "use a whole number of 1 or more",
         "a trail that one rank has wrong": "PenstockError: every=0 is no number of steps: use a whole number, 1 or more",
-        "another maximum norm on one rank": "MismatchError: clip_grad_norm_() has max_norm=1, norm_type=2 on rank 0, but "
-        "max_norm=0.5, norm_type=2 on rank 2",
-        "one that differs in its ninth digit": "MismatchError: clip_grad_norm_() has max_norm=1, norm_type=2 on rank 0, but "
-        "max_norm=1.00000001, norm_type=2 on rank 2",
+        "another maximum norm on one rank": "MismatchError: the ranks do not clip alike: rank 0 has max_norm=1, "
+        "rank 2 has max_norm=0.5",
+        "one that differs in its ninth digit": "MismatchError: the ranks do not clip alike: rank 0 has max_norm=1, "
+        "rank 2 has max_norm=1.00000001",
         "evaluation mode on one rank": "MismatchError: the ranks have models in different modes (call model.train() or "
         "model.eval() on all ranks): rank 0 is in training mode, rank 1 is in evaluation mode",
         "a mesh that one rank has wrong": "MismatchError: a mesh of pp=2, dp=1, tp=1 has 2 ranks, but 3 are running: "

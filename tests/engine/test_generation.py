@@ -196,7 +196,9 @@ def test_arguments_that_cannot_be_are_told_on_every_rank(mistakes):
 
 def test_ranks_that_are_asked_for_different_things_say_so_on_every_rank(mistakes):
     for mistake in mistakes:
-        assert mistake["apart"] == "generate() has temperature=0.0 on rank 0, but temperature=0.5 on rank 1: give the same"
+        assert mistake["apart"] == (
+            "the ranks do not generate alike: rank 0 has temperature=0.0, rank 1 has temperature=0.5; give the same"
+        )
         assert mistake["others"] == "generate() has other tokens on rank 1 than on rank 0: give the same"
         assert mistake["one"] == "generate() takes a whole number of 1 or more or None as top_k, got -1"
         assert "rank 0 calls step(), rank 1 calls generate(): " in mistake["step"]

@@ -232,7 +232,7 @@ REFUSED = {  # what is given on rank r, to which schedule; what all are told
     "two forms": (
         lambda rank: {1: Layer()} if rank else nn.Sequential(*chain(2)),
         "1f1b",
-        "the ranks do not give the same: rank 0 a model to be cut, rank 1 stages of its own, {stage: module}",
+        "the ranks do not give the same: rank 0 gives a model to be cut, rank 1 gives stages of its own, {stage: module}",
     ),
     "a weight tied over ranks": (
         tied_over_ranks,

@@ -15,8 +15,8 @@ ORDER = [
     *("errors", "lazy", "recent", "distribution", "schedule", "timing", "plan.search"),
     *("plan.dependency_graph", "plan.microbatch_order", "plan.group_search", "explain"),  # no torch until here
     *("torch_private", "trees", "rows", "python_objects", "randomness", "plan.grouping"),
-    *("comms", "partition", "stage", "mesh", "batch", "engine"),  # a step
-    *("plan", "rebuild", "guards", "generate", "launcher", "pipeline", "model", "checkpoint"),
+    *("comms", "partition", "stage", "mesh", "batch", "options", "engine"),  # a step
+    *("plan", "rebuild", "guards", "generate", "launcher", "pipeline_parts", "pipeline", "model", "checkpoint"),
     *("plan.overheads", "penstock", "view", "integrations", "learn", "commands", "__main__"),
 ]
 

@@ -834,7 +834,8 @@ def test_what_does_not_fit_is_told_with_what_does() -> None:
             "no axis": result["no mesh"],
             "way": "data_parallel='zero': use 'ddp', 'fsdp' or a function of (stage, mesh) that returns the stage",
             "nothing": result["nothing"],
-            "meshes": "rank 0 makes a mesh of pp=4, dp=1, tp=1, rank 1 one of pp=2, dp=2, tp=1: make the same",
+            "meshes": "the ranks do not make the same mesh: rank 0 makes one of pp=4, dp=1, tp=1, rank 1 "
+            "makes one of pp=2, dp=2, tp=1",
             "ways": "the ranks do not build the same pipeline: rank 0 has data_parallel=ddp, rank 3 has data_parallel=fsdp",
             "tied": result["tied"],
         }

@@ -12,7 +12,8 @@ So are all weights, for some steps: those of an optimizer that are unchanged whi
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from penstock.errors import warn_user
 from penstock.guards import is_power_of_two_or_zero
 from penstock.guards.outdated_weights import sample_bytes
 from penstock.stage.dtensor import local_shard
-from penstock.stage.rank_parameters import RankParameters
+from penstock.stage.stage import Stage
 from penstock.torch_private import tensor_version
 
 MAX_GRADIENTS, MAX_GRADIENT_ELEMENTS = 4, 2**16  # how many gradients are remembered, and up to which size
@@ -41,15 +42,15 @@ class TensorSnapshot(NamedTuple):
 
 
 class GradientFactorCheck(Observer):
-    """Measures by what the gradients of `parameters` were multiplied since `record_gradients`, if there are several ranks.
+    """Measures by what the gradients of `stages` were multiplied since `record_gradients`, if there are several ranks.
 
     Changed gradients are compared the 1st, 2nd, 4th, .. time only: comparing waits for a GPU.
     """
 
     num_numbers = 2
 
-    def __init__(self, parameters: RankParameters, rank: int, num_ranks: int) -> None:
-        self._parameters, self._rank, self._num_ranks = parameters, rank, num_ranks
+    def __init__(self, stages: Collection[Stage], rank: int, num_ranks: int) -> None:
+        self._stages, self._rank, self._num_ranks = stages, rank, num_ranks
         self._warned = set[str]()  # the warnings that have been given
         self._chosen = list[nn.Parameter]()  # whose gradients are remembered
         self._gradients: list[TensorSnapshot] = []
@@ -93,9 +94,8 @@ class GradientFactorCheck(Observer):
             self._num_steps += 1
             self.record_gradients()
             if self._num_steps == 1 or self._is_compared_after(self._num_steps - 1):
-                self._weight_versions = [
-                    (weight, tensor_version(weight)) for weight in self._parameters.parameters() if _has_gradient(weight)
-                ]
+                weights = filter(_has_gradient, self._parameters())
+                self._weight_versions = [(weight, tensor_version(weight)) for weight in weights]
 
     def _is_compared_after(self, num_steps: int) -> bool:
         """Whether ranks tell whether their weights have changed, when the step after this many begins."""
@@ -103,17 +103,21 @@ class GradientFactorCheck(Observer):
 
     def record_gradients(self) -> None:
         """Record gradients and weights. Called when a step has ended, or the pipeline has clipped the gradients."""
-        parameters = list(self._parameters.parameters())
-        first = next(filter(_has_gradient, parameters), None)
+        first = next(filter(_has_gradient, self._parameters()), None)
         self._first_weight = None if first is None else TensorSnapshot(first, tensor_version(first), sample_bytes(first))
         if self._num_ranks == 1:
             return
 
         if not self._chosen:
-            self._chosen = [parameter for parameter in parameters if _is_small(local_shard(parameter.grad))][:MAX_GRADIENTS]
+            small = [parameter for parameter in self._parameters() if _is_small(local_shard(parameter.grad))]
+            self._chosen = list(dict.fromkeys(small))[:MAX_GRADIENTS]
         local_gradients = [local_shard(parameter.grad) for parameter in self._chosen]
         gradients = [gradient for gradient in local_gradients if _is_small(gradient)]
         self._gradients = [TensorSnapshot(gradient, tensor_version(gradient), gradient.clone()) for gradient in gradients]
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters of the last step; one that stages share several times."""
+        return chain.from_iterable(stage.parameters for stage in self._stages)
 
     def measure_factor(self) -> float:
         """Return the factor; 1 if gradients are unchanged, UNKNOWN after another change, or if too few are remembered."""

@@ -53,8 +53,8 @@ def make_observers(
     if all(isinstance(hooks, NoDataParallelHooks) for hooks in partition.data_parallel_hooks.values()):
         remote_parameters += engine.tied.parameters_of_other_owners()
 
-    gradient_factor = GradientFactorCheck(engine.parameters, rank, num_ranks)
     stages = {index: stage for index, stage in engine.stages.items() if index < table.stages}  # without a teacher's
+    gradient_factor = GradientFactorCheck(stages.values(), rank, num_ranks)
     memory = MemoryObserver(stages, table.slices)
     samples, recent_steps = MicrobatchSamples(memory, table.stages), RecentSteps(table.stages)
     cp_index = position.cp_index if position.cp_size > 1 else None

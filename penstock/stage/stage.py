@@ -23,7 +23,7 @@ from penstock.stage.attention import attention_context
 from penstock.stage.auxiliary import AuxiliaryLossCollector
 from penstock.stage.backward.autograd_edges import Gradients, gradient_edge
 from penstock.stage.backward.deferred import DeferredGradients
-from penstock.stage.backward.parameter_slot import ParameterSlot, list_parameters_with_places, replace_temporarily
+from penstock.stage.backward.parameter_slot import ParameterReader, ParameterSlot, replace_temporarily
 from penstock.stage.backward.split import BackwardSplitter
 from penstock.stage.connections import StageConnections
 from penstock.stage.hooks import DataParallelHooks, NoDataParallelHooks
@@ -84,6 +84,7 @@ class Stage:
         self._signature = ForwardSignature(module, later_keywords)
         self._messages = StageMessages(index, module, self.connections)
         self._runner = ModuleRunner(index, module, device, layer_numbers, recompute)
+        self._parameter_reader = ParameterReader(module)
         shared_parameters = self._messages.shared_parameters
         self._splitter = BackwardSplitter(module, shared_parameters, in_order, self.data_parallel.hooks_gradients)
 
@@ -109,7 +110,7 @@ class Stage:
         self._sliced_attention.clear()
         self._causal_masks.clear()
         self._runner.begin_step()
-        slots = list_parameters_with_places(self.module)
+        slots = self._parameter_reader.read()
         self.parameters = [slot.parameter for slot in slots]
         self._refresh_parameters(slots)
         self._buffer_memory = None
@@ -121,7 +122,7 @@ class Stage:
         """Wait for parameters that are on other ranks. Called before the step's first action."""
         if not self.data_parallel.parameters_ready:
             self.data_parallel.wait_parameters()
-            self._refresh_parameters(list_parameters_with_places(self.module))
+            self._refresh_parameters(self._parameter_reader.read())
 
     def _refresh_parameters(self, slots: Sequence[ParameterSlot]) -> None:
         """Take the parameters of this step from `slots`."""

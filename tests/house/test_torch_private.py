@@ -467,3 +467,11 @@ def test_the_backends_and_the_store_of_torchs_own_group_are_found():
         assert torch_private.default_store().get("key") == b"value"
     finally:
         dist.destroy_process_group()
+
+
+def test_registries_of_parameters_are_those_of_all_modules_each_once() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(shared, nn.Sequential(shared, nn.ReLU(), nn.LayerNorm(2)))
+    registries = torch_private.parameter_registries(model)
+    expected = [module._parameters for module in model.modules() if module._parameters]
+    assert sorted(map(id, registries)) == sorted(map(id, expected))

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.torch_private import TensorSlot, parameter_slots
+from penstock.torch_private import TensorSlot, parameter_registries, parameter_slots
 
 
 class ParameterSlot:
@@ -15,11 +15,11 @@ class ParameterSlot:
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         self.places: list[TensorSlot] = []
-        self._memory = parameter.data_ptr()
 
     def cache_key(self) -> Any:
         """Return a value that is equal as long as stand-ins made for the parameter fit: same object, memory and places."""
-        return id(self.parameter), self._memory, [(id(place.registry), place.key) for place in self.places]
+        places = [(id(place.registry), place.key) for place in self.places]
+        return id(self.parameter), self.parameter.data_ptr(), places
 
 
 def list_parameters_with_places(module: nn.Module) -> list[ParameterSlot]:
@@ -29,6 +29,23 @@ def list_parameters_with_places(module: nn.Module) -> list[ParameterSlot]:
         parameter: Any = place.tensor
         slots.setdefault(id(parameter), ParameterSlot(parameter)).places.append(place)
     return list(slots.values())
+
+
+class ParameterReader:
+    """Reads the parameters of `module` in every step: since the last one a user may have replaced some."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._slots: list[ParameterSlot] = []  # they keep the objects alive whose ids are in `_ids`
+        self._ids: list[int] | None = None  # of the dicts that have parameters, and of what these have
+
+    def read(self) -> Sequence[ParameterSlot]:
+        """Return a slot for each parameter: those of the last call if the same parameters are in the same places."""
+        registries = parameter_registries(self._module)
+        ids = [id(item) for registry in registries for item in (registry, *registry.values())]
+        if ids != self._ids:
+            self._slots, self._ids = list_parameters_with_places(self._module), ids
+        return self._slots
 
 
 @contextmanager

@@ -1,12 +1,9 @@
 """Pipeline: a model cut into stages over the ranks, which trains like the uncut one."""
 
-import inspect
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +13,14 @@ from penstock import comms
 from penstock.batch.agreement import Reduction
 from penstock.batch.ahead import AheadBatch
 from penstock.batch.call import Call
-from penstock.comms.control_group import ControlGroup, shared_control_group
+from penstock.comms.control_group import shared_control_group
 from penstock.comms.topology import Topology
 from penstock.engine.build import table_of_options
 from penstock.engine.hints import ModuleMisuseHints, add_backward_hint
-from penstock.engine.last_step import gather_timeline, metrics_by_name
-from penstock.engine.optimizers import (
-    check_elementwise_optimizer,
-    gather_gradient_norms,
-    norm_type_of_caller,
-    optimizer_list,
-    optimizer_of_caller,
-)
-from penstock.engine.report import StepReport, StepResult
-from penstock.errors import LostRankError, MismatchError, PenstockError, format_count
-from penstock.explain.explain import MeasuredTimeline
+from penstock.engine.last_step import LastStep
+from penstock.engine.optimizers import optimizer_list
+from penstock.engine.report import StepResult
+from penstock.errors import format_count
 from penstock.generate import GenerationOptions, generate_text
 from penstock.guards.nonfinite import NonFinitePolicy
 from penstock.guards.outdated_weights import allow_outdated_use
@@ -39,6 +29,7 @@ from penstock.mesh.sampler import GroupSampler, ReplicaSampler, dataset_length
 from penstock.mesh.tensor_parallel import TensorParallelPlan
 from penstock.options import LossFn, Model, OnNonfinite, PipelineOptions, PlanLike
 from penstock.partition.materialise import Init
+from penstock.pipeline_parameters import PipelineParameters
 from penstock.pipeline_parts import NewModel, StageSource, build_parts
 from penstock.plan.grouping import Cost, Limit
 from penstock.plan.list_order import comparable_order, microbatch_order
@@ -51,7 +42,7 @@ from penstock.stage.module_runner import evaluation_mode
 from penstock.stage.recompute import Recompute
 
 
-class Pipeline(ModuleMisuseHints):
+class Pipeline(LastStep, PipelineParameters, ModuleMisuseHints):
     """A model cut into stages over the ranks, trained as one. All ranks make the same calls.
 
     Each rank runs its own stages, at least one; the schedule says when.
@@ -204,9 +195,7 @@ class Pipeline(ModuleMisuseHints):
 
     def _build(self, options: PipelineOptions, source: StageSource) -> None:
         """Build this pipeline together with all ranks, of stages from `source`."""
-        self._control = shared_control_group(options.topology or comms.init_distributed())
-        self._number: int | None = None
-        self._call_lock, self._process_id = threading.Lock(), os.getpid()
+        super().__init__(shared_control_group(options.topology or comms.init_distributed()))
         with self.collective("Pipeline(..)"), allow_outdated_use(options.model):
             parts = build_parts(options, source, self._control)
 
@@ -214,6 +203,8 @@ class Pipeline(ModuleMisuseHints):
         self._number, self.position, self.topology = parts.number, parts.position, parts.position.pipeline
         self._engine, self._observers, self._parameters = parts.engine, parts.observers, parts.engine.parameters
         self._original, self._first_attributes = parts.original, parts.first_attributes
+        self._memory, self._gradient_factor = parts.observers.memory, parts.observers.gradient_factor
+        self._recut_call = RECUT_CALL if parts.original.cuttable is not None else ""
         self._run_step = self._engine.step
         if options.on_nonfinite is not None and self._observers.monitor is not None:
             self._run_step = NonFinitePolicy(self._engine, self._observers.monitor, options.on_nonfinite).step
@@ -234,7 +225,6 @@ class Pipeline(ModuleMisuseHints):
         self._announced: AheadBatch | None = None  # the next batch, for which the teacher has run
         self._microbatch_costs: MicrobatchCosts | None = None  # fitted to steps over lists, the same on every rank
         self._empty_parameter = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
-        self._has_optimizer = False  # whether one was made of `parameters()`
         self._is_built = True
 
     def __repr__(self) -> str:
@@ -294,7 +284,6 @@ class Pipeline(ModuleMisuseHints):
         two the next step works, unless there is an axis dp, cp or tp. If a checkpoint in the background could not be written,
         its error is raised here, once, before the step begins: call again to run the step.
         """
-        call = Call("step()", True, args, kwargs, target, scale=scale, losses=losses, wants_outputs=return_outputs)
         used = {
             "target": target is not None,
             "scale": scale != 1,
@@ -303,7 +292,9 @@ class Pipeline(ModuleMisuseHints):
             "next_args": bool(next_args),
             "next_kwargs": next_kwargs is not None,
         }
-        call = call._replace(options=[name for name, is_used in used.items() if is_used])
+        batch = args, kwargs, target
+        options = [name for name, is_used in used.items() if is_used]
+        call = Call("step()", True, *batch, scale=scale, losses=losses, wants_outputs=return_outputs, options=options)
         result = self._run_with_teacher(call, next_args, next_kwargs or {})
         loss = add_backward_hint(result.loss)
         return (loss, result.joined_outputs(self.rows_dim)) if return_outputs else loss
@@ -456,7 +447,8 @@ class Pipeline(ModuleMisuseHints):
             self.topology.context.activity.during_step(self.step_count, False),
         ):
             self._check_not_ended()
-            self._check_attributes()
+            if self._original.cuttable is not None:
+                self._original.cuttable.attributes.check_unchanged_since_cut()
             return generate_text(self._engine, tokens, kwargs, generation_options, on_token, self.rows_dim)
 
     def rebuild(
@@ -539,11 +531,6 @@ class Pipeline(ModuleMisuseHints):
             self._original.cuttable.model.training = mode
         return self
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset this rank's gradients to None, or to 0; as `nn.Module.zero_grad`."""
-        for module in self.stages.values():
-            module.zero_grad(set_to_none)
-
     def _run(self, call: Call) -> StepResult:
         """Run one training step or evaluation on all ranks."""
         training = call.is_training
@@ -579,44 +566,6 @@ class Pipeline(ModuleMisuseHints):
         if call.losses is not None:
             call.losses[:] = result.losses
         return result
-
-    @property
-    def report(self) -> StepReport | None:
-        """Times and memory of the last step, the same on every rank; None before the first."""
-        return self._engine.last_result and self._engine.last_result.report
-
-    @property
-    def preempted(self) -> bool:
-        """Whether any rank was asked to save and leave (`ps.comms.catch_preemption`); after each step the same on all ranks."""
-        return self.report is not None and any(self.report.preempted)
-
-    @contextmanager
-    def collective(self, call: str, announces: bool = True) -> Iterator[ControlGroup]:
-        """A context for a call that all ranks make: if a rank makes another call, or fails inside, all raise the same error.
-
-        Yields the control group, to exchange values over. `announces`: see `ControlGroup.collective_call`. One call at a time:
-        two would mix their microbatches.
-        """
-        if os.getpid() != self._process_id:
-            raise PenstockError(f"the pipeline belongs to process {self._process_id}, which has forked this one: call it there")
-        if not self._call_lock.acquire(blocking=False):
-            raise PenstockError("the pipeline is in another call: one at a time, and none from a forward, a loss or a hook")
-        try:
-            with self._control.collective_call(call, self._number, announces):
-                yield self._control
-        finally:
-            self._call_lock.release()
-
-    def _check_attributes(self) -> None:
-        """Raise MismatchError for attributes that differ from when the model was cut."""
-        if self._original.cuttable is not None:
-            self._original.cuttable.attributes.check_unchanged_since_cut()
-
-    def _check_not_ended(self) -> None:
-        """Raise LostRankError once a failure has closed the process groups of this pipeline's mesh."""
-        if self._number in self._control.ended_pipelines:
-            reason = self._control.ended_pipelines[self._number]
-            raise LostRankError(f"this pipeline ended when {reason}: start the ranks again")
 
     def sampler(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> ReplicaSampler:
         """Return a sampler for this rank's DataLoader: the same rows on all ranks of a pipeline, others on each replica.
@@ -665,133 +614,3 @@ class Pipeline(ModuleMisuseHints):
         """
         sampler = self.sampler(dataset, shuffle, seed)
         return GroupSampler(sampler, dataset, rows, length, microbatches or self.schedule.microbatches, cost, limit)
-
-    # -- parameters: see stage/rank_parameters.py -----------------------------------------------------------
-
-    @property
-    def stages(self) -> dict[int, nn.Module]:
-        """This rank's stages, by number."""
-        return self._parameters.modules
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over this rank's parameters, each once, with the name that `named_parameters()` of the uncut model gives it.
-
-            groups = [{"params": [p for name, p in pipe.named_parameters() if "norm" in name], "weight_decay": 0.0}, ..]
-
-        A parameter that several ranks share, as tied embeddings, has one name on all of them: groups that are made by names put
-        it into the same one everywhere. `state_dict()` has it under each of its names.
-        """
-        return self._parameters.named_parameters()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterate over this rank's parameters, each once, for its optimizer.
-
-            optimizer = torch.optim.AdamW(pipe.parameters())
-            torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)  # as pipe.clip_grad_norm_(1.0): all ranks call it
-
-        Torch's functions that take or clip a norm also get a stand-in for each gradient of other ranks, so that the norm is the
-        whole model's. Pass them this iterator, or a generator over it: a list, as in `optimizer.param_groups`, has this rank's
-        parameters only, and so its norm.
-
-        If all are frozen, one empty trainable parameter is added, because torch optimizers refuse an empty list. Raises
-        MismatchError for an optimizer whose step depends on all parameters at once, as LBFGS, if there are several ranks.
-        """
-        parameters = list(self._parameters.parameters())
-        has_trained = any(parameter.requires_grad for parameter in parameters)
-        return self._iterate_for_calling_function(parameters if has_trained else [*parameters, self._empty_parameter])
-
-    def _iterate_for_calling_function(self, parameters: list[nn.Parameter]) -> Iterator[Any]:
-        """Iterate over `parameters`; for a function that takes a norm, also over stand-ins for other ranks' gradients."""
-        frame = inspect.currentframe()
-        norm_type = norm_type_of_caller(frame)
-        if norm_type is not None and self.position.world.world_size > 1:
-            yield from self._parameters.with_remote_gradient_norms(self._exchange_gradient_norms(norm_type))
-        else:
-            optimizer = optimizer_of_caller(frame)
-            check_elementwise_optimizer(optimizer, self.topology.world_size)
-            self._has_optimizer = self._has_optimizer or optimizer is not None
-            yield from parameters
-
-    def state_dict(self, strict: bool = True) -> dict[str, Any]:
-        """Return this rank's part of the uncut model's state, under the uncut model's names; all ranks' parts are the whole.
-
-        Parameters in shards (`fully_shard`, `tensor_parallel`) are DTensors: `full_tensor()`, called by all ranks that have a
-        shard, returns the whole one. Raises MismatchError while a tensor has no values yet, unless `strict` is False.
-        """
-        if strict:
-            self._parameters.check_initialised()
-        return self._parameters.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of `state`, which may be the whole model's. Every rank that has a tied parameter loads it.
-
-        Raises MismatchError, before anything is loaded, for a name that is missing in `state`, for one that no stage has (both
-        unless `strict` is False), and for a shape that differs.
-        """
-        value: Any = state
-        if not isinstance(value, Mapping):
-            raise MismatchError(
-                f"load_state_dict() takes names and tensors, not a {type(value).__name__}: of files, "
-                "checkpoint.import_weights(pipe, path)"
-            )
-        self._parameters.load_state_dict(state, strict)
-
-    def gather(self, make: Callable[[], Any], what: str = "to gather values") -> list[Any]:
-        """Return what `make()` returns on each rank, by rank: numbers and texts, in lists and dicts. All ranks call it.
-
-        If `make()` raises on one rank, all raise. `what` completes the error about a rank that does not answer. Not during a
-        step.
-        """
-        with self.collective("gather()") as control:
-            return control.all_gather_value(make(), what)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all ranks' gradients so that the norm of the whole model is at most `max_norm`; return the norm before.
-
-        All ranks call it. The norm is bitwise that of the uncut model: parameters are taken in its order, and a tied parameter
-        counts once. Raises MismatchError for a `max_norm` that is no number of 0 or more, or another one on each rank.
-        """
-        norms = self._exchange_gradient_norms(norm_type, max_norm)
-        total = self._parameters.clip_grads(norms, max_norm, float(norm_type))
-        self._observers.gradient_factor.record_gradients()
-        return total
-
-    def _exchange_gradient_norms(self, norm_type: float, max_norm: float = 0.0) -> list[Any]:
-        """Return the norms of each rank's gradients, by rank. All ranks call it. Raises as `clip_grad_norm_`."""
-        waits = self.position.num_ranks_per_stage > 1  # in the norm of a DTensor
-        with self.collective("clip_grad_norm_()", announces=waits) as control:
-            return gather_gradient_norms(control, self._parameters, norm_type, max_norm)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the numbers of the last step by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.
-
-        Times are in seconds, memory in bytes. `wait/..`: the share of this pipeline's time that each cause of idle time took.
-        `between_steps_seconds/..`: from the step before to this one, for the optimizer and the next batch.
-        `averaging_seconds/..`: from a replica's last action until gradients were averaged.
-        """
-        timeline = self._gather_timeline("metrics()")
-        return metrics_by_name(timeline, cast(StepReport, self.report))
-
-    def timeline(self) -> MeasuredTimeline:
-        """Return when every action of the last step ran, in seconds of rank 0's clock. All ranks call it.
-
-        Each replica gets its own timeline. Memory is in bytes (`engine/activation_memory.py`) unless a stage is
-        compiled. Ranks on other machines compare their clocks first; `clock_error` says how far apart they may still be, in
-        seconds.
-        """
-        return self._gather_timeline("timeline()")
-
-    def _gather_timeline(self, call: str) -> MeasuredTimeline:
-        recut_call = "" if self._original.cuttable is None else RECUT_CALL
-        with self.collective(call) as control:
-            return gather_timeline(self._engine, control, self._observers.memory, recut_call)
-
-    @property
-    def clock_error(self) -> float:
-        """Seconds by which the times of different machines in the last `timeline()` may be off."""
-        return self._engine.clock_error
-
-    def lines(self) -> dict[str, str]:
-        """Return what carries this rank's messages: `{"0-1": "memory that both processes see"}`. All ranks call it."""
-        with self.collective("lines()"):
-            return {name: transport.medium for name, transport in self._engine.open_channels().transports.items()}

@@ -9,6 +9,7 @@ profiling          actions and messages as ranges in torch.profiler's traces
 report             the result of a step
 rollback           gradients, buffers and random state as they were before a failed step
 last_step          what a user reads of the last step
+pipeline_calls     the calls that all ranks make together on one pipeline, one at a time
 
 build              from a pipeline's arguments to its engine
 model_partition    the model that a rank was given, and the stages of it that it runs

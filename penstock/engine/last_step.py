@@ -3,6 +3,7 @@
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.activation_memory import MemoryObserver
 from penstock.engine.clock import measure_own_clock_skew
+from penstock.engine.pipeline_calls import PipelineCalls
 from penstock.engine.report import StepReport
 from penstock.engine.step import Engine
 from penstock.errors import PenstockError
@@ -11,6 +12,58 @@ from penstock.schedule.memory import ActivationSize
 from penstock.timing.events import Event, MessageCost
 
 NO_ACTIVATION = ActivationSize(0, 0)  # of a stage that has forwards only
+
+
+class LastStep(PipelineCalls):
+    """A base of Pipeline: what it tells of its last step."""
+
+    _engine: Engine
+    _memory: MemoryObserver
+    _recut_call: str  # that cuts the model anew, if it was cut
+
+    @property
+    def report(self) -> StepReport | None:
+        """Times and memory of the last step, the same on every rank; None before the first."""
+        return self._engine.last_result and self._engine.last_result.report
+
+    @property
+    def preempted(self) -> bool:
+        """Whether any rank was asked to save and leave (`ps.comms.catch_preemption`); after each step the same on all ranks."""
+        return self.report is not None and any(self.report.preempted)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers of the last step by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.
+
+        Times are in seconds, memory in bytes. `wait/..`: the share of this pipeline's time that each cause of idle time took.
+        `between_steps_seconds/..`: from the step before to this one, for the optimizer and the next batch.
+        `averaging_seconds/..`: from a replica's last action until gradients were averaged.
+        """
+        timeline = self._gather_timeline("metrics()")
+        assert self.report is not None
+        return metrics_by_name(timeline, self.report)
+
+    def timeline(self) -> MeasuredTimeline:
+        """Return when every action of the last step ran, in seconds of rank 0's clock. All ranks call it.
+
+        Each replica gets its own timeline. Memory is in bytes (`engine/activation_memory.py`) unless a stage is
+        compiled. Ranks on other machines compare their clocks first; `clock_error` says how far apart they may still be, in
+        seconds.
+        """
+        return self._gather_timeline("timeline()")
+
+    def _gather_timeline(self, call: str) -> MeasuredTimeline:
+        with self.collective(call) as control:
+            return gather_timeline(self._engine, control, self._memory, self._recut_call)
+
+    @property
+    def clock_error(self) -> float:
+        """Seconds by which the times of different machines in the last `timeline()` may be off."""
+        return self._engine.clock_error
+
+    def lines(self) -> dict[str, str]:
+        """Return what carries this rank's messages: `{"0-1": "memory that both processes see"}`. All ranks call it."""
+        with self.collective("lines()"):
+            return {name: transport.medium for name, transport in self._engine.open_channels().transports.items()}
 
 
 def gather_timeline(engine: Engine, control: ControlGroup, memory: MemoryObserver, recut_call: str) -> MeasuredTimeline:

@@ -16,7 +16,8 @@ ORDER = [
     *("plan.dependency_graph", "plan.microbatch_order", "plan.group_search", "explain"),  # no torch until here
     *("torch_private", "trees", "rows", "python_objects", "randomness", "plan.grouping"),
     *("comms", "partition", "stage", "mesh", "batch", "options", "engine"),  # a step
-    *("plan", "rebuild", "guards", "generate", "launcher", "pipeline_parts", "pipeline", "model", "checkpoint"),
+    *("plan", "rebuild", "guards", "generate", "launcher"),
+    *("pipeline_parts", "pipeline_parameters", "pipeline", "model", "checkpoint"),
     *("plan.overheads", "penstock", "view", "integrations", "learn", "commands", "__main__"),
 ]
 

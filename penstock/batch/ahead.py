@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from penstock.comms.encoding import sample_bytes
 from penstock.errors import MismatchError
 from penstock.rows import unwrap
+from penstock.stage.dtensor import local_shard
 from penstock.torch_private import forward_hooks, tensor_version
 from penstock.trees import flatten
 
@@ -67,6 +68,7 @@ class TeacherState:
         self._layers = [layer for module in modules for layer in module.modules()]
         self._attributes = [(_plain_attributes(layer), forward_hooks(layer)) for layer in self._layers]
         tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        tensors = [local_shard(tensor) for tensor in tensors]
         self._versions = list(map(_version, tensors))
         self._samples = [sample for sample in map(_sample, tensors) if len(sample)]
 

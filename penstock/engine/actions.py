@@ -104,8 +104,9 @@ class StepActions:
     def begin(self, agreed: Agreed, first_forward: FirstForward | None) -> None:
         """Take what all ranks know, and what has run before."""
         self.agreed = agreed
-        for stage in self.stages.values():
-            stage.data_parallel.backwards_match = agreed.same_on_replicas
+        in_use = [self.stages[index].data_parallel for index in sorted(agreed.program.stages)]
+        for hooks in in_use:
+            hooks.backwards_match, hooks.in_use = agreed.same_on_replicas, in_use
         if first_forward is not None and 0 in agreed.forward_only:
             self.stages[0].in_flight.pop(0, None)
         elif first_forward is not None:

@@ -142,8 +142,7 @@ def _check_slices(options: PipelineOptions, schedule: Schedule, position: MeshPo
 def _check_teacher(options: PipelineOptions, table: Schedule | None, schedule: Schedule, position: MeshPosition) -> None:
     """Raise MismatchError for a teacher that does not fit, or a `table` with a teacher for a pipeline without one."""
     if options.teacher is not None:
-        mesh_axes = ["cp"] * (position.cp_size > 1) + ["tp"] * (position.tp is not None)
-        check_teacher(options.model, options.teacher, options.loss_fn, schedule, mesh_axes)
+        check_teacher(options.model, options.teacher, options.loss_fn, schedule, position.cp_size)
         if table is not None:
             check_teacher_placement(table)
     elif table is not None:
@@ -292,10 +291,9 @@ def build_engine(
     data_parallel_hooks = parallelize_stages(
         position, modules, model_partition.data_parallel_hooks, model_partition.tied, names, *parallelism
     )
+    teacher_stages = teacher.make_stages(position, table.stages, *parallelism, data_parallel_hooks.values()) if teacher else {}
     control.all_gather_value(None, "to build the pipeline")
-    stages = _build_stages(config, model_partition, all_stages, modules, data_parallel_hooks, table, position)
-    if teacher is not None:
-        stages |= teacher.make_stages(position.pipeline.device, table.stages)
+    stages = _build_stages(config, model_partition, all_stages, modules, data_parallel_hooks, table, position) | teacher_stages
 
     # 3. RankParameters, and those that stages share.
     tied = TiedParameters(model_partition.tied, table.placement, modules, names, aliases, position.pipeline)

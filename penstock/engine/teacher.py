@@ -1,7 +1,7 @@
 """A pipeline's teacher: a second, frozen model, cut into stages on the same ranks, whose outputs the loss takes."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -10,12 +10,16 @@ from penstock import partition
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.model_partition import AllStages, ModelPartition, check_can_be_cut, modules_of, partition_model
 from penstock.errors import MismatchError
+from penstock.mesh.data_parallel import ApplyDataParallel
+from penstock.mesh.parallelize import parallelize_teacher
 from penstock.mesh.position import MeshPosition
+from penstock.mesh.tensor_parallel import TensorParallelPlan
 from penstock.partition.graph_stage import move_stage_to_device
 from penstock.partition.materialise import has_meta_tensors
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Skip
 from penstock.stage.connections import stage_connections
+from penstock.stage.hooks import DataParallelHooks
 from penstock.stage.stage import Stage
 
 
@@ -31,24 +35,36 @@ class Teacher(NamedTuple):
         """Return its skip connections, where its stages are numbered from `first_stage` on."""
         return frozenset((first_stage + start, first_stage + end) for start, end in self.partition.skips)
 
-    def make_stages(self, device: Any, first_stage: int) -> dict[int, Stage]:
-        """Return its stages on this rank, numbered from `first_stage` on. They only run forwards, without a graph."""
+    def make_stages(
+        self,
+        position: MeshPosition,
+        first_stage: int,
+        tensor_parallel: TensorParallelPlan | None,
+        data_parallel: str | ApplyDataParallel,
+        hooks_of_model: Iterable[DataParallelHooks],
+    ) -> dict[int, Stage]:
+        """Return its stages on this rank, numbered from `first_stage` on. They only run forwards, without a graph.
+
+        All ranks call it. `tensor_parallel`, `data_parallel`, `hooks_of_model`: see `parallelize_teacher`.
+        """
         connections = stage_connections(self.table.stages, self.partition.skips, ())
-        keywords = self.all_stages.keywords
+        names, keywords = self.all_stages
+        hooks = parallelize_teacher(position, self.modules, names, tensor_parallel, data_parallel, hooks_of_model)
         return {
             first_stage + index: Stage(
                 index,
                 module,
-                device,
+                position.pipeline.device,
                 layer_numbers=self.partition.layer_numbers.get(index),
                 connections=connections[index],
                 later_keywords=frozenset().union(*keywords[index + 1 :]),
+                data_parallel=hooks[index],
             )
             for index, module in self.modules.items()
         }
 
 
-def check_teacher(model: Any, teacher: Any, loss_fn: Any, table: Schedule, mesh_axes: Sequence[str]) -> None:
+def check_teacher(model: Any, teacher: Any, loss_fn: Any, table: Schedule, cp_size: int) -> None:
     """Raise MismatchError for a teacher or a loss that do not fit together, before ranks exchange anything."""
     for module in modules_of(teacher):
         if not isinstance(module, nn.Module):
@@ -57,10 +73,8 @@ def check_teacher(model: Any, teacher: Any, loss_fn: Any, table: Schedule, mesh_
                 f"the teacher is an nn.Module, a list with one for each stage, or {{stage: module}}, not a {kind}"
             )
     check_loss_takes_teacher(loss_fn)
-    if axes := [axis for axis in mesh_axes if axis in ("cp", "tp")]:
-        raise MismatchError(f"a teacher runs on whole sequences and whole layers: use a mesh without {' and '.join(axes)}")
-    if table.slices > 1:
-        raise MismatchError("a teacher runs on whole sequences: use slices=1")
+    if table.slices > 1 or cp_size > 1:
+        raise MismatchError("a teacher runs on whole sequences: use slices=1, and a mesh without cp")
 
     parameters = {id(parameter): name for module in modules_of(model) for name, parameter in module.named_parameters()}
     for module in modules_of(teacher):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock import torch_private
 from penstock.errors import MismatchError
 from penstock.mesh.ddp import DDPHooks
-from penstock.mesh.fsdp import FSDPHooks, fsdp_modules
+from penstock.mesh.fsdp import FrozenFSDPHooks, FSDPHooks, fsdp_modules
 from penstock.mesh.position import MeshPosition
 from penstock.stage.dtensor import local_shard
 from penstock.stage.hooks import DataParallelHooks, NoDataParallelHooks
@@ -63,6 +63,14 @@ def make_data_parallel(
         problem = f"data_parallel={getattr(apply, '__name__', repr(apply))} gave {type(wrapped).__name__}"
         raise MismatchError(f"{problem}, no DistributedDataParallel and not sharded: return what it makes")
     return hooks
+
+
+def share_out_frozen(module: nn.Module, mesh: DeviceMesh, apply: ApplyDataParallel | None) -> DataParallelHooks:
+    """Broadcast the first replica's values of a module without gradients along `mesh`; shard it by `apply`, if given."""
+    broadcast_from_first((*module.parameters(), *module.buffers()), mesh.get_group())
+    if apply is None or not any(True for _ in module.parameters()):
+        return NoDataParallelHooks()
+    return FrozenFSDPHooks(apply(module, mesh))
 
 
 def data_parallel_hooks_of(

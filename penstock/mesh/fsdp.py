@@ -2,10 +2,11 @@
 
 torch's own hooks would gather the parameters for the forward and the backward of every microbatch, and reduce the gradients as
 often. Here the parameters of a rank's first stage are gathered when a step begins, and those of each further stage once the
-stage before it has begun its first action. The gradients of a stage are reduced after its last action.
+stage before it begins its first action. The gradients of a stage are reduced after its last action.
 
-These collectives have the same order on all replicas, as their tables are equal. A rank gathers all its parameters before it
-averages any gradient: a stage completes its backwards only after the last microbatch has been through all stages.
+These collectives have the same order on all replicas. A rank gathers its stages in the order of their first use, and all of
+them before it averages any gradient. For the model's stages that is so anyway: a stage completes its backwards only after the
+last microbatch has been through all stages. A teacher's forwards may begin later.
 """
 
 import sys
@@ -59,16 +60,18 @@ class FSDPHooks(DataParallelHooks):
 
     def wait_parameters(self) -> None:
         """Wait until the parameters are gathered; begin to gather those of the next stage."""
-        self.prefetch_parameters()
+        for hooks in self.in_use[: self.in_use.index(self) + 2]:
+            hooks.prefetch_parameters()
+
         for handle in self._unshard_handles:
             handle.wait()
         self.parameters_ready = True
 
-        if self.next_stage is not None:
-            self.next_stage.prefetch_parameters()
-
     def after_last_backward(self) -> None:
         """Begin to reduce-scatter the gradients, and free the gathered parameters."""
+        for hooks in self.in_use:
+            hooks.prefetch_parameters()
+
         if self.backwards_match and self._device.type == "cpu":
             self._averaging = _averaging_pool.submit(self._reduce_scatter_gradients)
         elif self.backwards_match:
@@ -100,6 +103,15 @@ class FSDPHooks(DataParallelHooks):
         for module in self._modules:
             module.reshard()
         self._unshard_handles, self._averaging, self.parameters_ready = [], None, False
+
+
+class FrozenFSDPHooks(FSDPHooks):
+    """The hooks of a sharded stage of a teacher: it has no gradients, and runs in some steps only."""
+
+    def finish_step(self, training: bool) -> None:
+        """Free the gathered parameters."""
+        if self._unshard_handles:
+            super().finish_step(training=False)
 
 
 def fsdp_modules(module: nn.Module) -> list[Any]:

@@ -1,7 +1,6 @@
 """Parallelize this rank's stages: split matrix products along `tp`, replicate along `dp` and `cp`."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 
 from torch import nn
 
@@ -10,6 +9,7 @@ from penstock.comms.wait_errors import convert_errors
 from penstock.errors import MismatchError
 from penstock.mesh import data_parallel, tensor_parallel
 from penstock.mesh.data_parallel import broadcast_buffers
+from penstock.mesh.fsdp import FSDPHooks
 from penstock.mesh.position import MeshPosition
 from penstock.stage.connections import StageParameter
 from penstock.stage.hooks import DataParallelHooks, NoDataParallelHooks
@@ -63,6 +63,36 @@ def parallelize_stages(
     return hooks_of_stage
 
 
+@convert_errors("for the ranks beside it to build the pipeline")
+def parallelize_teacher(
+    position: MeshPosition,
+    modules: Mapping[int, nn.Module],
+    names: Sequence[Mapping[str, str]],
+    plan: tensor_parallel.TensorParallelPlan | None,
+    data_parallel_mode: str | data_parallel.ApplyDataParallel,
+    hooks_of_model: Iterable[DataParallelHooks],
+) -> dict[int, DataParallelHooks]:
+    """Make a teacher's stages on this rank equal on all ranks that have them, and share them out as the model's are.
+
+    `modules`, `names`: the teacher's, as in `parallelize_stages`. `hooks_of_model`: of the model's stages on this rank. Along
+    `tp` a teacher that has not all parts of the `plan` is whole on every rank.
+    """
+    if position.tp is not None and plan is not None:
+        for stage, module in modules.items():
+            data_parallel.broadcast_from_first((*module.parameters(), *module.buffers()), position.tp.get_group())
+            if not tensor_parallel.missing_parts(plan, names):
+                tensor_parallel.parallelize_stage(plan, module, names[stage], position.tp)
+    if position.dp_cp_mesh is None:
+        return {stage: NoDataParallelHooks() for stage in modules}
+
+    apply = data_parallel.APPLY_BY_NAME[data_parallel_mode] if isinstance(data_parallel_mode, str) else data_parallel_mode
+    is_sharded = apply is not data_parallel.apply_ddp and any(isinstance(hooks, FSDPHooks) for hooks in hooks_of_model)
+    return {
+        stage: data_parallel.share_out_frozen(module, position.dp_cp_mesh, apply if is_sharded else None)
+        for stage, module in modules.items()
+    }
+
+
 def _check_gradient_dtypes(modules: Mapping[int, nn.Module], names: Sequence[Mapping[str, str]], rank: int) -> None:
     """Raise MismatchError for a `grad_dtype`: DistributedDataParallel refuses it in a backward, DTensors drop it silently."""
     for stage, module in modules.items():
@@ -80,9 +110,9 @@ def begin_gathering_parameters(stages: Sequence[Stage]) -> None:
     """Begin a step of data parallelism: gather the parameters of the first of `stages`, which are in the order of their use."""
     hooks_in_order = [stage.data_parallel for stage in stages]
     with convert_errors("for the replicas to begin the step"):
-        for hooks, next_hooks in pairwise([*hooks_in_order, NoDataParallelHooks()]):
+        for hooks in hooks_in_order:
             hooks.begin_step()
-            hooks.next_stage = next_hooks
+            hooks.in_use = hooks_in_order
         for hooks in hooks_in_order[:1]:
             hooks.prefetch_parameters()
 

@@ -34,13 +34,20 @@ def check_tensor_parallel_plan(
         raise MismatchError(
             f"the mesh has {position.tp.size()} ranks along tp: say by tensor_parallel= which products they share"
         )
-    modules = {module for stage in names for name in stage.values() for module in _enclosing_modules(name)}
-    for pattern in plan or ():
-        if not any(_matches(module, pattern) for module in modules):
-            near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or sorted(modules)[:5]
-            raise MismatchError(
-                f"tensor_parallel has {pattern!r}, but the model has no such part; it has {', '.join(near)}, .."
-            )
+    for pattern in missing_parts(plan or (), names):
+        modules = _modules_of_model(names)
+        near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or sorted(modules)[:5]
+        raise MismatchError(f"tensor_parallel has {pattern!r}, but the model has no such part; it has {', '.join(near)}, ..")
+
+
+def missing_parts(plan: Iterable[str], names: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the patterns of a `plan` that match no submodule of the model. `names`: as in `check_tensor_parallel_plan`."""
+    modules = _modules_of_model(names)
+    return [pattern for pattern in plan if not any(_matches(module, pattern) for module in modules)]
+
+
+def _modules_of_model(names: Sequence[Mapping[str, str]]) -> set[str]:
+    return {module for stage in names for name in stage.values() for module in _enclosing_modules(name)}
 
 
 def parallelize_stage(plan: TensorParallelPlan, module: nn.Module, names: Mapping[str, str], mesh: DeviceMesh) -> None:

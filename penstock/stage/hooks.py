@@ -1,7 +1,7 @@
 """Replicating or sharding a stage over other ranks: the hooks that a `Stage` and the step call, in order.
 
 begin_step                      of the step
-  prefetch_parameters           of the step, for the first stage; then by the stage before
+  prefetch_parameters           of the step, for the first stage; then by others of `in_use`
   wait_parameters               before the stage's first action
     ..                          forwards and backwards; `graph_ends` after each forward
     before_last_backward        the next backward completes this step's gradients
@@ -20,7 +20,7 @@ class DataParallelHooks:
     parameters_ready = True  # whether the parameters are on this rank, ready for use
     backwards_match = True  # whether all replicas run the same backwards in this step; if not, only `finish_step` averages
     hooks_gradients = False  # whether it has to see the moment at which each gradient reaches its parameter
-    next_stage: "DataParallelHooks | None" = None  # of this rank's stage that comes into use after this one
+    in_use: "Sequence[DataParallelHooks]" = ()  # of all stages that the rank runs in this step, in the order of their first use
 
     def begin_step(self) -> None:
         """Prepare for a step."""

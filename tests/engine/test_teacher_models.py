@@ -1,7 +1,9 @@
 """Teachers of other sizes, architectures and dtypes, cut by an example, with tied weights and skips; and with replicas."""
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ from reference import assert_same, gradients, merged
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.mesh.data_parallel import broadcast_from_first
+from penstock.mesh.fsdp import FSDPHooks
 from penstock.model import GPT, GPTConfig
+from penstock.stage.dtensor import local_shard
 
 pytestmark = pytest.mark.ranks
 
@@ -128,19 +133,114 @@ def test_a_teacher_of_any_kind_gives_the_bits_of_one_process(case: tuple[Any, ..
     assert_same(merged([result["gradients"] for result in results]), expected["gradients"])
 
 
-def rank_replica(data_parallel: str) -> list[float]:
-    mesh = ps.comms.init_mesh(pp=2, dp=2)
-    pipe = ps.Pipeline(gpt(0, 8, 4), loss_fn, "1f1b", 2, teacher=gpt(1, 16, 4), mesh=mesh, data_parallel=data_parallel)
-    halves = [tokens.chunk(2)[pipe.position.replica] for tokens in batches(8)]
-    pairs = [(tokens, halves[number + 1 : number + 2]) for number, tokens in enumerate(halves)]
-    return [pipe.step(tokens, target=tokens, next_args=following).item() for tokens, following in pairs]
+# -- meshes --------------------------------------------------------------------------------------------------------------
+
+MESHES = (
+    ("2 x 2", "1f1b", "ddp", True),
+    ("2 x 2", "interleaved-1f1b", "fsdp", True),
+    ("2 x 2", "zb-h1", "a function", False),
+    ("2 x 2", "zb-v", "fsdp", False),
+    ("2 x 1 x 2", "1f1b", "ddp", True),
+    ("1 x 2 x 2", "1f1b", "fsdp", True),
+)
+
+
+def shard_in_layers(stage: nn.Module, mesh: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in stage.children():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(stage, mesh=mesh)
+
+
+def with_outputs(output: Any, target: Any) -> Tensor:
+    """`loss_fn`, where the teacher's output is a part of the target."""
+    return loss_fn(output, *target)
+
+
+def tensor_parallel_plan() -> dict[str, Any]:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    return {"block*.up": ColwiseParallel(), "block*.down": RowwiseParallel()}
+
+
+def rank_in_mesh(shape: str, schedule: str, data_parallel: str, announces: bool) -> list[list[Any]]:
+    """Return losses and this rank's parameters with a teacher, and where a whole one runs before each step."""
+    sizes = dict(zip(("pp", "dp", "tp"), map(int, shape.split(" x ")), strict=False))
+    mesh = ps.comms.init_mesh(**sizes)
+    options = {"mesh": mesh, "data_parallel": shard_in_layers if data_parallel == "a function" else data_parallel}
+    if mesh.size(mesh.mesh_dim_names.index("tp")) > 1:
+        options["tensor_parallel"] = tensor_parallel_plan()
+    found = []
+    for has_teacher in (True, False):
+        torch.manual_seed(mesh["dp"].get_local_rank())  # replica 0's values are those of all
+        teacher = nn.Sequential(nn.Embedding(VOCABULARY, 6), *[nn.Linear(6, 6) for _ in range(4)], nn.Linear(6, VOCABULARY))
+        pipe = ps.Pipeline(
+            gpt(0, 8, 4),
+            loss_fn if has_teacher else with_outputs,
+            schedule,
+            M,
+            teacher=teacher if has_teacher else None,
+            **options,
+        )
+        if not has_teacher:
+            broadcast_from_first(teacher.parameters(), mesh["dp"].get_group())
+        found.append([*train_replica(pipe, None if has_teacher else teacher, announces)])
+    return found
+
+
+def train_replica(pipe: Any, teacher: nn.Module | None, announces: bool) -> Iterator[Any]:
+    """Yield losses, then parameters. A `teacher` given here runs before each step."""
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    steps = [tokens.tensor_split(pipe.position.replicas)[pipe.position.replica] for tokens in batches(14)]
+    for number, tokens in enumerate(steps):
+        target: Any = tokens
+        if teacher is not None:
+            with torch.no_grad():
+                target = tokens, torch.cat([teacher(rows) for rows in tokens.tensor_split(M)])
+        following = steps[number + 1 : number + 2] if announces and teacher is None else ()
+        if number == 1:
+            pipe.eval(tokens)  # in between, without a teacher
+        yield pipe.step(tokens, target=target, next_args=following)
+        optimizer.step(), optimizer.zero_grad()
+    for _, parameter in pipe.named_parameters():
+        yield local_shard(parameter.detach())
+
+
+def rank_shards() -> list[str]:
+    """Return in which order a step gathers parameters and averages gradients, with a teacher in shards."""
+    order, prefetch, average = list[str](), FSDPHooks.prefetch_parameters, FSDPHooks._reduce_scatter_gradients
+
+    def recorded_prefetch(hooks: FSDPHooks) -> None:
+        order.extend([] if hooks._unshard_handles else ["gather"])
+        prefetch(hooks)
+
+    def recorded_average(hooks: FSDPHooks) -> None:
+        order.append("average")
+        average(hooks)
+
+    mesh, tokens = ps.comms.init_mesh(pp=2, dp=2), batches(8)
+    table = ps.schedule.with_teacher(ps.schedule.build("interleaved-1f1b", 2, M))
+    table = table.with_cells(sorted(table.cells(rank), key=lambda action: action.stage >= table.teacher) for rank in range(2))
+    pipe = ps.Pipeline(gpt(0, 8, 4), loss_fn, table, teacher=gpt(1, 16, 4), mesh=mesh, data_parallel="fsdp")
+    for stage in pipe._engine.stages.values():
+        assert all(hasattr(parameter, "placements") for parameter in stage.module.parameters())
+    pipe.step(tokens[0], target=tokens[0], next_args=tokens[1:2])
+    with mock.patch.multiple(FSDPHooks, prefetch_parameters=recorded_prefetch, _reduce_scatter_gradients=recorded_average):
+        pipe.step(tokens[1], target=tokens[1], next_args=tokens[2:])
+    return order
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data_parallel", ["ddp", "fsdp"])
-def test_each_replica_has_the_whole_teacher(data_parallel: str) -> None:
-    student, teacher = gpt(0, 8, 4), gpt(1, 16, 4).eval()
-    with torch.no_grad():
-        expected = [loss_fn(student(tokens), tokens, teacher(tokens)).item() for tokens in batches(8)]
-    for losses in together(rank_replica, 4, (("ddp",), ("fsdp",)))[data_parallel,]:
-        assert losses == pytest.approx(expected)
+def test_all_stages_are_gathered_before_any_gradient_is_averaged() -> None:
+    for order in ps.launch(rank_shards, 4):
+        assert order == ["gather"] * 4 + ["average"] * 2
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (number > 1)) for number, case in enumerate(MESHES)]
+)
+def test_in_a_mesh_a_teacher_gives_the_bits_of_one_that_runs_whole_before_each_step(case: tuple[Any, ...]) -> None:
+    for with_teacher, with_whole in together(rank_in_mesh, 4, MESHES[:2] if case in MESHES[:2] else MESHES[2:])[case]:
+        assert len(with_teacher) == len(with_whole) > STEPS
+        assert all(map(torch.equal, with_teacher, with_whole))

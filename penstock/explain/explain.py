@@ -26,7 +26,7 @@ from penstock.schedule.table import Kind
 from penstock.schedule.transform import with_full_backwards
 from penstock.timing.causes import NOTABLE_SHARE, Cause
 from penstock.timing.measurement import Measurement, find_gaps
-from penstock.timing.replay import replay
+from penstock.timing.replay import replay, without_teacher
 from penstock.timing.timeline import Timeline
 
 STRAGGLER_SHARE = 0.05  # of the time of a rank's share: a rank that is slower by less is not named
@@ -42,8 +42,15 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
     `measurement`: the costs, by default `Measurement.from_timelines(timeline)`, which expects every
     stage to take the same; it can be given the layers of each stage, and more steps.
 
+    A step with a teacher is explained as it would have run without, with how much longer the teacher makes it.
+
     Raises ScheduleError if a stage ran no forward or no backward.
     """
+    if timeline.stage_chains.teacher is not None:
+        alone = without_teacher(timeline)
+        teacher = (sum(timeline.busy) - sum(alone.busy)) / timeline.ranks, max(0.0, timeline.makespan - alone.makespan)
+        return replace(explain(alone, measurement), teacher=teacher)
+
     costs = measurement or Measurement.from_timelines(timeline)
     step_costs = Measurement.from_timelines(timeline, layers=costs.layers) if costs.num_steps > 1 else costs
     table = costs.schedule

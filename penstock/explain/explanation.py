@@ -75,6 +75,7 @@ class Explanation:
     recut_call: str = ""  # that cuts the model anew; empty: unknown
     repairs: tuple[Improvement, ...] = ()  # faster messages, other orders of microbatches: the notably faster ones
     findings: tuple[Improvement, ...] = ()  # other causes of a longer step, from a trace of it
+    teacher: tuple[float, float] | None = None  # seconds of its forwards on a rank, on average, and those it adds to the step
 
     def __str__(self) -> str:
         """Return a few lines: per cent, milliseconds, and the names of the table."""
@@ -108,7 +109,17 @@ class Explanation:
     @property
     def verdict_basis(self) -> str:
         """The steps that the verdict speaks of, as text; empty if it is only the one that is shown."""
-        return f"at the medians of {self.num_steps} steps" if self.num_steps > 1 else ""
+        basis = [f"at the medians of {self.num_steps} steps"] if self.num_steps > 1 else []
+        return "; ".join([*basis, *([self.teacher_text] if self.teacher else [])])
+
+    @property
+    def teacher_text(self) -> str:
+        """How much of a teacher's time was idle time; empty if there is none."""
+        if self.teacher is None:
+            return ""
+        busy, added = self.teacher
+        share = max(0.0, 1 - added / busy) if busy else 1.0
+        return f"teacher: {format_ms(busy)} on a rank, {share:.0%} of it in idle time, the step {format_ms(added)} longer"
 
     @property
     def alternative_texts(self) -> dict[str, str]:
@@ -164,6 +175,8 @@ def improvement(kind: str, change: str, timeline: Timeline, step_seconds: float)
 
 
 def _text_lines(explanation: Explanation) -> Iterator[str]:
+    if explanation.teacher is not None:
+        yield f"{explanation.teacher_text}. Without it:"
     yield from _time_share_lines(explanation)
     yield from _improvement_lines(explanation)
 

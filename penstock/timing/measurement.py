@@ -19,6 +19,7 @@ from penstock.schedule.table import Kind, Skip
 from penstock.schedule.transform import with_frozen_stages, with_full_backwards
 from penstock.timing.costs import Costs
 from penstock.timing.events import Event, MessageCost
+from penstock.timing.replay import without_teacher
 from penstock.timing.simulate import simulate
 from penstock.timing.timeline import Timeline
 
@@ -55,10 +56,10 @@ class Measurement:
         may have done the work of all. Where a stage never ran B, B is I + W. Where it never ran I and W, I is its share of B
         on other stages, or half if no stage ran it. A message's time is known if its receiver was idle when it was sent; a
         border without one gets the median of the others.
+        Of a step with a teacher, the costs are the model's: those of the step without it.
         Raises ScheduleError for timelines of different tables, and if a stage ran no forward or no backward.
         """
-        if any(timeline.stage_chains.teacher is not None for timeline in timelines):
-            raise ScheduleError("costs are measured in steps of one model: give one of a pipeline without a teacher")
+        timelines = tuple(map(without_teacher, timelines))
         tables = [executed_table(timeline) for timeline in timelines]
         if not tables or any(table.actions != tables[0].actions for table in tables):
             raise ScheduleError("costs are measured on one table: give one timeline, or several of the same table")

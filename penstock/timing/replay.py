@@ -1,9 +1,9 @@
-"""A measured step as it would have run with shorter actions or faster messages."""
+"""A measured step as it would have run with shorter actions, faster messages, or without its teacher."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.schedule.table import Action
+from penstock.schedule.table import Action, Chains
 from penstock.timing.events import Event
 from penstock.timing.timeline import Timeline
 
@@ -37,3 +37,21 @@ def replay(
 
     rows = tuple(tuple(moved[event.action] for event in row) for row in timeline.rows)
     return replace(timeline, name=f"{timeline.name.removesuffix(', measured')}, predicted", rows=rows)
+
+
+def without_teacher(timeline: Timeline) -> Timeline:
+    """Return `timeline` as it would have run without the forwards of a teacher; itself if it has none."""
+    teacher = timeline.stage_chains.teacher
+    if teacher is None:
+        return timeline
+
+    forwards = {event.action: event.end - event.start for event in timeline.events if event.action.stage >= teacher}
+    alone = replay(timeline, forwards)
+    frozen = frozenset(stage for stage in timeline.stage_chains.forward_only if stage < teacher)
+    return replace(
+        alone,
+        name=timeline.name,
+        rows=tuple(tuple(event for event in row if event.action not in forwards) for row in alone.rows),
+        activation_sizes=alone.activation_sizes[:teacher],
+        chains=Chains(teacher, frozen) if frozen else None,
+    )

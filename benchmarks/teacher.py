@@ -2,9 +2,11 @@
 
 python benchmarks/teacher.py                    all schedules, about three minutes
 python benchmarks/teacher.py --only 1f1b --rounds 5
+python benchmarks/teacher.py --gpt              a GPT and its teacher that compute, on two ranks, about two minutes
 
 Four emulated devices sleep: a rank's forward of a microbatch 10 ms, its backward 20 ms, and the teacher's forward 10 ms. Times
-are from the first rank's start, just after a barrier, to the last rank's end. It asserts no time.
+are from the first rank's start, just after a barrier, to the last rank's end. With `--gpt` two ranks compute, a thread each;
+beside them one process with one thread, while the other rank waits. It asserts no time.
 """
 
 import os
@@ -35,6 +37,7 @@ class TeacherOptions:
     only: tuple[str, ...] = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
     rounds: int = 10  # steps of each kind
     size: float = 1.0  # of the teacher, in times the model
+    gpt: bool = False  # that computes, in place of emulated devices
 
 
 def model_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -106,6 +109,55 @@ def run(options: TeacherOptions, name: str) -> list[Row]:
     ]
 
 
+def run_gpt(options: TeacherOptions) -> list[Row]:
+    """What each of two ranks runs with `--gpt`: steps of a GPT with a teacher, in turns. Return a row for each kind."""
+    torch.set_num_threads(1)
+    shape = ps.model.GPTConfig(vocabulary=512, context=64, width=192, layers=8, heads=4)
+    tokens = torch.randint(512, (2 * MICROBATCHES, 65))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+
+    def distillation(logits: Tensor, target: Tensor, teacher_logits: Tensor) -> Tensor:
+        soft = nn.functional.kl_div(
+            logits.flatten(0, 1).log_softmax(-1), teacher_logits.flatten(0, 1).softmax(-1), reduction="batchmean"
+        )
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()) + soft
+
+    def from_target(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        return distillation(logits, *target)
+
+    def pipeline(loss_fn: Any, teacher: Any = None, **place: Any) -> Any:
+        return ps.Pipeline(ps.model.GPT(shape), loss_fn, "1f1b", MICROBATCHES, teacher=teacher, seed=None, **place)
+
+    after, frozen = pipeline(from_target), pipeline(None)
+    now, ahead = (pipeline(distillation, ps.model.GPT(shape)) for _ in range(2))
+    one = pipeline(distillation, ps.model.GPT(shape), topology=ps.Topology()) if dist.get_rank() == 0 else None
+
+    def step_after_teacher() -> None:
+        outputs = frozen.eval(inputs)
+        after.step(inputs, target=None if outputs is None else (labels, outputs))
+
+    seconds = measure(
+        {
+            "one process": lambda: one and one.step(inputs, target=labels),
+            "two pipelines": step_after_teacher,
+            "teacher in this step": lambda: now.step(inputs, target=labels),
+            "teacher ahead": lambda: ahead.step(inputs, target=labels, next_args=(inputs,)),
+        },
+        options.rounds,
+    )
+    return [
+        {
+            "schedule": "1f1b",
+            "step": kind,
+            "median ms": 1e3 * median(values),
+            "tokens a second": inputs.numel() / median(values),
+            "spread %": 100 * (max(values) - min(values)) / median(values),
+            "of two pipelines": median(seconds["two pipelines"]) / median(values),
+        }
+        for kind, values in seconds.items()
+    ]
+
+
 def measure(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each kind of step, which run in turns."""
     seconds: dict[str, list[float]] = {kind: [] for kind in steps}
@@ -124,7 +176,10 @@ def measure(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
 def main(options: TeacherOptions) -> None:
     """Print a table."""
     os.environ |= {"OMP_NUM_THREADS": "1"}
-    rows = [row for name in options.only for row in ps.launch(run, RANKS, options, name)[0]]
+    if options.gpt:
+        rows = ps.launch(run_gpt, 2, options)[0]
+    else:
+        rows = [row for name in options.only for row in ps.launch(run, RANKS, options, name)[0]]
     show(rows, *rows[0])
 
 

@@ -247,7 +247,7 @@ def test_a_teacher_is_no_part_of_the_model() -> None:
         assert found["same"]
         assert not found["gradients"]
         assert found["explained"][0].startswith("teacher: ")
-        assert found["explained"][1].startswith("1f1b, measured, 2 ranks, 2 stages, 4 microbatches: ")
+        assert found["explained"][1].startswith("1f1b, 2 ranks, 2 stages, 4 microbatches: ")
         assert found["timeline"] == "Chains(num_stages=4, forward_only=frozenset({2, 3}), teacher=2, ahead=True)"
 
 

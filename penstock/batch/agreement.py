@@ -4,11 +4,11 @@
     first of its kind  modes, autocast, frozen parameters, microbatches         with the row, if it fits there
 
 A rank sends a description once, and all keep it by its hashes. If one does not fit into its row, all ranks send theirs in an
-exchange of its own: they have read the same rows.
+exchange of its own: they have read the same rows. With `loss_weight=` every step has an exchange more.
 
-`kind_hash` is of all that memory and attention depend on, `list_hash` of what differs from list to list: shapes and order. From
-the descriptions each rank draws the same conclusions, and keeps them by the hashes of all ranks. Sentences about what differs
-are made from the descriptions' values.
+`kind_hash` is of all that memory and the checks of a first step depend on, `list_hash` of what differs from list to list:
+shapes and order. From the descriptions each rank derives the same `Agreed`, and keeps it by the hashes of all ranks. Errors are
+made from the values of descriptions.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class Description(NamedTuple):
     frozen: str  # a hash of which of its parameters are trained
     wants_losses: bool  # the loss of each microbatch
     has_loss_weights: bool
-    num_seeds: int  # how many numbers for random numbers its replica's microbatches take
+    num_seeds: int  # how many seeds its replica's microbatches take
     order_option: object  # of a list, as it was given; and the limit
     limit_option: object
     inputs: Sequence[Shape] | None
@@ -145,7 +145,7 @@ class Agreement:
         """
         rows = self.control.finish_all_gather_row(purpose)
         require_equal([row[2] for row in rows], "are at different steps", "is at step {:.0f}")
-        require_equal([row[3] for row in rows], "do not scale their gradients alike", "has scale={:.6g}")
+        require_equal([row[3] for row in rows], "do not scale their gradients alike", "has scale={!r}")
         hashes = tuple([(row[0], row[1]) for row in rows])
 
         is_known = hashes in self._conclusions
@@ -287,7 +287,7 @@ class Agreement:
         require_equal(announced, problem, "gets {} next batch")
         modes = "have models in different modes (call model.train() or model.eval() on all ranks)"
         require_equal([rank.mode for rank in descriptions], modes, "is in {}")
-        require_equal([rank.autocast for rank in descriptions], "are not all in the same torch.autocast", "is in {}")
+        require_equal([rank.autocast for rank in descriptions], "are not all in the same torch.autocast", "has {}")
 
         for replica, pipelines in enumerate(self.position.pipelines):
             prefix, ranks = self.position.replica_prefix(replica), list(chain.from_iterable(pipelines))
@@ -319,8 +319,8 @@ class Agreement:
     ) -> MismatchError:
         """Return the error, with all shapes, for inputs and a target that differ in microbatches, rows or tokens."""
         target_rows = replica.target_rows or ()
-        if len(replica.token_counts) > 1:
-            counts = next(pair for pair in zip(*replica.token_counts, strict=False) if len({*pair}) > 1)
+        counts = next((pair for pair in zip(*replica.token_counts, strict=False) if len({*pair}) > 1), None)
+        if counts is not None:
             numbers = " and ".join(map(str, sorted(counts)))
             return MismatchError(f"{prefix}inputs and target have {numbers} tokens a row: give as many")
         if not description.is_list:
@@ -394,7 +394,7 @@ def _rows_fit(rows: int | None, target_rows: int | None) -> bool:
 
 def _own_lengths(lengths: Sequence[int], cp_size: int, cp_index: int) -> Sequence[int]:
     """Return the tokens of the pieces that one rank has of a microbatch; 1 if tokens are not cut."""
-    return lengths[cp_index : cp_index + 1] if cp_size > 1 else lengths or (1,)
+    return lengths[cp_index : cp_index + 1] if cp_size > 1 else (lengths or (1,))
 
 
 def _in_groups(values: Sequence[float], size: int) -> list[Sequence[float]]:
@@ -443,12 +443,15 @@ def _check_same_batch(first: _Replica, other: _Replica, prefix: str, ranks: tupl
 
     `ranks`: of their first stages.
     """
-    rows, other_rows = sum(first.rows), sum(other.rows)
+    sizes = [f"{sum(filter(None, batch.input_rows))} rows" for batch in (first, other)]
+    if len(first.inputs) != len(other.inputs):
+        sizes = [f"{len(batch.inputs)} microbatches" for batch in (first, other)]
     alike = f"{prefix}ranks along tp and cp are given one batch"
-    if (rows, len(first.inputs)) != (other_rows, len(other.inputs)):
-        raise MismatchError(f"{alike}, but it has {rows} rows on rank {ranks[0]}, {other_rows} on rank {ranks[1]}")
+    if sizes[0] != sizes[1]:
+        raise MismatchError(f"{alike}, but it has {sizes[0]} on rank {ranks[0]}, {sizes[1]} on rank {ranks[1]}")
     if first != other:
-        raise MismatchError(f"{alike}, but its tensors differ in shape or dtype on ranks {ranks[0]} and {ranks[1]}")
+        ranks_text = f"ranks {ranks[0]} and {ranks[1]}"
+        raise MismatchError(f"{alike}, but its tensors or targets differ in rows, shape or dtype on {ranks_text}")
 
 
 def _shapes_text(given: Sequence[BatchArguments]) -> str:

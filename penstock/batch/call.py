@@ -366,8 +366,8 @@ def _rows_or_error(batch: Any, rows_dim: int) -> int:
 def _describe_autocast(device: torch.device) -> str:
     """Return as text the autocast that is on for `device`."""
     if not torch.is_autocast_enabled(device.type):
-        return "none"
-    return f"one of {str(torch.get_autocast_dtype(device.type)).removeprefix('torch.')}"
+        return "no autocast"
+    return f"autocast of {str(torch.get_autocast_dtype(device.type)).removeprefix('torch.')}"
 
 
 # -- the model's forward -----------------------------------------------------------------------------------------------
@@ -485,8 +485,9 @@ def check_inputs(call: Call, rank: int) -> None:
     """Raise MismatchError if the first stage's rank was given nothing."""
     if call.kwargs or any(argument is not None for argument in call.args):
         return
-    example = "step(inputs, target=..)" if call.is_training else "eval(inputs)"
-    hint = "" if call.is_training else "; it puts the modules into evaluation mode for the batch, and back"
+    is_step = call.is_training or call.is_for_teacher_alone
+    example = "step(inputs, target=..)" if is_step else "eval(inputs)"
+    hint = "" if is_step else "; it puts the modules into evaluation mode for the batch, and back"
     raise MismatchError(f"rank {rank}: the first stage's rank was given no inputs: call pipe.{example}{hint}")
 
 
@@ -500,7 +501,7 @@ def check_target(call: Call, has_loss: bool, rank: int) -> None:
 
 
 def check_no_graph(call: Call, batch: Any, name: str, rank: int) -> None:
-    """Raise MismatchError if a tensor was computed from others with a graph, which would be run backward once a microbatch."""
+    """Raise MismatchError for a batch with a graph: the backward of each microbatch would run that graph again."""
     for leaf in leaves(batch) if call.is_training else ():
         tensor = unwrap(leaf)
         if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:

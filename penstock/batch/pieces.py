@@ -73,7 +73,7 @@ def split_rows(batch: Any, what: str, microbatches: int, layout: Layout) -> Micr
 
 
 def take_entries(entries: Sequence[Any], name: str, layout: Layout) -> Microbatches:
-    """Return the entries of a list, unsplit. Their rows are None where they have none, or tensors that differ in them.
+    """Return the entries of a list, unsplit. Rows of an entry are None if its tensors have none, or differ in them.
 
     Raises MismatchError for an entry without any row or whole samples, and for tensors that have none by their kind.
     """
@@ -100,7 +100,7 @@ def _copy_whole(entry: Any, layout: Layout) -> Any:
 
 
 def split_sizes(rows: int, microbatches: int) -> list[int]:
-    """Return the rows of each microbatch: as equal as can be, the larger ones first; 0 if there are fewer rows than those."""
+    """Return the rows of each microbatch: as equal as can be, the larger ones first; some are 0 if there are fewer rows."""
     return [rows // microbatches + (microbatch < rows % microbatches) for microbatch in range(microbatches)]
 
 
@@ -237,7 +237,7 @@ def parse_slices(slices: Any) -> tuple[int | Sequence[int], int]:
     if is_whole_number(slices, 1):
         return int(slices), int(slices)
     if isinstance(slices, list | tuple) and slices and all(is_whole_number(length, 1) for length in slices):
-        return (tuple(map(int, slices)), len(slices)) if len(slices) > 1 else (1, 1)
+        return (tuple(map(int, slices)), len(slices)) if len(slices) > 1 else (1, 1)  # one slice is all tokens, however many
     raise MismatchError(f"slices is a number of slices, 1 or more, or a list of their lengths in tokens, not {slices!r}")
 
 
@@ -358,7 +358,7 @@ def check_output_tokens(output: Any, num_tokens: int, sequence_dim: int) -> None
 
 
 def join(outputs: Sequence[Any], dim: int = 0) -> Any:
-    """Join outputs of microbatches or slices: tensors along `dim`, 0-dimensional ones stacked, of others the first's."""
+    """Join outputs of microbatches or slices: tensors along `dim`, 0-dimensional ones stacked; of other values the first."""
     return tree_map(partial(_join_leaves, dim), *outputs)
 
 

@@ -41,7 +41,7 @@ from penstock.errors import LostRankError, MismatchError, NonFiniteError, Pensto
 ROW_TAG, TRANSFER_TAG = 1, 2
 MAX_ROW_NUMBERS = 16
 MAX_ROW_BYTES = 1024  # of a compressed value in a row
-CALL_NAME = struct.Struct("6d")  # the name of a call, 48 bytes of ASCII, as the first numbers of a row
+CALL_NAME = struct.Struct("6d")  # the name of a call, 48 bytes, as the first numbers of a row
 OF_PIPELINE = " of pipeline "  # in the name of a call: between the method and the pipeline's number
 
 
@@ -59,11 +59,13 @@ class PendingTransfer(NamedTuple):
             self.work.wait()
 
 
+Rows = tuple[torch.Tensor, list[Any]]  # of an exchange, by rank; the works of their receives
+_NO_ROWS: Rows = torch.empty(0, device="cpu"), []
 _groups_count = itertools.count()  # numbers the shared control groups of this process, the same on every rank
 
 
 def shared_control_group(topology: Topology) -> "ControlGroup":
-    """Return the control group of all ranks, the same for all pipelines; a new one after a rank was lost."""
+    """Return the control group of all ranks, for all pipelines; a new one for another topology, and after a rank was lost."""
     if not isinstance(topology, Topology):
         raise MismatchError(f"topology= takes what ps.comms.init_distributed() returns, got {topology!r}")
     if topology.world_size == 1:
@@ -98,14 +100,14 @@ class ControlGroup:
         self.ended_pipelines: dict[int, str] = {}  # pipeline whose mesh groups are aborted -> the error's text
 
         self._call, self._call_lock = "", threading.RLock()
-        self._call_has_begun = False  # on all ranks, as they have exchanged a row
+        self._call_has_begun = False  # a row of this call has arrived from every rank
 
         self._group: Any = None  # the Gloo group of all ranks
         self._pending_sends: list[tuple[Any, torch.Tensor]] = []  # the sends of the last row
         self._row: list[float] = []  # this rank's numbers in the current exchange
         self._row_value = b""  # and its value
-        self._arriving: tuple[torch.Tensor, list[Any]] = torch.empty(0), []  # its rows by rank, the works of its receives
-        self._posted: tuple[torch.Tensor, list[Any]] = torch.empty(0), []  # the same for the next exchange
+        self._arriving = _NO_ROWS  # its rows by rank, the works of its receives
+        self._posted = _NO_ROWS  # the same for the next exchange
 
     def has_topology(self, topology: Topology) -> bool:
         """Return whether this group has been opened with `topology`, and its store."""
@@ -209,9 +211,9 @@ class ControlGroup:
             with convert_errors(f"for rank {peer} {purpose}", peer):
                 self._pending_sends.append((call_unprofiled(self._group.send, [message], peer, ROW_TAG), message))
                 if last_sent:
-                    last_sent[number][0].wait()  # returns at once: the peer has received it
+                    last_sent[number][0].wait()  # returns at once: the peer had posted its receive one exchange before
 
-        self._arriving, self._posted = self._posted, (torch.empty(0), [])
+        self._arriving, self._posted = self._posted, _NO_ROWS
         self._post_receives()
 
     def finish_all_gather_row(self, purpose: str) -> list[list[float]]:
@@ -300,7 +302,8 @@ class ControlGroup:
         if self.is_single or self.groups is None:  # no other rank waits
             raise error
         if self.groups.aborted and isinstance(error, Exception) and not isinstance(error, WaitError):
-            error = WaitError("for a rank that failed meanwhile", None, error)  # it follows from data that never arrived
+            # An aborted receive has left its tensor unfilled: this error follows from that.
+            error = WaitError("for a rank that failed meanwhile", None, error)
 
         if isinstance(error, WaitError):
             self.topology.context.exit_if_launcher_is_gone()
@@ -345,7 +348,7 @@ def _find_device_error(error: BaseException | None) -> torch.AcceleratorError | 
 
 @lru_cache(64)
 def _call_name_as_numbers(name: str) -> tuple[float, ...]:
-    """Return the name of a call, in ASCII, as the first numbers of a row."""
+    """Return the name of a call, cut at 48 bytes, as the first numbers of a row."""
     return CALL_NAME.unpack(name.encode()[: CALL_NAME.size].ljust(CALL_NAME.size))
 
 
@@ -362,7 +365,7 @@ def _row_format(num_numbers: int) -> struct.Struct:
 
 def _call_name(row: Sequence[float]) -> str:
     """Return the name of the call that a row belongs to; empty if the row has not arrived."""
-    return CALL_NAME.pack(*row[:CALL_NAME_NUMBERS]).decode().strip(" \0")
+    return CALL_NAME.pack(*row[:CALL_NAME_NUMBERS]).decode(errors="replace").strip(" \0")
 
 
 def _pipeline_number(row: Sequence[float]) -> int | None:

@@ -1,4 +1,4 @@
-"""The actions F, B, I and W of one step. A microbatch's gradient is scaled here: B of the last stage begins with its share."""
+"""The actions F, B, I and W of one step. A loss's gradient is scaled here: B or I of the last stage begins with its share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from penstock.batch.pieces import (
 from penstock.comms.wait_errors import WaitError, is_transport_error
 from penstock.engine.loss import TargetWithTeacher
 from penstock.engine.report import MicrobatchLosses
-from penstock.errors import MismatchError, PenstockError, StageError
+from penstock.errors import MismatchError, NonFiniteError, PenstockError, StageError
 from penstock.mesh.context_parallel import ContextParallelAttention
 from penstock.randomness import mix_in
 from penstock.schedule.table import Action, Kind
@@ -30,7 +30,7 @@ from penstock.stage.sliced_attention import SequenceSlice
 from penstock.stage.stage import Stage
 from penstock.trees import map_tensors
 
-ActionFunction = Callable[..., Any]  # (action, received values) -> messages
+ActionFunction = Callable[..., Any]  # (action, values that arrived) -> messages
 ActionFunctions = Mapping[Kind, ActionFunction]
 
 
@@ -51,7 +51,7 @@ class FirstForward:
 class StepActions:
     """The actions of one step on this rank's `stages`. The model's last stage is `last_stage`.
 
-    `grad_scale`: of all gradients. `attention`: of ranks along cp.
+    `grad_scale`: multiplies every gradient. `attention`: of ranks along cp; None without cp.
     """
 
     def __init__(
@@ -119,7 +119,8 @@ class StepActions:
         agreed, number = self.agreed, action.index_among_slices(self.batch.num_slices)
         teacher_outputs = self.call.teacher_batch.outputs if self.call.teacher_batch else {}
         if action.stage == self.last_stage and agreed.chains.loss_waits:
-            *values, teacher_outputs[number] = values
+            *values, teacher_output = values
+            teacher_outputs = {number: teacher_output}
         stage, piece, counts = self.stages[action.stage], agreed.pieces[number], action.microbatch not in agreed.forward_only
         has_backward = self.call.is_training and counts
 
@@ -137,7 +138,7 @@ class StepActions:
         if self.call.wants_outputs:
             self._keep_output(number, piece, output)
         if self.batch.targets and counts:
-            has_weight = piece.share > 0  # if not, other tokens of its rows do
+            has_weight = piece.share > 0  # if not, it runs because other pieces of its microbatch have
             target = self.batch.target_of(piece)
             if number in teacher_outputs:
                 target = TargetWithTeacher(target, teacher_outputs[number])
@@ -155,7 +156,7 @@ class StepActions:
             output = stage.forward(number, values, with_backward=False)
         except PenstockError:
             raise
-        except Exception as error:  # its number in the table would mislead
+        except Exception as error:  # in the table the teacher's stages are numbered after the model's
             raise StageError(f"stage {stage.index} of the teacher: {type(error).__name__}: {error}") from error
         if action.stage < chains.num_stages - 1:
             return messages_of(stage, output)
@@ -207,14 +208,14 @@ class StepActions:
         ]
 
     def _seed(self, loss: Tensor, weight: float) -> Tensor:
-        """Return the gradient of a loss: `weight`, in its shape. Losses of one weight and kind share it, most are equal."""
+        """Return the gradient of a loss: `weight`, in its shape: one tensor for all losses of this weight and kind."""
         kind = weight, loss.dtype, loss.shape, loss.device
         if kind not in self._seeds:
             self._seeds[kind] = torch.full_like(loss, weight)
         return self._seeds[kind]
 
     def backward_weight(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
-        """Add the weights' gradients that the microbatch's I has left."""
+        """Compute the weights' gradients that the microbatch's I has deferred, and add them to `.grad`."""
         number = action.index_among_slices(self.batch.num_slices)
         self.stages[action.stage].backward_weight(number, action in self.agreed.program.last_backwards)
         return ()
@@ -263,8 +264,10 @@ def messages_of(stage: Stage, output: Any) -> Sequence[Any]:
 def error_with_location(error: Exception, rank: int, action: Action) -> PenstockError:
     """Return `error` with rank, stage, action and microbatch, in one line; a WaitError if a peer's line broke inside."""
     if is_transport_error(error):
-        return WaitError(f"in {action} for the ranks beside it", None, error)
+        return WaitError(f"in {action} for ranks of another group (dp, cp, tp)", None, error)
     error_class = type(error) if isinstance(error, PenstockError) else StageError
+    if issubclass(error_class, NonFiniteError):  # `collective_call` would take it for one that all ranks have raised
+        error_class = StageError
     text = " ".join(str(error).split())
     message = text if isinstance(error, PenstockError) else f"{type(error).__name__}: {text}"
     return error_class(f"rank {rank}, stage {action.stage}, action {action}, microbatch {action.microbatch}: {message}")

@@ -84,7 +84,9 @@ class Observers:
     def start(self, step: ObservedStep) -> list[float]:
         """Return all numbers for the first row."""
         moments = self._in_new_steps if step.is_new_on_rank else self._in_old_steps
-        return [number for observer in moments.start for number in observer.start(step)]
+        numbers = [(observer, observer.start(step)) for observer in moments.start]
+        assert all(len(row) == observer.num_numbers for observer, row in numbers)  # else they would be read as others'
+        return [number for _, row in numbers for number in row]
 
     def compare(self, step: ObservedStep, rows: Rows) -> None:
         """Give each observer its numbers of every rank."""

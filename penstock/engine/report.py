@@ -4,6 +4,7 @@ import math
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -131,8 +132,9 @@ def gather_step_report(
         replica_losses = [rank_losses[rank] for ranks in parts for rank in ranks]
         microbatch_losses = [_microbatch_loss(replica_losses, number) for number in range(num_losses)]
 
-    # 2. The loss as a tensor, in the dtype of a replica that has one.
-    dtype = LOSS_DTYPES[int(next((row.loss_dtype for row in last_summaries if row.loss_dtype != NO_LOSS), 0))]
+    # 2. The loss as a tensor, in the widest dtype: a part of a batch that counts nothing has its output's.
+    dtypes = [LOSS_DTYPES[int(row.loss_dtype)] for row in last_summaries if row.loss_dtype != NO_LOSS] or [LOSS_DTYPES[0]]
+    dtype = reduce(torch.promote_types, dtypes)
     values = math.fsum(terms), *microbatch_losses
     loss, *loss_list = (torch.full((), value, dtype=dtype, device=control.topology.device) for value in values)
 

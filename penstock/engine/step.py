@@ -1,6 +1,6 @@
 r"""One step of one rank, from the user's call to the loss. Read this first: it is the story, top to bottom.
 
-    rank 0   cut  send row  0F0  agree         0F1             1B0 ..           0B1  average  report
+    rank 0   cut  send row  0F0  agree         0F1             0B0 ..           0B1  average  report
                          \/          \           \            /                /
     rank 1   cut  send row       agree   1F0  1B0 -\---------'    1F1  1B1 ---'      average  report
 
@@ -9,7 +9,7 @@ outputs of 0F0 and 0F1, the gradients of 1B0 and 1B1. The numbers are those of t
 
     1  cut         the call becomes this rank's pieces                      batch/call.py, batch/pieces.py
     2  send row    every rank sends all others what it is about to run     batch/agreement.py
-    3  gather      parameters that replicas share out are fetched           mesh/parallelize.py
+    3  gather      sharded parameters are all-gathered                      mesh/parallelize.py
     4  0F0         the first forward waits for nobody: it runs meanwhile    engine/actions.py
     5  agree       all rows are read: the step is the same everywhere       batch/agreement.py
     6  1F0 ..      actions, in the order of the rank's program              engine/actions.py, stage/stage.py
@@ -17,7 +17,7 @@ outputs of 0F0 and 0F1, the gradients of 1B0 and 1B1. The numbers are those of t
        \  /        messages between stages, sent without waiting            comms/transport/channels.py
     7  average     gradients become those of the whole batch                mesh/parallelize.py
     8  report      loss and times of all ranks                              engine/report.py
-       observers   look on: before 2, at 5, around 6, before and after 8    engine/observers.py, guards/
+       observers   look on: before 2, at 5, around 4 and 6, inside 8        engine/observers.py, guards/
 
 When an action raises, here 1B0 on rank 1, all ranks raise the same error:
 
@@ -25,7 +25,9 @@ When an action raises, here 1B0 on rank 1, all ranks raise the same error:
     rank 1     `ControlGroup.collective_call`, around the whole step, writes its status into the store, and closes the groups
     rank 0     its wait for rank 1 ends with a WaitError; it restores its gradients, and leaves the step through the same call
     rank 0     reads the statuses: rank 1's is `raised`, with the error, which it raises; a rank without a status is lost
-    next step  `open_channels` opens new groups and channels, and the agreement forgets all kinds of steps
+    next step  `open_channels` opens new groups and channels; descriptions are sent again
+
+docs/explanation/failures.md tells more: of lost ranks, and of a mesh, whose groups cannot be opened again.
 """
 
 from collections.abc import Sequence
@@ -85,8 +87,8 @@ class Engine:
         self.programs, self.schedule = programs, programs.program.schedule
         self.last_stage = self.schedule.num_stages - 1
         self._full_program = programs.select(training=True)
-        first_action = self._full_program.lines[0].action if self._full_program.lines else "the others end it"
-        self._first_wait = f"before {first_action}"
+        lines = self._full_program.lines
+        self._first_wait = f"before {lines[0].action}" if lines else "before the others end it"
         self.reader, self.layout = reader, reader.layout
         self.agreement = Agreement(control, position, programs, reduction, reader.token_parts, self.layout.rows_dim)
 
@@ -99,7 +101,7 @@ class Engine:
         self.clock_skew = measure_own_clock_skew(control, clock_ids)  # of this rank
         self.clock_error = 0.0  # seconds, the largest of all ranks
 
-        self._opened_channels: tuple[int, Channels] | None = None  # how often the control group was closed before, the channels
+        self._opened_channels: tuple[int, Channels] | None = None  # the control group's `times_closed` then
         self._previous_end: Any = None  # when the last step ended, as its clock gives it
         self.last_result: StepResult | None = None
         self.background_save: BackgroundSave | None = None  # the same on every rank
@@ -111,7 +113,7 @@ class Engine:
     def step(self, call: Call) -> StepResult:
         """Run one training step or evaluation on all ranks; if it fails, gradients are restored.
 
-        Raises MismatchError for a batch that does not fit and as `check_model`, StageError when the model or the loss raises,
+        Raises MismatchError for a batch that does not fit, StageError when the model or the loss raises,
         WaitError when a peer is lost or silent, and what observers raise.
         """
         channels = self.open_channels()  # first: only then do the other ranks learn of an error on this one
@@ -139,7 +141,7 @@ class Engine:
         wait_reason = f"to begin {call.name}, {self._first_wait}"
         self.agreement.begin(batch.description, call.steps_before, call.scale, self.observers.start(step), wait_reason)
 
-        # 3. Begin to gather the parameters that replicas share out.
+        # 3. Begin to gather sharded parameters.
         begin_gathering_parameters([self.stages[index] for index in self._full_program.stages])
 
         # 4. Run the first forward while rows travel.
@@ -171,11 +173,11 @@ class Engine:
     def _run_first_forward_early(self, step: ObservedStep) -> FirstForward | None:
         """Run this rank's first action before the rows are read, if it is a forward of the first stage: it waits for nobody."""
         batch, num_microbatches = step.batch, len(step.batch.order)
-        # Along tp and cp the action waits for other ranks. Random numbers of a list depend on the lists of earlier replicas.
-        # A teacher's forward may be the first action.
-        gains_nothing = self.last_stage == 0 or self.position.tp is not None or self.position.cp_size > 1
-        gains_nothing = gains_nothing or self.programs.has_teacher
-        if gains_nothing or not num_microbatches or batch.first_microbatch is None:
+        if self.last_stage == 0 or self.programs.has_teacher:  # whose forward may be the first action
+            return None
+        if self.position.tp is not None or self.position.cp_size > 1:  # the forward waits for other ranks
+            return None
+        if not num_microbatches or batch.first_microbatch is None:  # seeds of a list depend on the lists of earlier replicas
             return None
         program = self.programs.select(step.call.is_training, num_microbatches)
         action = program.lines[0].action if program.lines else None
@@ -253,7 +255,7 @@ class Engine:
             raise error_with_location(error, self.position.world.rank, action) from error
 
     def _exchange_results(self, step: ObservedStep) -> StepResult:
-        """Exchange losses, times and what observers tell. The host waits for its GPU here; before, only without NCCL."""
+        """Exchange losses, times and what observers tell. The host waits for its GPU here, with NCCL for the first time."""
         agreed, actions, clock = step.agreed, step.actions, step.clock
         ran = agreed.program.actions
 
@@ -301,7 +303,7 @@ class Engine:
         return self._opened_channels[1]
 
     def discard_step_state(self) -> None:
-        """Drop what a failed step has left in the stages, and read their modules anew. Called before a step."""
+        """Drop what a failed step has left in the stages, and list their parameters anew. Called before a step."""
         for stage in self.stages.values():
             stage.begin_step()
 
@@ -318,4 +320,4 @@ def requires_grad_flags(stages: dict[int, Stage]) -> bytes:
 
 
 def _no_message(transfer: Transfer, value: Any = None) -> None:
-    """In the place of receive and send."""
+    """Stand in for receive and send: the early forward has no messages."""

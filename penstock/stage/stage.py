@@ -119,7 +119,7 @@ class Stage:
         self._outside_autocast = torch.autocast(self._device_type, enabled=False) if has_autocast else _NOTHING
 
     def wait_parameters(self) -> None:
-        """Wait for parameters that are on other ranks. Called before the step's first action."""
+        """Wait for parameters that are on other ranks. Called before every action: only the first of a step waits."""
         if not self.data_parallel.parameters_ready:
             self.data_parallel.wait_parameters()
             self._refresh_parameters(self._parameter_reader.read())
@@ -146,7 +146,7 @@ class Stage:
         `inputs`: on the first stage the batch's (args, kwargs), on others the messages that arrived.
         `seed`: of the microbatch; the random numbers of every layer depend on it and the layer alone. Seeding moves the
         device's generator, which the caller restores.
-        `with_backward`: keep what the backward needs. `split_backward`: that will be `backward`, then `backward_weight`.
+        `with_backward`: keep what the backward needs. `split_backward`: the weights' gradients are for `backward_weight`.
         `sequence_slice`: if the inputs are a slice of a microbatch's tokens; then `microbatch` numbers all slices of the step.
         Raises MismatchError for a keyword of the batch that no stage takes, and for a change in place of what shares memory.
         """
@@ -169,7 +169,7 @@ class Stage:
                 values, received = self._messages.attach_inputs(messages)
                 arguments = self._signature.arguments_from_values(values)
 
-            # 2. The module, with stand-ins in the places of its parameters.
+            # 2. The module; if the backward is split, stand-ins replace its parameters.
             with _parameter_replacement(deferred, received):
                 output = self._runner.run(seed, arguments.args, arguments.kwargs)
             output = map_tensors(Tensor.detach, output) if self.is_frozen else output
@@ -178,7 +178,7 @@ class Stage:
         if sequence_slice is not None and sequence_slice.is_last and not with_backward:
             del self._sliced_attention[sequence_slice.microbatch]
 
-        # 3. What it must not change, and what it may have changed.
+        # 3. Check what must not change; write back parameter data that did.
         if aliased_inputs or shared_parameters:
             check_unchanged(aliased_inputs, self.index, ALIASED_VALUE)
             check_unchanged(shared_parameters, self.index, SHARED_PARAMETER)
@@ -234,7 +234,7 @@ class Stage:
     def loss(self, microbatch: int, output: Any, target: Any, with_backward: bool = True, has_weight: bool = True) -> Tensor:
         """Return the loss of `output`; `with_backward`, the backward of `microbatch` starts there.
 
-        `has_weight`: whether the microbatch has any in the loss; if not, the loss is 0, whatever `loss_fn` makes of it.
+        `has_weight`: whether the piece counts in the loss; if not, its loss is 0, and `loss_fn` is not called.
 
         Raises ValueError if `loss_fn` does not return a floating-point scalar, or returns one without a graph.
         """
@@ -346,7 +346,8 @@ class Stage:
 
 def _zero_loss(output: Any) -> Any:
     """Return 0, with a graph to all of `output`."""
-    return sum(tensor.flatten()[:0].sum() for tensor in tensors(output) if tensor.is_floating_point())
+    terms = [tensor.flatten()[:0].sum() for tensor in tensors(output) if tensor.is_floating_point()]
+    return sum(terms[1:], terms[0]) if terms else torch.zeros(())
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -12,8 +12,8 @@ from reference import accumulate, assert_same, gradients
 from torch import nn
 
 import penstock as ps
-from penstock.batch.agreement import MAX_KINDS, hash_values_of
-from penstock.batch.pieces import batch_signature
+from penstock.batch.agreement import MAX_KINDS, Description, _check_same_batch, _Replica, hash_values_of
+from penstock.batch.pieces import Shape, batch_signature
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.transport import message_spec
 from penstock.comms.transport.channels import SendChannel
@@ -178,6 +178,32 @@ class Sums(nn.Module):
         return ps.attention(query, query, query)[:, 0]
 
 
+SHAPE = Shape(8, 32, "(8, 4)")
+FULL_BATCH = Description(
+    "step()", True, True, "training mode", "no autocast", "", False, False, 2, "given", None, [SHAPE], (0,), [8], ()
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"inputs": [SHAPE._replace(rows=4)] * 2, "target_rows": [4, 4]},
+            "it has 1 microbatches on rank 0, 2 microbatches on rank 2",
+        ),
+        ({"inputs": [SHAPE._replace(rows=7)]}, "it has 8 rows on rank 0, 7 rows on rank 2"),
+        ({"target_rows": [4, 4]}, "its tensors or targets differ in rows, shape or dtype on ranks 0 and 2"),
+        ({"inputs": [SHAPE._replace(signature="(8, 2, 2)")]}, "its tensors or targets differ in rows, shape or dtype on"),
+    ],
+)
+def test_ranks_that_share_a_batch_say_what_differs_in_it(change, text):
+    first, other = (_Replica.merge([batch]) for batch in (FULL_BATCH, FULL_BATCH._replace(**change)))
+    with pytest.raises(ps.MismatchError) as caught:
+        _check_same_batch(first, other, "", (0, 2))
+    assert str(caught.value).startswith("ranks along tp and cp are given one batch")
+    assert text in str(caught.value)
+
+
 def test_tokens_of_inputs_and_target_are_compared_on_a_rank_that_reads_both_and_in_every_list():
     def loss(output, target):
         return output.square().sum() + target.sum()
@@ -186,7 +212,11 @@ def test_tokens_of_inputs_and_target_are_compared_on_a_rank_that_reads_both_and_
     message = "inputs and target have 4 and 6 tokens a row: give as many"
     with pytest.raises(ps.MismatchError, match=message):
         pipe.step(torch.ones(2, 4, 4), target=torch.ones(2, 6))
+    with pytest.raises(ps.MismatchError, match="the batch has 4 rows but the target has 3"):
+        pipe.step(torch.ones(4, 4, 4), target=torch.ones(3, 4))
     inputs = [torch.ones(1, 4, 4), torch.ones(1, 4, 4)]
+    with pytest.raises(ps.MismatchError, match="was given 2 inputs but 1 targets"):
+        pipe.step_microbatches(inputs, [torch.ones(1, 4)])
     pipe.step_microbatches(inputs, [torch.ones(1, 4), torch.ones(1, 4)])
     with pytest.raises(ps.MismatchError, match="inputs and target have"):
         pipe.step_microbatches(inputs, [torch.ones(1, 6), torch.ones(1, 6)])

@@ -141,7 +141,7 @@ def test_inputs_of_some_rows_with_the_target_of_others_are_refused_by_name(every
 @pytest.mark.ranks
 def test_ranks_that_scale_gradients_differently_are_told_so(everyone):
     for result, *_ in everyone:
-        assert result["scale"] == "the ranks do not scale their gradients alike: rank 0 has scale=1, rank 1 has scale=0.5"
+        assert result["scale"] == "the ranks do not scale their gradients alike: rank 0 has scale=1.0, rank 1 has scale=0.5"
         assert "step() cannot scale gradients by nan" in result["nan"]
 
 
@@ -149,7 +149,7 @@ def test_ranks_that_scale_gradients_differently_are_told_so(everyone):
 def test_ranks_that_are_not_all_in_the_same_autocast_are_told_so(everyone):
     for result, *_ in everyone:
         assert result["autocast"] == (
-            "the ranks are not all in the same torch.autocast: rank 0 is in one of bfloat16, rank 1 is in none"
+            "the ranks are not all in the same torch.autocast: rank 0 has autocast of bfloat16, rank 1 has no autocast"
         )
 
 

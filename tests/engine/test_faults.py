@@ -55,6 +55,8 @@ class FaultyLayer(nn.Module):
     def forward(self, hidden):
         if self.fault == "forward":
             raise ValueError("boom in the\nforward")
+        if self.fault == "nonfinite":
+            raise ps.NonFiniteError("the layer's own")
         if self.fault == "foreign":
             raise Foreign("of a class that only this rank's program knows")
         if self.fault in ("killed", "stopped", "exit"):
@@ -149,6 +151,12 @@ STEP_FAULTS = [
     (
         1, "dtype", "StageError",
         "rank 2, stage 2, action 2F0, microbatch 0: RuntimeError: mat1 and mat2 must have the same dtype",
+    ),
+    (
+        1,
+        "nonfinite",
+        "StageError",
+        "rank 1, stage 1, action 1F0, microbatch 0: the layer's own",
     ),
 ]  # fmt: skip
 ALL_FAULTS = (*((where, fault) for where, fault, *_ in STEP_FAULTS), (1, "foreign"))

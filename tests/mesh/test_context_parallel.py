@@ -203,3 +203,22 @@ def test_arguments_that_mean_another_thing_once_cut_are_refused() -> None:
     part = take_tokens((tokens, ps.Replicated(torch.arange(6)[None]), ps.Rows(torch.zeros(6, 6, 2), 2), None, 3), 1, 2, 3)
     assert [tuple(part[0].shape), tuple(part[1].tensor.shape), part[1].tensor[0, 0].item()] == [(2, 3), (1, 3), 2]
     assert [tuple(part[2].tensor.shape), part[2].dim, part[3], part[4]] == [(6, 3, 2), 2, None, 3]
+
+
+def half_ignored() -> tuple[Tensor, Tensor]:
+    """The loss of a batch whose first half of tokens, all that the first rank has, does not count; and one process's."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1).float(), target.flatten())
+
+    torch.manual_seed(0)
+    layer, inputs, target = nn.Linear(8, 5), torch.randn(2, 6, 8), torch.zeros(2, 6, dtype=torch.long)
+    target[:, :3] = -100
+    pipe = ps.Pipeline(layer, loss_fn, microbatches=1, mesh=ps.comms.init_mesh(cp=2), loss_weight=ps.tokens())
+    with torch.autocast("cpu", torch.bfloat16):
+        return pipe.step(inputs, target=target), loss_fn(layer(inputs), target).detach()
+
+
+def test_a_loss_has_the_dtype_of_the_parts_that_count() -> None:
+    for loss, expected in ps.launch(half_ignored, 2):
+        torch.testing.assert_close(loss, expected)  # its dtype too; in bfloat16 the third digit would differ

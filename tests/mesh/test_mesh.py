@@ -938,7 +938,7 @@ def test_a_lost_rank_ends_all_pipelines(name: str, monkeypatch: pytest.MonkeyPat
 
 def test_ranks_that_share_products_must_have_the_same_rows() -> None:
     for result, _ in ps.launch(failing, 4, "rows", MESHES["pp2 tp2"]):
-        assert result == "ranks along tp and cp are given one batch, but it has 16 rows on rank 0, 15 on rank 1"
+        assert result == "ranks along tp and cp are given one batch, but it has 16 rows on rank 0, 15 rows on rank 1"
 
 
 # -- a world of one, and the main job -----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ class PenstockError(Exception):
 
 
 class ScheduleError(PenstockError, ValueError):
-    """A schedule cannot be built, or its table does not pass `verify`."""
+    """A schedule cannot be built, or its table cannot be proved."""
 
 
 class MismatchError(PenstockError, ValueError):
@@ -27,11 +27,11 @@ class MismatchError(PenstockError, ValueError):
 
 
 class StageError(PenstockError):
-    """The model or the loss raised an exception while a rank ran an action."""
+    """The model or the loss raised an exception."""
 
 
 class NonFiniteError(StageError):
-    """A value is NaN or infinite (`Pipeline(.., on_nonfinite=..)`); raised on all ranks at the end of the step."""
+    """A step with `on_nonfinite=` found NaN or infinity."""
 
 
 class LostRankError(PenstockError):
@@ -39,7 +39,7 @@ class LostRankError(PenstockError):
 
 
 class ResourceError(PenstockError):
-    """A rank's system refuses it a resource: a file descriptor, memory, addresses."""
+    """The system refused file descriptors, memory or addresses."""
 
 
 def is_whole_number(value: object, minimum: float = float("-inf")) -> TypeGuard[int]:

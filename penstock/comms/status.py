@@ -211,6 +211,11 @@ def diagnose(
     return [unknown._replace(rank=rank, activity=activities.get(rank, "")) for rank in sorted(absent)], witness
 
 
+def end_of_wait(timeout_seconds: float) -> str:
+    """Return why a wait for another rank has ended: its timeout has passed, or, if that is 0, its connection is closed."""
+    return f": no answer within {timeout_seconds:g} s" if timeout_seconds else ": the connection is closed"
+
+
 def error_of(cause: Sequence[RankStatus], witness: RankStatus | None) -> PenstockError:
     """Return the error for what `diagnose` returned."""
     cause = sorted(cause, key=lambda status: status.rank)
@@ -226,6 +231,5 @@ def error_of(cause: Sequence[RankStatus], witness: RankStatus | None) -> Penstoc
         return LostRankError(f"{wait}, but {names}{hint}", absent)
 
     # If the heartbeat has ended the wait, this rank itself has closed the connection: that explains nothing.
-    end = ": the connection is closed" if not cause or cause[0].kind == "gone" else ""
-    end = f": no answer within {witness.timeout:g} s" if witness.timeout else end
+    end = end_of_wait(witness.timeout) if witness.timeout or not cause or cause[0].kind == "gone" else ""
     return LostRankError(f"{names}: {wait}{end}", absent)

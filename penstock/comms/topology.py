@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from penstock.comms.backends import (
 from penstock.comms.heartbeat import HeartbeatThread, PeerMonitor
 from penstock.comms.process import Activity
 from penstock.comms.rendezvous import agree_on_run_id, wait_for_all
-from penstock.comms.status import RankStatus, diagnose, error_of, publish, read, status_of_end
+from penstock.comms.status import RankStatus, diagnose, end_of_wait, error_of, publish, read, status_of_end
 from penstock.comms.system import batch_thread_policy, keep_freed_memory, read_torchrun_integer
 from penstock.comms.time_limits import DEFAULT_TIMEOUT
 from penstock.comms.wait_errors import has_timed_out
@@ -37,6 +37,19 @@ from penstock.errors import LostRankError, PenstockError
 from penstock.randomness import use_deterministic_algorithms
 
 CPU = torch.device("cpu")
+
+
+class OpenGroups(Protocol):
+    """Process groups that are open (`process_groups.ProcessGroups`)."""
+
+    def abort_waits(self) -> None:
+        """End every wait in them."""
+
+    def on_heartbeat(self, store: Any) -> None:
+        """Check this rank's waits."""
+
+    def close(self, failed: bool = True) -> None:
+        """Close them."""
 
 
 class ProcessContext:
@@ -47,7 +60,7 @@ class ProcessContext:
         self.activity = Activity()
         self.heartbeat: HeartbeatThread | None = None
         self.topology: Topology | None = None  # once this process has joined the other ranks
-        self.open_groups: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in the order of opening
+        self.open_groups: weakref.WeakKeyDictionary[OpenGroups, None] = weakref.WeakKeyDictionary()  # in the order of opening
         self.control_group: object = None  # the ControlGroup of all ranks: see `shared_control_group`
 
     @cached_property
@@ -85,9 +98,9 @@ class ProcessContext:
             self.heartbeat.exit_if_launcher_is_gone()
 
     def publish_end(self, status: RankStatus) -> None:
-        """Publish how this rank ends its program, if it has joined the other ranks."""
+        """Publish how this rank ends its program, if it has joined other ranks."""
         if self.topology is not None and self.topology.store is not None:
-            publish(self.topology.store, status._replace(rank=self.topology.rank))
+            publish(self.topology.store, status)
 
     def close(self) -> None:
         """End the heartbeat and all process groups."""
@@ -175,7 +188,9 @@ def shutdown() -> None:
     global _context
     if _context is None or _context.pid != os.getpid():
         return
-    _context.publish_end(status_of_end(0, getattr(sys, "last_value", None)))  # the exception that ended the program, if any
+    if _context.topology is not None:
+        error = getattr(sys, "last_value", None)  # the exception that ended the program, if any
+        _context.publish_end(status_of_end(_context.topology.rank, error))
     _context.close()
     _context = None
 
@@ -255,8 +270,8 @@ def _init_process_group(backend: str | None, device: torch.device, timeout: time
         if ended:
             wait = RankStatus(number, "waited", "for the other ranks to start")
             raise error_of(*diagnose([wait, *ended.values()], range(world_size))) from None
-        end = f"no answer within {timeout.total_seconds():g} s" if has_timed_out(error) else "the connection is closed"
-        raise LostRankError(f"rank {rank} waited to connect to the other ranks and gave up: {end}") from error
+        end = end_of_wait(timeout.total_seconds() if has_timed_out(error) else 0)
+        raise LostRankError(f"rank {rank} waited to connect to the other ranks and gave up{end}") from error
 
 
 def _choose_device(backend: str | None, device: str | torch.device | None) -> torch.device:

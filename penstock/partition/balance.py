@@ -8,9 +8,19 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, format_count
 
 SECONDS, PARAMETERS = "seconds", "parameters"
+
+
+def check_stage_count(num_layers: int, num_stages: int) -> None:
+    """Raise MismatchError unless a model of so many layers can be cut into so many stages."""
+    if not num_layers:
+        raise MismatchError("the model has no layers: there is nothing to cut into stages")
+    if not 1 <= num_stages <= num_layers:
+        layers, stages = format_count(num_layers, "layer"), format_count(num_stages, "stage")
+        most = f"1 to {num_layers} stages" if num_layers > 1 else "1 stage"
+        raise MismatchError(f"cannot cut {layers} into {stages}: use {most}")
 
 
 def balanced_starts(costs: Sequence[float], num_parts: int) -> list[int]:
@@ -24,8 +34,7 @@ def balanced_starts(costs: Sequence[float], num_parts: int) -> list[int]:
     the best end moves on with the start, and each layer takes O(n log n).
     Raises MismatchError for more parts than costs, and for costs that are negative or not finite.
     """
-    if not 1 <= num_parts <= len(costs):
-        raise MismatchError(f"cannot cut {len(costs)} layers into {num_parts} stages: use 1 to {len(costs)} stages")
+    check_stage_count(len(costs), num_parts)
     invalid = [cost for cost in costs if not 0 <= cost < math.inf]
     if invalid:
         raise MismatchError(f"a cost is a finite number of 0 or more, got {invalid[0]}")

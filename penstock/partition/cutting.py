@@ -21,7 +21,7 @@ from penstock.partition.attributes import (
     restore_attributes_afterwards,
     values_in_next_call,
 )
-from penstock.partition.balance import PARAMETERS, SECONDS, Balance
+from penstock.partition.balance import PARAMETERS, SECONDS, Balance, check_stage_count
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph, first_line
 from penstock.partition.unit_times import measure_unit_seconds, record_unit_inputs
@@ -248,9 +248,7 @@ class CuttableModel:
             raise MismatchError(f"a model is cut into a whole number of stages, not {stages!r}")
         if self.cuts is not None:
             return self._starts_of_cuts(self.cuts, stages)
-        if not 1 <= stages <= len(self.unit_order):
-            count = len(self.unit_order)
-            raise MismatchError(f"cannot cut {count} layers into {stages} stages: use 1 to {count} stages")
+        check_stage_count(len(self.unit_order), stages)
         costs, cost_kind = self.unit_costs(device)
         self.balance = Balance.best(self.unit_order, costs, stages, cost_kind)
         return [self.unit_order[start] for start in self.balance.starts[1:]]

@@ -103,7 +103,7 @@ def test_of_n_units_at_most_n_log_n_ends_are_tried_for_each_part(count, heavy, m
 WRONG = [
     ([1, 2],      3, "cannot cut 2 layers into 3 stages: use 1 to 2 stages"),
     ([1, 2],      0, "cannot cut 2 layers into 0 stages: use 1 to 2 stages"),
-    ([],          1, "cannot cut 0 layers into 1 stages: use 1 to 0 stages"),
+    ([],          1, "the model has no layers: there is nothing to cut into stages"),
     ([1, -1.0],   1, "a cost is a finite number of 0 or more, got -1.0"),
     ([1, float("nan")], 1, "a cost is a finite number of 0 or more, got nan"),
 ]  # fmt: skip

@@ -58,7 +58,7 @@ MODEL_STAYS, RANKS_STAY = Stays("the model stays the one it was cut from"), Stay
 
 @dataclass(frozen=True, eq=False)
 class PipelineOptions:
-    """The arguments of `Pipeline`, which describes them and has their defaults."""
+    """The arguments of `Pipeline`, whose `__init__` has the descriptions and defaults: a new option is added there too."""
 
     model: Annotated[Model, MODEL_STAYS]
     loss_fn: LossFn | None

@@ -64,7 +64,7 @@ class Call(NamedTuple):
     wants_outputs: bool = False  # on the last stage's rank
     mode: str = "training mode"  # of the model that was cut, in training
     options: Sequence[str] = ()  # the keywords that were given and that the call takes as its own
-    next_batch: AheadBatch | None = None  # whose teacher's forwards run in this step; not in training, nothing else runs
+    next_batch: AheadBatch | None = None  # whose teacher's forwards run in this step; without `is_training` nothing else does
     teacher_batch: AheadBatch | None = None  # this batch, if its teacher's forwards have run before
 
     @property
@@ -86,7 +86,7 @@ class LocalBatch(NamedTuple):
     order: Sequence[int]  # position in the step -> number of the microbatch, on the first stage's rank
     lengths: Sequence[Sequence[int]]  # of each microbatch, the tokens of its parts; empty unless tokens are cut
     num_slices: int
-    first_microbatch: int | None  # of this replica, for random numbers; None until all ranks' lists are known
+    first_microbatch: int | None  # of this replica, for random numbers; None for a list on later replicas: see `Agreed`
     seed: int | None  # of this step's random numbers; None for torch's generator
     description: LocalDescription
     next_inputs: Sequence[Any] = ()  # as `inputs`, of the batch for which a teacher runs ahead
@@ -319,10 +319,9 @@ class CallReader:
 
     def _shapes_of_batch(self, call: Call, inputs: _Part) -> Sequence[Shape]:
         """Return the shape of each microbatch of a batch that was split by rows."""
-        rows_of = inputs.rows or ()
-        num_rows, elements = sum(filter(None, rows_of)), count_elements(call.inputs, self.layout.rows_dim)
-        signatures = {rows: f"{rows} of {inputs.signature}" for rows in rows_of}
-        return [Shape(rows, elements * (rows or 0) // num_rows, signatures[rows]) for rows in rows_of]
+        rows_of = [rows for rows in inputs.rows or () if rows]
+        num_rows, elements = sum(rows_of), count_elements(call.inputs, self.layout.rows_dim)
+        return [Shape(rows, elements * rows // num_rows, f"{rows} of {inputs.signature}") for rows in rows_of]
 
     def _describe_arguments(self, call: Call, inputs: _Part, target: _Part) -> BatchArguments:
         rows_dim = self.layout.rows_dim

@@ -48,8 +48,8 @@ class Layout(NamedTuple):
 class Microbatches(NamedTuple):
     """The inputs or the target of a call, microbatch by microbatch, on the rank that reads it."""
 
-    values: Sequence[Any] = ()
-    rows: Sequence[int | None] = ()
+    values: Sequence[Any]
+    rows: Sequence[int | None]
 
 
 class Shape(NamedTuple):

@@ -92,7 +92,7 @@ class ControlGroup:
         self.groups: ProcessGroups | None = None  # None while they are closed
         self.times_closed = 0  # how often a failure has closed them
         self.rank_was_lost = False
-        self._loss = ""  # the text of the error by which it was lost
+        self._lost_reason = ""  # the text of the error by which it was lost
 
         self._mesh_groups: dict[int, Sequence[Any]] = {}  # pipeline -> torch's process groups of its mesh
         self._active_mesh_groups: dict[int, Sequence[Any]] = {}  # the same for pipelines that ranks are in a call of
@@ -167,7 +167,7 @@ class ControlGroup:
         Raises LostRankError once a rank was lost, ResourceError if a rank cannot open them.
         """
         if self.rank_was_lost:
-            raise LostRankError(f"this pipeline ended when {self._loss}: start the ranks again")
+            raise LostRankError(f"this pipeline ended when {self._lost_reason}: start the ranks again")
         if self.groups is None and not self.is_single:
             purpose = "connect to the other ranks"
             self.groups = ProcessGroups(self.topology, f"{self.name}/{self.times_closed}", self._active_mesh_groups)
@@ -298,7 +298,7 @@ class ControlGroup:
         if device_error := _find_device_error(error):
             text = f"rank {self.topology.rank} has lost its GPU: {explain_error(device_error)}"
             error = LostRankError(text, [self.topology.rank])
-            self._loss, self.rank_was_lost = str(error), True
+            self._lost_reason, self.rank_was_lost = str(error), True
         if self.is_single or self.groups is None:  # no other rank waits
             raise error
         if self.groups.aborted and isinstance(error, Exception) and not isinstance(error, WaitError):
@@ -321,7 +321,7 @@ class ControlGroup:
 
     def _note_failure(self, error: BaseException) -> None:
         """Keep the text of `error` if a rank was lost, and for the pipelines whose mesh groups were aborted."""
-        self._loss = self._loss or (str(error) if self.rank_was_lost else "")
+        self._lost_reason = self._lost_reason or (str(error) if self.rank_was_lost else "")
         self.ended_pipelines.update({pipeline: str(error) for pipeline, why in self.ended_pipelines.items() if not why})
 
     def _close_groups(self) -> None:

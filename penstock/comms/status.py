@@ -10,7 +10,7 @@
 
 Records of the first two kinds are in the store of the process groups that the call used, as the next call has new groups. The
 others are in the job's store: such a rank does not come back. The ranks that others monitor write their own; `gone`, `stopped`
-and `silent` are written by whoever notices.
+and `silent` are written by whoever notices: heartbeat.py, or the launcher (launcher/attempt.py, rank_processes.py).
 """
 
 import json

@@ -224,7 +224,9 @@ class StepActions:
 
     def joined_outputs(self) -> list[Any]:
         """Return the outputs of each microbatch, in the order of the user's batch or list; slices joined along the tokens."""
-        outputs, slices = [self.outputs[number] for number in self.agreed.in_batch_order if self.outputs], self.batch.num_slices
+        if not self.outputs:
+            return []
+        outputs, slices = [self.outputs[number] for number in self.agreed.in_batch_order], self.batch.num_slices
         if slices == 1:
             return outputs
         rows = [outputs[first : first + slices] for first in range(0, len(outputs), slices)]

@@ -38,7 +38,7 @@ class ObservedStep:
 
     call: Call
     batch: LocalBatch
-    is_new_on_rank: bool  # whether this rank trains on such a batch for the first time; `agreed` says it of the ranks together
+    is_new_on_rank: bool  # whether this rank trains on such a batch for the first time; `agreed.is_new_kind`: of all ranks
     clock: ActionClock
     actions: StepActions
     agreed: Agreed = field(init=False)  # from `compare` on
@@ -51,10 +51,14 @@ class ObservedStep:
 
 
 class Observer:
-    """Looks on at the steps of one rank. All ranks have the same observers, in the same order."""
+    """Is called at five moments of each step of one rank. All ranks have the same observers, in the same order.
+
+    A number that ranks compare in every step: set `num_numbers`, return as many from `start`, look at all ranks' in `compare`.
+    All observers together have MAX_ROW_NUMBERS - NUMBERS of them.
+    """
 
     num_numbers = 0  # that `start` returns
-    only_in_new_steps = False  # whether it looks on at the first step of each kind alone; such a one has no numbers
+    only_in_new_steps = False  # whether it is called in the first step of each kind alone; then it has no numbers
 
     def start(self, step: ObservedStep) -> Sequence[float]:
         """Return this rank's numbers for the first row."""
@@ -124,9 +128,11 @@ class _Moments:
 
         self.start, self.wrap, self.end = defining("start"), defining("wrap"), defining("end")
         self.after = [(observer, self.end.index(observer) if observer in self.end else None) for observer in defining("after")]
-        self.compare, first = list[tuple[Any, slice]](), 0
+        assert not any(observer.only_in_new_steps and observer.num_numbers for observer in observers)
+        self.compare, first, comparing = list[tuple[Any, slice]](), 0, defining("compare")
         for observer in observers:
             numbers = slice(first, first + observer.num_numbers)
             first = numbers.stop
-            self.compare += [(observer, numbers)] if observer in defining("compare") else []
+            if observer in comparing:
+                self.compare.append((observer, numbers))
         assert max(NUMBERS + first, len(RankSummary._fields) + len(self.end)) <= MAX_ROW_NUMBERS  # of the two rows of a step

@@ -21,7 +21,10 @@ COSTS_FILE = "costs.json"  # its name in the folder of a run
 
 
 class LayerCost(NamedTuple):
-    """The cost of a layer, or of any other part of a model that is not cut, for one microbatch. Seconds and bytes."""
+    """The cost of a layer, or of any other part of a model that is not cut, for one microbatch. Seconds and bytes.
+
+    A new cost is a field here: measuring.py measures it, stage_costs.py adds it up, partition_search.py uses it.
+    """
 
     name: str  # of the submodule, as in `cuts`
     forward: float

@@ -29,7 +29,7 @@ class DataParallelHooks:
         """Begin to fetch the parameters that are on other ranks."""
 
     def wait_parameters(self) -> None:
-        """Wait for the parameters. Called before the stage's first action."""
+        """Wait for the parameters. Called before every action: only the first of a step waits."""
 
     def before_last_backward(self, graph_ends: Sequence[Tensor] = ()) -> None:
         """Prepare for the backward that completes this step's gradients. `graph_ends`: what `graph_ends(outputs)` returned."""

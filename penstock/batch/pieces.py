@@ -7,7 +7,6 @@
 Inputs and target are cut alike, each on the rank that reads it. Behind this module nobody asks what a batch was.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import MismatchError, is_whole_number
+from penstock.errors import MismatchError, is_whole_number, warn_user
 from penstock.rows import Replicated, Rows, describe_rows_dim, rows_dim_of, unwrap
 from penstock.torch_private import keystr, tree_flatten_with_path, tree_map
 from penstock.trees import flatten, leaves, unflatten
@@ -327,11 +326,10 @@ def check_output_rows(output: Any, num_rows: int, rows_dim: int) -> None:
                 "them, or do not return it"
             )
         if output_rows and rows_dim and leaf.shape[0] == num_rows:
-            warnings.warn(
+            warn_user(
                 f"output{keystr(path)} of shape {tuple(leaf.shape)} is joined along dimension {rows_dim} (rows_dim), "
                 f"but has the microbatch's {num_rows} rows in dimension 0 too: if those are the rows, give rows_dim=0 and "
-                f"wrap the inputs: ps.Rows(tensor, {rows_dim})",
-                stacklevel=2,
+                f"wrap the inputs: ps.Rows(tensor, {rows_dim})"
             )
 
 

@@ -1,5 +1,6 @@
 """What every rank runs: the engines' steps in turns, in the same processes, each timed from a common start."""
 
+import ctypes
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -79,6 +80,25 @@ def _lap(engine: TrainingEngine) -> Lap:
     engine.step()
     end = time.perf_counter()
     return Lap(start, end, time.thread_time() - threads, time.process_time() - process)
+
+
+def begin_peak() -> int:
+    """Give freed memory back, let the peak of this process count from here, and return its resident bytes."""
+    ctypes.CDLL(None).malloc_trim(0)  # else what comes next finds the memory that was freed before
+    reset_peak()
+    return peak_bytes_of_process()
+
+
+def peak_bytes_of_process() -> int:
+    """Return the most memory that this process has had since the peak was reset."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+
+
+def reset_peak() -> None:
+    """Let the peak of this process count from here."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
 
 
 def _send_time(case: EngineCase, rank: int) -> float:

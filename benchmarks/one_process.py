@@ -1,23 +1,28 @@
-"""How far the gradients of two pipelines are from those of one process, in five cases: torch.distributed.pipelining, Penstock.
+"""How far the gradients of three pipelines are from those of one process, in five cases: torch, DeepSpeed, Penstock.
 
-Each case runs on two ranks, with torch's `Schedule1F1B` and its defaults, and with `ps.Pipeline`. The error is that of all
-gradients together, as a share of their norm in one process that takes the whole batch at once.
+Each case runs on two ranks, with torch's `Schedule1F1B`, with DeepSpeed's pipeline engine, both with their defaults, and with
+`ps.Pipeline`. The error is that of all gradients together, as a share of their norm in one process that takes the whole batch.
 
-    python benchmarks/one_process.py
+    python benchmarks/one_process.py             # without DeepSpeed, if it is not installed
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import cross_entropy
+from vs_deepspeed import INSTALL, import_deepspeed, make_engine
 
 import penstock as ps
 
 WIDTH, ROWS, TIME, MICROBATCHES = 8, 8, 6, 4
+WAIT_SECONDS = 30  # for a message
 Batch = tuple[Tensor, Tensor]
 Gradients = dict[str, Tensor]
 
@@ -67,6 +72,32 @@ def with_torch(batches: Iterable[Batch], max_norm: float) -> tuple[Gradients, fl
     return {f"{rank}.{name}": p.grad / len(pairs) for name, p in part.named_parameters() if p.grad is not None}, norm
 
 
+def with_deepspeed(batches: Iterable[Batch], max_norm: float, **options: Any) -> tuple[Gradients, float]:
+    """Return this rank's gradients, and the norm that DeepSpeed finds in those of all ranks. It takes no float64.
+
+    Several batches are the microbatches of one step, because a step of DeepSpeed contains the optimizer's.
+    """
+    rank, stages = dist.get_rank(), list(model().float())
+    pairs = [(rows.float(), labels) for inputs, target in batches for rows, labels in microbatches(inputs, target)]
+    optimizer, found = torch.optim.SGD(stages[rank].parameters(), lr=0.0), Gradients()
+
+    def keep_gradients(*_: Any) -> None:  # DeepSpeed clears them
+        found.update({f"{rank}.{name}": p.grad.clone() for name, p in stages[rank].named_parameters() if p.grad is not None})
+
+    optimizer.register_step_pre_hook(keep_gradients)
+    engine = make_engine(stages, loss_fn, optimizer, pairs, max_norm, **options)
+    module = import_deepspeed().runtime.engine
+    clip, norms = module.clip_grad_norm_, list[Any]()  # nothing that the engine returns has the norm
+    with mock.patch.object(module, "clip_grad_norm_", lambda **arguments: norms.append(clip(**arguments))):
+        engine.train_batch(data_iter=iter(pairs))
+    return found, float(norms[0])
+
+
+def microbatches(inputs: Tensor, target: Tensor) -> list[Batch]:
+    """Return the rows of the batch in as even microbatches as there are."""
+    return list(zip(inputs.tensor_split(MICROBATCHES), target.tensor_split(MICROBATCHES), strict=True))
+
+
 def with_penstock(batches: Iterable[Batch], max_norm: float) -> tuple[Gradients, float]:
     """Return this rank's gradients, and the norm that the pipeline finds in them."""
     pipe = ps.Pipeline(model(), loss_fn, "1f1b", MICROBATCHES, loss_weight=ps.tokens())
@@ -88,7 +119,7 @@ CASES: dict[str, tuple[list[Batch], bool]] = {
 
 def on_rank(run: Callable[..., Any], batches: list[Batch]) -> Any:
     """Return what one rank has, or the error that it got."""
-    ps.comms.init_distributed()
+    ps.comms.init_distributed(timeout=WAIT_SECONDS)
     try:
         return run(batches, 1e9)
     except Exception as error:
@@ -109,9 +140,20 @@ def error_text(results: list[Any], expected: Gradients, by_norm: bool) -> str:
     return f"{(difference / whole).item():.1e}"
 
 
-if __name__ == "__main__":
-    print(f"| case | torch {torch.__version__} | Penstock |\n|---|---|---|")
+def main() -> None:
+    """Print a table."""
+    sides: dict[str, Callable[..., Any]] = {f"torch {torch.__version__}": with_torch}
+    if find_spec("deepspeed"):
+        sides |= {"DeepSpeed": with_deepspeed, "with `dynamic_shape=True`": partial(with_deepspeed, dynamic_shape=True)}
+    else:
+        print(f"Without DeepSpeed, which is not installed: {INSTALL}.\n")
+    sides["Penstock"] = with_penstock
+    print(f"| case | {' | '.join(sides)} |\n|---|{'---|' * len(sides)}")
     for name, (batches, by_norm) in CASES.items():
         expected = one_process(batches)
-        texts = [error_text(ps.launch(on_rank, 2, run, batches), expected, by_norm) for run in (with_torch, with_penstock)]
-        print(f"| {name} | {' | '.join(texts)} |")
+        texts = [error_text(ps.launch(on_rank, 2, run, batches), expected, by_norm) for run in sides.values()]
+        print(f"| {name} | {' | '.join(texts)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tyro
+from measure import peak_bytes_of_process, reset_peak
 from tables import Row, show
 from torch import Tensor, nn
 
@@ -159,18 +160,6 @@ def run_lengths(options: SliceOptions) -> list[Row]:
         }
         for name, seconds in measured.items()
     ]
-
-
-def peak_bytes_of_process() -> int:
-    """The most memory that this process has had since the peak was reset."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
-
-
-def reset_peak() -> None:
-    """Let the peak of this process count from here."""
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
 
 
 def run_memory(options: SliceOptions, count: int) -> tuple[float, float]:

@@ -56,8 +56,9 @@ class Penstock:
     def __init__(self, case: EngineCase, rank: int) -> None:
         table = case.table()
         stages = case.subject.stages(table.num_stages)
-        self.pipe = ps.Pipeline(stages, case.subject.loss, schedule=table)
-        self.modules: list[nn.Module] = [stages[index] for index in table.stages_of(rank)]
+        own = {index: stages[index] for index in table.stages_of(rank)}  # the peer gets no others either
+        self.pipe = ps.Pipeline(own, case.subject.loss, schedule=table)
+        self.modules: list[nn.Module] = list(own.values())
         self.input, self.target = case.subject.batch(case.microbatches)
 
     def step(self) -> Tensor | None:

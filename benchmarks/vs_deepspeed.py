@@ -14,13 +14,14 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import tyro
 from engines import EngineCase, Peer, Penstock, TrainingEngine
 from explain import ideal, ratio, step_times
@@ -47,13 +48,6 @@ class RivalOptions:
     ranks: tuple[int, ...] = (2, 4, 8)  # numbers of emulated devices
     repeats: int = 12  # steps of each engine that count
     json: Path | None = None  # write all numbers there
-
-
-@dataclass
-class TrainingMeasurements(RankMeasurements):
-    """All that one rank measured for one case."""
-
-    peak_bytes: dict[str, int] = field(default_factory=dict)  # engine -> of a step, above the process without this engine
 
 
 class WithOptimizer:
@@ -97,8 +91,9 @@ def make_engine(
     """Return this rank's engine of DeepSpeed. `batches`: a step's microbatches. `options`: of its `PipelineModule`."""
     deepspeed = import_deepspeed()
     deepspeed.init_distributed(dist_backend="gloo")  # takes the process group that is there
+    own = [stage if index == dist.get_rank() else nn.Identity() for index, stage in enumerate(stages)]  # as `LayerSpec` does
     with redirect_stdout(io.StringIO()):  # it prints its layers
-        module = deepspeed.pipe.PipelineModule(stages, len(stages), loss_fn=loss_fn, partition_method="uniform", **options)
+        module = deepspeed.pipe.PipelineModule(own, len(own), loss_fn=loss_fn, partition_method="uniform", **options)
     config = {
         "train_micro_batch_size_per_gpu": len(batches[0][0]),
         "gradient_accumulation_steps": len(batches),
@@ -133,27 +128,30 @@ ENGINES: dict[str, Callable[[EngineCase, int], TrainingEngine]] = {
 }
 
 
-def run_cases(cases: list[EngineCase], repeats: int) -> list[TrainingMeasurements]:
-    """Run on every rank; return what it measured for each case."""
+def run_cases(cases: list[EngineCase], repeats: int) -> list[RankMeasurements]:
+    """Run on every rank; return the steps that it measured for each case."""
     rank = ps.comms.init_distributed().rank
-    _run(EngineCase(Trivial(), "1f1b", cases[0].ranks, 8), rank, 2)  # loads what engines share, which is no engine's memory
     return [_run(case, rank, repeats) for case in cases]
 
 
-def _run(case: EngineCase, rank: int, repeats: int) -> TrainingMeasurements:
-    engines, record = dict[str, TrainingEngine](), TrainingMeasurements()
-    for name, make in ENGINES.items():
-        before = begin_peak()
-        engines[name] = make(case, rank)
-        warm_up({name: engines[name]})
-        reset_peak()
-        engines[name].step()
-        record.peak_bytes[name] = peak_bytes_of_process() - before
-
+def _run(case: EngineCase, rank: int, repeats: int) -> RankMeasurements:
+    engines, record = {name: make(case, rank) for name, make in ENGINES.items()}, RankMeasurements()
     check_same_training(engines)
     for name, lap in laps(engines, repeats):
         record.laps.setdefault(name, []).append(lap)
     return record
+
+
+def peak_bytes_of_step(case: EngineCase, name: str) -> int:
+    """Return what one engine takes in this process, which has no other, at the peak of a step after the first ones."""
+    rank = ps.comms.init_distributed().rank
+    warm_up({name: ENGINES[name](EngineCase(Trivial(), "1f1b", case.ranks, 8), rank)})  # its code is not counted
+    before = begin_peak()
+    engine = ENGINES[name](case, rank)
+    warm_up({name: engine})
+    reset_peak()
+    engine.step()
+    return peak_bytes_of_process() - before
 
 
 def check_same_training(engines: dict[str, TrainingEngine]) -> None:
@@ -184,6 +182,8 @@ def main(options: RivalOptions) -> None:
     show(rows, "P", "M", "model", "ideal", *ENGINES, "deepspeed / ours", "torch / ours")
     print("\nPeak memory of a step in MB, weights, gradients and momentum included: the rank with the most.")
     show(rows, "P", "M", "model", *(f"{side} MB" for side in ENGINES))
+    print("\nProcessor time of a step in ms, all threads of all ranks.")
+    show(rows, "P", "M", "model", *(f"{side} CPU" for side in ENGINES))
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 
@@ -201,10 +201,11 @@ def measured_rows(options: RivalOptions) -> Iterator[Row]:
         cases.setdefault(2, []).extend(EngineCase(subject, "1f1b", 2, 8) for subject in computed)
     for ranks, group in sorted(cases.items()):
         for case, *records in zip(group, *ps.launch(run_cases, ranks, group, options.repeats), strict=True):
-            yield row_of(case, records)
+            peaks = {name: max(ps.launch(peak_bytes_of_step, ranks, case, name)) for name in ENGINES}
+            yield row_of(case, records, peaks)
 
 
-def row_of(case: EngineCase, records: list[TrainingMeasurements]) -> Row:
+def row_of(case: EngineCase, records: list[RankMeasurements], peak_bytes: dict[str, int]) -> Row:
     """Return all that is printed of a case."""
     steps = {side: step_times(records, side) for side in ENGINES}
     return {
@@ -214,7 +215,10 @@ def row_of(case: EngineCase, records: list[TrainingMeasurements]) -> Row:
         "ideal": 1e3 * ideal(case) if case.subject.nominal else None,
         **{side: 1e3 * median(steps[side]) for side in ENGINES},
         **{f"{side} / ours": ratio(steps["ours"], steps[side]) for side in ENGINES if side != "ours"},
-        **{f"{side} MB": max(record.peak_bytes[side] for record in records) / 1e6 for side in ENGINES},
+        **{
+            f"{side} CPU": 1e3 * sum(median(lap.process for lap in record.laps[side]) for record in records) for side in ENGINES
+        },
+        **{f"{side} MB": peak_bytes[side] / 1e6 for side in ENGINES},
     }
 
 

@@ -17,10 +17,9 @@ from penstock.commands.source import nearest_path
 from penstock.commands.traces import layer_costs, read_traces
 from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces
-from penstock.learn.puzzles.check_helpers import CheckFailed, load_file, one_line_error
-from penstock.learn.python_schedule import USER_CODE_ERRORS
 from penstock.plan import ModelProfile, Plan, parse_memory_size, plan, robustness
 from penstock.plan.model_profile import COSTS_FILE
+from penstock.python_file import USER_CODE_ERRORS, load_file, one_line_error
 from penstock.schedule.memory import format_bytes
 from penstock.view.files import report_write_errors
 
@@ -216,12 +215,10 @@ def call_model_function(source: str) -> Sequence[Any]:
     try:
         function = getattr(load_file(Path(file)), name, None)
         result = function() if callable(function) else None
-    except CheckFailed as error:
-        raise PenstockError(str(error)) from error
     except PenstockError:
         raise
     except USER_CODE_ERRORS as error:
-        raise PenstockError(f"{name}() fails: {one_line_error(error, Path(file))}") from error
+        raise PenstockError(f"{name}() fails: {one_line_error(error, Path(file).name, str(Path(file).absolute()))}") from error
     if not isinstance(result, tuple) or len(result) not in (2, 4):
         raise PenstockError(f"{source} must be a function that returns (model, args) or (model, args, loss_fn, target)")
     return result

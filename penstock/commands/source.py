@@ -49,7 +49,7 @@ def table_from_python(path: str, ranks: int | None, microbatches: int | None, **
 
     Call it only for a path that the user has typed. Raises PenstockError if there is no schedule, and for options.
     """
-    from penstock.learn.python_schedule import table_from_file
+    from penstock.python_file import table_from_file
 
     check_file(path, options)
     return table_from_file(path, *default_size(ranks, microbatches))

@@ -12,5 +12,4 @@
 `equal_stages`     simulates a table whose ranks have equal work
 `collectives`      collectives made of sends and receives
 `timeline_parts`   draws a timeline with room for every action's name
-`python_schedule`  reads a schedule that is a Python function
 """

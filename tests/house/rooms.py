@@ -12,7 +12,7 @@ PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 # From the ground up: a room imports from those before it. `penstock` is the package's own face. Parts of `plan` that need
 # less, or more, than the rest are rooms of their own.
 ORDER = [
-    *("errors", "lazy", "recent", "distribution", "schedule", "timing", "plan.search"),
+    *("errors", "lazy", "recent", "distribution", "schedule", "timing", "python_file", "plan.search"),
     *("plan.dependency_graph", "plan.microbatch_order", "plan.group_search", "explain"),  # no torch until here
     *("torch_private", "trees", "rows", "python_objects", "randomness", "plan.grouping"),
     *("comms", "partition", "stage", "mesh", "batch", "options", "engine"),  # a step

@@ -38,7 +38,7 @@ from penstock.learn.labs import (
     lab20_stale,
     lab21_lengths,
 )
-from penstock.learn.python_schedule import table_from_source
+from penstock.python_file import table_from_source
 from penstock.schedule import Costs, Kind
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import penstock as ps
 from penstock import schedule
 from penstock.commands.source import table_of
 from penstock.learn.puzzles.puzzle_files import load_puzzle
-from penstock.learn.python_schedule import table_from_file
+from penstock.python_file import table_from_file
 from penstock.schedule.schedule import from_rule
 
 

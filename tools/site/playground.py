@@ -19,7 +19,7 @@ PLAYGROUND_FILES = ("client.js", "source_editor.js", "worker.mjs", "playground.c
 # The modules that the worker imports: plain Python, without torch.
 PYTHON = (
     *("__init__.py", "distribution.py", "errors.py", "lazy.py", "schedule/**/*.py", "timing/*.py", "explain/*.py"),
-    *("plan/**/*.py", "view/**/*.py", "learn/__init__.py", "learn/python_schedule.py"),
+    *("plan/**/*.py", "view/**/*.py", "python_file.py"),
 )
 POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src 'self'; style-src 'self'; connect-src 'self'; "

@@ -30,7 +30,7 @@ from penstock.learn.devices import emulated_step
 from penstock.learn.equal_stages import simulate_equal_stages
 from penstock.learn.lab_helpers import check, drawing, on_ranks, percent, ranks_here, say, split_deadlock, stop
 from penstock.learn.labs.lab8_zero_bubble import CLASSES, DIM, batch, gradients_of
-from penstock.learn.python_schedule import table_from_source
+from penstock.python_file import table_from_source
 from penstock.schedule import Kind, Schedule, Timeline
 
 RANKS, GROUPS = 4, 2  # M = GROUPS x P microbatches

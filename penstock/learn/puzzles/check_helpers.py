@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from penstock import python_file
 from penstock.errors import LostRankError, PenstockError, ScheduleError
 from penstock.learn.equal_stages import simulate_equal_stages
-from penstock.learn.python_schedule import MAX_ACTIONS, USER_CODE_ERRORS
-from penstock.learn.python_schedule import one_line_error as one_line_error_of_file
+from penstock.python_file import MAX_ACTIONS
 from penstock.schedule import Schedule, Timeline, from_rows, verify
 
 if TYPE_CHECKING:
@@ -45,19 +44,15 @@ def solution(function: F) -> F:
 
 def load_file(path: Path) -> Any:
     """Run the learner's file and return its module. Raises CheckFailed, with the line, if it cannot be run."""
-    module, absolute_path = ModuleType(path.stem), str(path.absolute())
-    module.__file__ = absolute_path
     try:
-        # Not imported: the bytecode cache would hide an edit of equal length within the same second.
-        exec(compile(path.read_bytes(), absolute_path, "exec"), module.__dict__)
-    except USER_CODE_ERRORS as error:
-        raise CheckFailed(one_line_error(error, path)) from error
-    return module
+        return python_file.load_file(path)
+    except PenstockError as error:
+        raise CheckFailed(str(error)) from error
 
 
 def one_line_error(error: BaseException, path: Path) -> str:
     """Return `error` in one line, with the line of the file that raised it."""
-    return one_line_error_of_file(error, path.name, str(path.absolute()))
+    return python_file.one_line_error(error, path.name, str(path.absolute()))
 
 
 def require_answer(answer: Any, call: str) -> Any:

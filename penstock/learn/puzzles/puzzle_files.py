@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.learn.puzzles.check_helpers import CheckFailed, CheckPassed, load_file, one_line_error
-from penstock.learn.python_schedule import USER_CODE_ERRORS
+from penstock.python_file import USER_CODE_ERRORS
 
 PUZZLE_NAMES = (
     "p01_cut_by_hand", "p02_memory", "p03_swap", "p04_naive", "p05_mean_of_means", "p06_gpipe", "p07_bubble", "p08_cycle",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.learn.python_schedule import table_from_source
+from penstock.python_file import table_from_source
 from penstock.view.studio import validation
 from penstock.view.studio.answers import LIMITS, answer
 

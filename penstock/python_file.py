@@ -1,21 +1,31 @@
-"""Read a schedule that is a Python function into a table. Report its errors in one line.
-
-Reading runs the file, so call this only for a file that the user has named.
-"""
+"""Run a Python file that the user has named, and read a schedule in it into a table. Report its errors in one line."""
 
 import itertools
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from penstock.errors import ScheduleError
+from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule import Action, Costs, Schedule
 from penstock.schedule.schedule import from_rule, makes_whole_table
 
 MAX_ACTIONS = 10_000  # of a rank; a function that yields more is taken to be endless
 USER_CODE_ERRORS = Exception, SystemExit  # `sys.exit` in a user's file must not end this process
+
+
+def load_file(path: Path) -> Any:
+    """Run the file and return its module. Raises PenstockError, with the line, if it cannot be run."""
+    module, absolute_path = ModuleType(path.stem), str(path.absolute())
+    module.__file__ = absolute_path
+    try:
+        # Not imported: the bytecode cache would hide an edit of equal length within the same second.
+        exec(compile(path.read_bytes(), absolute_path, "exec"), module.__dict__)
+    except USER_CODE_ERRORS as error:
+        raise PenstockError(one_line_error(error, path.name, absolute_path)) from error
+    return module
 
 
 def table_from_file(path: str, ranks: int, microbatches: int) -> Schedule:

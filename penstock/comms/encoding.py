@@ -198,12 +198,17 @@ def _split_value(value: Any, raw: list[bytes]) -> tuple[list[Any], Iterable[Any]
         if _is_penstock_dataclass(kind):
             return ["dataclass", name], (getattr(value, field.name) for field in fields(kind) if field.init)
 
+    raise class_error(kind)
+
+
+def class_error(kind: type) -> MismatchError:
+    """Return the error for an object of a class that cannot be sent, with what to do."""
     name = kind.__qualname__
     hint = f"or call torch.export.register_dataclass({name}) on every rank"
     if issubclass(kind, tuple | Enum):
         hint = f"or define {name} at the top level of a module"
     alternatives = "tensors, numbers, texts, None, lists, tuples, dicts, sets or NamedTuples"
-    raise MismatchError(f"an object of class {name} cannot be sent to another rank: give {alternatives}, {hint}")
+    return MismatchError(f"an object of class {name} cannot be sent to another rank: give {alternatives}, {hint}")
 
 
 # ---- reading

@@ -6,12 +6,13 @@ which of them a forward changes. Two references between stages stay unseen: thro
 (a `root.layers[0].x`), and what is reached only through an object of the standard library, torch or NumPy.
 """
 
-import inspect
 import random
+import threading
 import types
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -35,6 +36,7 @@ except ModuleNotFoundError:  # torch runs without it
     NUMPY_GENERATORS: tuple[Any, ...] = ()
 else:
     ARRAYS, NUMPY_GENERATORS = (np.ndarray,), (np.random.Generator, np.random.RandomState)
+CONTEXTS: tuple[Any, ...] = (ContextVar, threading.local)
 GENERATORS: tuple[Any, ...] = (torch.Generator, random.Random, count, *NUMPY_GENERATORS)
 
 
@@ -92,7 +94,8 @@ class _Walk:
         self._registered = {stage: {id(module) for module in root.modules()} for stage, root in stages.items()}
         self._all_registered = set().union(*self._registered.values())
         self._globals: dict[tuple[int, str], GlobalVariable] = {}  # one object for each, whose id stays
-        self._globals_of_function: dict[Any, Mapping[str, Any]] = {}
+        self._globals_of_function: dict[Any, Sequence[GlobalVariable]] = {}
+        self._num_labels = defaultdict[str, int](int)  # how many objects have a label: a function may have several closures
 
     def walk_stage(self, stage: int, root: nn.Module) -> None:
         """Visit what the modules of a stage reach."""
@@ -117,10 +120,14 @@ class _Walk:
             queue.extend(self._children(stage, value, path, calls))
 
     def _record(self, stage: int, value: Any, path: str, label: str | None = None) -> SharedObject:
-        label = label or f"{path} of stage {stage}"
-        found = self.found.setdefault(id(value), SharedObject(value, label))
+        if (found := self.found.get(id(value))) is None:
+            found = self.found[id(value)] = SharedObject(value, label or self._new_label(f"{path} of stage {stage}"))
         found.paths.setdefault(stage, path)
         return found
+
+    def _new_label(self, label: str) -> str:
+        self._num_labels[label] += 1
+        return label if self._num_labels[label] == 1 else f"{label}, {self._num_labels[label]}"
 
     def _children(self, stage: int, value: Any, path: str, calls: int) -> Iterator[tuple[Any, str, int]]:
         """Record `value` if it can be changed. Yield what it refers to."""
@@ -144,7 +151,11 @@ class _Walk:
             yield value.__self__, path, calls
             yield value.__func__, path, calls
         elif isinstance(value, types.FunctionType):
+            self._record(stage, value, path)
             yield from self._children_of_function(value, path, calls)
+        elif isinstance(value, CONTEXTS):
+            self._record(stage, value, path)
+            yield from ((item, path, calls) for item in context_variables(value).values())
         elif isinstance(value, types.CellType):
             self._record(stage, value, path)
             yield from ((content, path, calls) for content in cell_contents(value))
@@ -200,25 +211,36 @@ class _Walk:
         yield from ((cell, f"a closure of {path}", calls) for cell in function.__closure__ or ())
         yield function.__defaults__, path, calls
         yield function.__kwdefaults__, path, calls
+        yield from ((value, f"{path}.{name}", calls) for name, value in vars(function).items())
         if calls < MAX_CALLS_BETWEEN_FUNCTIONS:
-            for name, value in self._globals_used(function).items():
+            for variable in self._globals_used(function):
+                value = variable.namespace.get(variable.name)
                 if isinstance(value, types.FunctionType):
                     yield value, path, calls + 1
                 elif not isinstance(value, types.ModuleType) and not (
                     isinstance(value, type) and is_of_framework(value.__module__)
                 ):
-                    variable = GlobalVariable(function.__globals__, name)
-                    key = id(function.__globals__), name
+                    key = id(variable.namespace), variable.name
                     yield self._globals.setdefault(key, variable), path, calls + 1
 
-    def _globals_used(self, function: types.FunctionType) -> Mapping[str, Any]:
-        """Return the global variables that a function names, with their values."""
+    def _globals_used(self, function: types.FunctionType) -> Sequence[GlobalVariable]:
+        """Return the global variables that a function names, those of other modules too (`config.scale`)."""
         if function not in self._globals_of_function:
-            try:
-                self._globals_of_function[function] = inspect.getclosurevars(function).globals
-            except (ValueError, TypeError):  # a cell of the function is empty
-                self._globals_of_function[function] = {}
+            names, namespace = function.__code__.co_names, function.__globals__
+            modules = [namespace[name] for name in names if isinstance(namespace.get(name), types.ModuleType)]
+            namespaces = [namespace, *(vars(module) for module in modules if not is_of_framework(module.__name__))]
+            self._globals_of_function[function] = [
+                GlobalVariable(variables, name) for variables in namespaces for name in names if name in variables
+            ]
         return self._globals_of_function[function]
+
+
+def context_variables(context: Any) -> dict[str, Any]:
+    """Return what a ContextVar, or a threading.local, holds in this context."""
+    if isinstance(context, ContextVar):
+        value = context.get(None)
+        return {} if value is None else {context.name: value}
+    return dict(vars(context))
 
 
 def cell_contents(cell: types.CellType) -> Sequence[Any]:

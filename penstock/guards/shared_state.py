@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -30,6 +30,7 @@ from penstock.errors import MismatchError
 from penstock.guards.digest import tensor_crc
 from penstock.guards.reachable_objects import (
     ARRAYS,
+    CONTEXTS,
     GENERATORS,
     LOSS_PATH,
     NUMPY_GENERATORS,
@@ -37,6 +38,7 @@ from penstock.guards.reachable_objects import (
     SharedObject,
     cell_contents,
     class_attributes,
+    context_variables,
 )
 from penstock.mesh.position import MeshPosition
 from penstock.python_objects import has_attributes, module_attributes, object_attributes
@@ -339,6 +341,10 @@ def _items(value: Any, with_buffers: bool = False) -> Iterator[tuple[str, Any]]:
         yield value.name, value.namespace.get(value.name)
     elif isinstance(value, CellType):
         yield from (("", content) for content in cell_contents(value))
+    elif isinstance(value, CONTEXTS):
+        yield from context_variables(value).items()
+    elif isinstance(value, FunctionType):
+        yield from vars(value).items()
     elif isinstance(value, nn.Module):
         yield from module_attributes(value).items()
         yield from value.named_buffers(recurse=False) if with_buffers else ()
@@ -390,6 +396,8 @@ def _kind(value: Any) -> str:
         return f"global variable {value.name}"
     if isinstance(value, CellType):
         return "variable of a closure"
+    if isinstance(value, FunctionType):
+        return f"function {value.__name__}"
     return f"class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 

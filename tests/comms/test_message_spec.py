@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import re
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import penstock as ps
 from penstock.comms.transport import message_spec
 from penstock.trees import flatten
 
@@ -173,3 +175,32 @@ def test_descriptions_are_equal_exactly_for_messages_that_look_alike():
 def test_only_the_tensors_of_a_message_travel():
     spec = message_spec.message_spec_of(*flatten((1, torch.zeros(2), None, torch.zeros(3))))
     assert [tensor.shape for tensor in spec.parts] == [(2,), (3,)]
+
+
+REFUSED = {
+    "a sparse tensor cannot be sent to another stage: return tensor.to_dense(), and make it sparse in the layer": lambda: (
+        torch.eye(3).to_sparse()
+    ),
+    "a nested tensor cannot be sent to another stage: return its values and offsets, and make it nested in": lambda: (
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    ),
+    "an object of class generator cannot be sent to another rank: give tensors, numbers": lambda: iter(x for x in "ab"),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_cannot_travel_is_told_with_what_to_send_instead(text):
+    leaves, tree = flatten((torch.ones(2), REFUSED[text]()))
+    with pytest.raises(ps.MismatchError, match=f"^{re.escape(text)}"):
+        message_spec.message_spec_of(leaves, tree)
+
+
+class Image(Tensor):
+    """A tensor of a user's class."""
+
+
+def test_a_tensor_of_a_users_class_arrives_as_a_plain_one_which_is_told_once():
+    with pytest.warns(UserWarning, match=r"^a stage returns a tensor of class Image, and the next stage gets the same values"):
+        arrived = travel(torch.ones(2).as_subclass(Image))
+    assert type(arrived) is Tensor
+    assert torch.equal(travel(torch.ones(2).as_subclass(Image)), arrived)  # without a second warning, which would be an error

@@ -1,9 +1,11 @@
 """Layers of several stages that talk through a Python object: told on every rank if a forward changes it, and else not."""
 
+import contextvars
 import enum
 import functools
 import json
 import random
+import threading
 import types
 import warnings
 import weakref
@@ -219,6 +221,62 @@ def through_pythons_generator():
     return [Layer(lambda layer, hidden: hidden * layer.shared.random(), shared=generator) for _ in range(4)]
 
 
+def through_the_first_of_two_closures():
+    scales, others = {"scale": 1.0}, {}
+
+    def write(layer, hidden):
+        others.get("scale")
+        scales["scale"] = magnitude(hidden)
+
+    return writer_and_reader(write, lambda layer, hidden: hidden * (others or scales)["scale"])
+
+
+def through_a_context_variable():
+    scale = contextvars.ContextVar("scale", default=1.0)
+
+    def write(layer, hidden):
+        scale.set(magnitude(hidden))
+
+    return writer_and_reader(write, lambda layer, hidden: hidden * scale.get())
+
+
+def through_what_is_local_to_a_thread():
+    local = threading.local()
+    local.scale = 1.0
+
+    def write(layer, hidden):
+        local.scale = magnitude(hidden)
+
+    return writer_and_reader(write, lambda layer, hidden: hidden * local.scale)
+
+
+def through_an_attribute_of_a_function():
+    def write(layer, hidden):
+        write.scale = magnitude(hidden)
+
+    return writer_and_reader(write, lambda layer, hidden: hidden * getattr(write, "scale", 1.0))
+
+
+OTHER_MODULE = types.ModuleType("other_module")
+
+
+def through_a_variable_of_another_module():
+    OTHER_MODULE.scale = 1.0
+
+    def write(layer, hidden):
+        OTHER_MODULE.scale = magnitude(hidden)
+
+    return writer_and_reader(write, lambda layer, hidden: hidden * OTHER_MODULE.scale)
+
+
+def through_functions_of_another_module():
+    SCALE["scale"] = 1.0
+    OTHER_MODULE.write, OTHER_MODULE.read = write_scale, lambda: SCALE["scale"]
+    return writer_and_reader(
+        lambda layer, hidden: OTHER_MODULE.write(hidden), lambda layer, hidden: hidden * OTHER_MODULE.read()
+    )
+
+
 def through_a_count_of_all():
     shared = types.SimpleNamespace(count=0)
 
@@ -248,6 +306,12 @@ REFUSED = {  # -> what is told of it
     through_a_buffer_of_both: "0.count of stage 0 and 3.count of stage {last} use one Tensor, and a forward",
     through_a_generator: "use one Generator, and a forward of stage 0 changes it",
     through_pythons_generator: "use one Random, and a forward of stage 0 changes it",
+    through_the_first_of_two_closures: "and a closure of 3.function of stage {last} use one dict, and a forward of stage 0",
+    through_a_context_variable: "use one ContextVar, and a forward of stage 0 changes it (scale)",
+    through_what_is_local_to_a_thread: "use one _local, and a forward of stage 0 changes it (scale)",
+    through_an_attribute_of_a_function: "use one function write, and a forward of stage 0 changes it (scale)",
+    through_a_variable_of_another_module: "use one global variable scale, and a forward of stage 0 changes it (scale)",
+    through_functions_of_another_module: "of stage 0 and the global SCALE of 3.function of stage {last} use one dict",
     through_a_count_of_all: "use one SimpleNamespace, and a forward of stage 0 changes it (count)",
 }
 

@@ -9,10 +9,11 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from penstock.comms.encoding import DTYPES, decode, encode_to_tensor, tensor_bytes
-from penstock.errors import MismatchError
+from penstock.comms.encoding import DTYPES, class_error, decode, encode_to_tensor, tensor_bytes
+from penstock.errors import MismatchError, warn_user
+from penstock.python_objects import is_of_framework
 from penstock.torch_private import TreeSpec
 from penstock.trees import flatten, unflatten
 
@@ -51,7 +52,12 @@ _UNCHANGING = frozenset({type(None), bool, int, float, str, torch.dtype, torch.d
 
 
 def _own_copy(value: Any) -> Any:
-    return value if type(value) in _UNCHANGING else deepcopy(value)
+    if type(value) in _UNCHANGING:
+        return value
+    try:
+        return deepcopy(value)
+    except TypeError as error:  # of a generator, a lock, an open file
+        raise class_error(type(value)) from error
 
 
 @dataclass(frozen=True)
@@ -101,9 +107,29 @@ def message_spec_of(leaves: list[Any], tree: TreeSpec) -> MessageSpec:
 
 
 def tensor_spec_of(tensor: Tensor) -> TensorSpec:
-    """Return the description of one tensor."""
+    """Return the description of one tensor. Raises MismatchError for one whose memory is not described by strides."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind, advice = ("nested", "its values and offsets") if tensor.is_nested else ("sparse", "tensor.to_dense()")
+        raise MismatchError(
+            f"a {kind} tensor cannot be sent to another stage: return {advice}, and make it {kind} in the layer that needs it"
+        )
+    if type(tensor) not in _CLASSES_KNOWN:
+        _warn_of_class(type(tensor))
     stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
     return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, tensor.nbytes)
+
+
+_CLASSES_KNOWN: set[type] = {Tensor, nn.Parameter}
+
+
+def _warn_of_class(cls: type) -> None:
+    """Warn, once, that the next stage gets a plain tensor in the place of one of a user's class."""
+    _CLASSES_KNOWN.add(cls)
+    if not is_of_framework(cls.__module__):
+        warn_user(
+            f"a stage returns a tensor of class {cls.__qualname__}, and the next stage gets the same values as a plain "
+            f"torch.Tensor: if a layer depends on the class, make one there, tensor.as_subclass({cls.__qualname__})"
+        )
 
 
 def flat_memory(tensor: Tensor, spec: TensorSpec) -> Tensor:

@@ -65,17 +65,6 @@ def skipping(seed: int) -> nn.Module:
     return Skipping()
 
 
-def qwen_with_lora() -> nn.Module:
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    torch.manual_seed(0)
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 4}
-    shape = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": VOCABULARY, "use_cache": False}
-    config = transformers.Qwen2Config(**heads, **shape, max_position_embeddings=8)
-    adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model: nn.Module = peft.get_peft_model(transformers.Qwen2ForCausalLM(config), adapters)
-    return model
-
-
 class T5(nn.Module):
     """An encoder and a decoder of the same tokens."""
 
@@ -83,7 +72,9 @@ class T5(nn.Module):
         super().__init__()
         transformers = pytest.importorskip("transformers")
         shape = {"d_model": width, "d_kv": 4, "d_ff": 2 * width, "num_layers": layers, "num_heads": 2, "dropout_rate": 0.0}
-        self.model = transformers.T5ForConditionalGeneration(transformers.T5Config(VOCABULARY, **shape, use_cache=False))
+        self.model = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=VOCABULARY, **shape, use_cache=False)
+        )
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
         return {"logits": self.model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False).logits}
@@ -100,7 +91,6 @@ MODELS = {
     "skips and tied weights": (lambda: gpt(0, 8, 4), lambda: skipping(1)),
     "one llama of another": (lambda: llama(0), lambda: llama(1)),
     "a GPT of a model with skips": (lambda: skipping(0), lambda: gpt(1, 16, 4)),
-    "qwen2 with LoRA of a llama": (qwen_with_lora, lambda: llama(1)),
     "a larger t5": (lambda: t5(0, 8, 2), lambda: t5(1, 16, 3)),
 }
 
@@ -154,7 +144,7 @@ def reference(which: str, steps: int = STEPS) -> dict[str, Any]:
 
 
 CASES = tuple(
-    (which, schedule, announces) for which in [*MODELS][:-2] for schedule, announces in (("1f1b", True), ("zb-v", False))
+    (which, schedule, announces) for which in [*MODELS][:-1] for schedule, announces in (("1f1b", True), ("zb-v", False))
 )
 
 
@@ -166,7 +156,10 @@ def test_a_teacher_of_any_kind_gives_the_bits_of_one_process(case: tuple[Any, ..
     assert_same(merged([result["gradients"] for result in results]), expected["gradients"])
 
 
-LONG_CASES = tuple((which, schedule, schedule != "gpipe", 50) for which in MODELS for schedule in ("1f1b", "zb-h1", "gpipe"))
+LONG_CASES = (
+    *((which, schedule, schedule != "gpipe", 50) for which in [*MODELS][:-1] for schedule in ("1f1b", "zb-h1", "gpipe")),
+    ("a larger t5", "1f1b", True, 50),
+)
 
 
 @pytest.mark.slow

@@ -442,7 +442,7 @@ class Pipeline(LastStep, PipelineParameters, ModuleMisuseHints):
         """
         generation_options = GenerationOptions(max_new_tokens, temperature, top_k, eos, seed)
         with (
-            self.collective("generate()", announces=False),
+            self.collective("generate()", announces=False, runs_actions=True),
             evaluation_mode(list(self.stages.values())),
             self.topology.context.activity.during_step(self.step_count, False),
         ):
@@ -551,7 +551,7 @@ class Pipeline(LastStep, PipelineParameters, ModuleMisuseHints):
         mode = nullcontext() if training else evaluation_mode(list(self.stages.values()))
         step_number = self.step_count + training  # of the step that begins, or of the last
         with (
-            self.collective(call.name, announces=False),
+            self.collective(call.name, announces=False, runs_actions=True),
             mode,
             self.topology.context.activity.during_step(step_number, training),
             random_state,

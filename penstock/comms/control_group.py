@@ -42,6 +42,7 @@ ROW_TAG, TRANSFER_TAG = 1, 2
 MAX_ROW_NUMBERS = 16
 MAX_ROW_BYTES = 1024  # of a compressed value in a row
 CALL_NAME = struct.Struct("6d")  # the name of a call, 48 bytes, as the first numbers of a row
+NOT_INSIDE = "one call at a time, and none from a forward, a loss or a hook"
 OF_PIPELINE = " of pipeline "  # in the name of a call: between the method and the pipeline's number
 
 
@@ -100,6 +101,7 @@ class ControlGroup:
         self.ended_pipelines: dict[int, str] = {}  # pipeline whose mesh groups are aborted -> the error's text
 
         self._call, self._call_lock = "", threading.RLock()
+        self._runs_actions = False  # of a step, an evaluation or `generate`
         self._call_has_begun = False  # a row of this call has arrived from every rank
 
         self._group: Any = None  # the Gloo group of all ranks
@@ -114,16 +116,25 @@ class ControlGroup:
         return self.topology == topology and self.topology.store is topology.store
 
     @contextmanager
-    def collective_call(self, name: str, pipeline: int | None = None, announces: bool = True) -> Iterator[None]:
+    def collective_call(
+        self, name: str, pipeline: int | None = None, announces: bool = True, runs_actions: bool = False
+    ) -> Iterator[None]:
         """Run the block as one call of all ranks: if a rank makes another call, or the block raises, all raise the same error.
 
         `name`: of the call, as `step()`. `pipeline`: the pipeline's number, if the call is a method of one.
         `announces`: exchange a row first, to check that all ranks make this call. False if the block itself begins with an
-        exchange.
+        exchange. `runs_actions`: ranks do different things in the block. No other call may be made in it.
+
+        Raises PenstockError for a call in such a block.
         """
         if not self._call_lock.acquire(blocking=False):
             raise PenstockError("these ranks are in a call of another thread: make one call at a time")
+        if self._runs_actions:  # other ranks are in other actions of it, and would not come to this call
+            self._call_lock.release()
+            running = self._call.partition(OF_PIPELINE)[0]
+            raise PenstockError(f"{name} was called while {running} of another pipeline runs: {NOT_INSIDE}")
         outer_call, self._call = self._call, name if pipeline is None else f"{name}{OF_PIPELINE}{pipeline}"
+        self._runs_actions = runs_actions
         self._call_has_begun = bool(outer_call)
         outer_mesh_groups = dict(self._active_mesh_groups)
         self._include_mesh_groups_in_abort([pipeline])
@@ -137,7 +148,7 @@ class ControlGroup:
         except BaseException as error:
             self.raise_error_on_all_ranks(error)
         finally:
-            self._call = outer_call
+            self._call, self._runs_actions = outer_call, False
             self._active_mesh_groups.clear()
             self._active_mesh_groups.update(outer_mesh_groups)
             self._call_lock.release()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.comms.control_group import ControlGroup
+from penstock.comms.control_group import NOT_INSIDE, ControlGroup
 from penstock.errors import LostRankError, PenstockError
 
 
@@ -18,18 +18,18 @@ class PipelineCalls:
         self._number: int | None = None
 
     @contextmanager
-    def collective(self, call: str, announces: bool = True) -> Iterator[ControlGroup]:
+    def collective(self, call: str, announces: bool = True, runs_actions: bool = False) -> Iterator[ControlGroup]:
         """A context for a call that all ranks make: if a rank makes another call, or fails inside, all raise the same error.
 
-        Yields the control group, to exchange values over. `announces`: see `ControlGroup.collective_call`. One call at a time:
-        two would mix their microbatches.
+        Yields the control group, to exchange values over. `announces`, `runs_actions`: see `ControlGroup.collective_call`.
+        One call at a time: two would mix their microbatches.
         """
         if os.getpid() != self._process_id:
             raise PenstockError(f"the pipeline belongs to process {self._process_id}, which has forked this one: call it there")
         if not self._call_lock.acquire(blocking=False):
-            raise PenstockError("the pipeline is in another call: one at a time, and none from a forward, a loss or a hook")
+            raise PenstockError(f"the pipeline is in another call: {NOT_INSIDE}")
         try:
-            with self._control.collective_call(call, self._number, announces):
+            with self._control.collective_call(call, self._number, announces, runs_actions):
                 yield self._control
         finally:
             self._call_lock.release()

@@ -322,13 +322,38 @@ def test_a_rank_with_nothing_to_train_has_an_optimizer_and_a_checkpoint_too(ever
     assert [done["optimizes_nothing"] for _, done in everyone] == [(True,) * 4] * 2
 
 
+def rank_nests_another_pipeline():
+    """The errors of steps whose forward and whose loss call another pipeline, and the loss of a step afterwards."""
+    inner, texts = pipe(), []
+
+    class Nested(nn.Module):
+        def forward(self, hidden):
+            return inner.eval(hidden)
+
+    def loss(output, target):
+        return mse(output, target) + inner.step(X, target=X)
+
+    for made in (pipe(model=nn.Sequential(*layers()[:3], Nested(), nn.Linear(4, 4))), pipe(loss_fn=loss)):
+        with pytest.raises(ps.PenstockError) as caught:
+            made.step(X, target=X)
+        texts.append(str(caught.value))
+    return texts, pipe().step(X, target=X).item()
+
+
+def test_a_call_of_another_pipeline_within_a_step_is_refused_on_all_ranks():
+    first, second = ps.launch(rank_nests_another_pipeline, 2)
+    assert first == second
+    for text, name in zip(first[0], ("eval()", "step()"), strict=True):
+        assert f"{name} was called while step() of another pipeline runs: one call at a time, and none from a forward" in text
+
+
 def rank_calls_it_twice_at_once():
     inside = []
 
     def loss(output, target):
         for call in (made.step, made.eval) if rank() else ():  # as another thread would, or a forward
             with pytest.raises(
-                ps.PenstockError, match="is in another call: one at a time, and none from a forward"
+                ps.PenstockError, match="is in another call: one call at a time, and none from a forward"
             ) as expected_message:
                 call(X, target=X)
             inside.append(str(expected_message.value))

@@ -442,7 +442,7 @@ class Pipeline(LastStep, PipelineParameters, ModuleMisuseHints):
         """
         generation_options = GenerationOptions(max_new_tokens, temperature, top_k, eos, seed)
         with (
-            self.collective("generate()", announces=False, runs_actions=True),
+            self.collective("generate()", announces=False),
             evaluation_mode(list(self.stages.values())),
             self.topology.context.activity.during_step(self.step_count, False),
         ):

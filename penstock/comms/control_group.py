@@ -101,7 +101,7 @@ class ControlGroup:
         self.ended_pipelines: dict[int, str] = {}  # pipeline whose mesh groups are aborted -> the error's text
 
         self._call, self._call_lock = "", threading.RLock()
-        self._runs_actions = False  # of a step, an evaluation or `generate`
+        self._runs_actions = False  # of a step or an evaluation
         self._call_has_begun = False  # a row of this call has arrived from every rank
 
         self._group: Any = None  # the Gloo group of all ranks

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from penstock.batch.pieces import Piece, Shape, loss_shares, rows_dim_hint, token_lengths
 from penstock.comms.control_group import MAX_ROW_BYTES, ControlGroup
 from penstock.comms.encoding import compress, decompress, encode
-from penstock.errors import MismatchError, require_equal
+from penstock.errors import MismatchError, format_count, require_equal
 from penstock.mesh.position import MeshPosition
 from penstock.recent import RecentDict
 from penstock.schedule.rank_program import RankProgram, RankPrograms, TeacherForwards
@@ -443,9 +443,9 @@ def _check_same_batch(first: _Replica, other: _Replica, prefix: str, ranks: tupl
 
     `ranks`: of their first stages.
     """
-    sizes = [f"{sum(filter(None, batch.input_rows))} rows" for batch in (first, other)]
+    sizes = [format_count(sum(filter(None, batch.input_rows)), "row") for batch in (first, other)]
     if len(first.inputs) != len(other.inputs):
-        sizes = [f"{len(batch.inputs)} microbatches" for batch in (first, other)]
+        sizes = [format_count(len(batch.inputs), "microbatch", "es") for batch in (first, other)]
     alike = f"{prefix}ranks along tp and cp are given one batch"
     if sizes[0] != sizes[1]:
         raise MismatchError(f"{alike}, but it has {sizes[0]} on rank {ranks[0]}, {sizes[1]} on rank {ranks[1]}")

@@ -189,7 +189,7 @@ FULL_BATCH = Description(
     [
         (
             {"inputs": [SHAPE._replace(rows=4)] * 2, "target_rows": [4, 4]},
-            "it has 1 microbatches on rank 0, 2 microbatches on rank 2",
+            "it has 1 microbatch on rank 0, 2 microbatches on rank 2",
         ),
         ({"inputs": [SHAPE._replace(rows=7)]}, "it has 8 rows on rank 0, 7 rows on rank 2"),
         ({"target_rows": [4, 4]}, "its tensors or targets differ in rows, shape or dtype on ranks 0 and 2"),

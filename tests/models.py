@@ -1,4 +1,4 @@
-"""Models that are no chain, and one process that trains them: what people come with, at toy size."""
+"""Toy models, each odd in one way: what people come with; and one process that trains those that are no chain."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
+import penstock as ps
 from penstock.commands.train.setup import token_loss
 
 
@@ -81,6 +82,72 @@ def tokens(rows: int, seed: int, vocabulary: int = 17, time: int = 6) -> tuple[T
 def token_batch(rows: int, seed: int) -> Batch:
     inputs, target = tokens(rows, seed)
     return Batch((inputs,), target)
+
+
+# -- small, and odd in one way ---------------------------------------------------------------------------------------
+
+
+def toy(forward: Callable[..., Any], name: str = "Toy", **parts: Any) -> nn.Module:
+    """A module of a class `name` with this `forward`. A part is a module, another attribute, or the shape of a parameter."""
+    made: nn.Module = type(name, (nn.Module,), {"forward": forward})()
+    for part, value in parts.items():
+        setattr(made, part, nn.Parameter(torch.randn(value)) if isinstance(value, tuple) else value)
+    return made
+
+
+class LayerListNet(nn.Module):
+    """No nn.Sequential: its layers are in a ModuleList."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class MLPBlock(nn.Module):
+    """A residual block whose products tensor parallel shares, between a norm and dropout that it does not."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.dropout(self.down(torch.tanh(self.up(self.norm(hidden)))))
+
+
+def attends(width: int, to: Callable[[Tensor], tuple[Tensor, Tensor]] = lambda x: (x, x), **options: Any) -> nn.Module:
+    """torch's attention of two heads, from `x` to the keys and values that `to(x)` gives."""
+    forward = lambda self, x: self.attention(x, *to(x), need_weights=False)[0]  # noqa: E731
+    return toy(forward, attention=nn.MultiheadAttention(width, 2, batch_first=True, **options))
+
+
+def tied(words: int, width: int, first: str = "token") -> nn.Module:
+    """The matrix of the `head` is the `token` embedding's; `first` is the one that the model has first."""
+    parts = {"token": nn.Embedding(words, width), "head": nn.Linear(width, words, bias=False)}
+    parts["head"].weight = parts["token"].weight
+    order = sorted(parts, key=lambda name: name != first)
+    return toy(lambda self, tokens: self.head(torch.tanh(self.token(tokens))), **{name: parts[name] for name in order})
+
+
+def has_auxiliary_loss(loss: Callable[[Tensor], Tensor], after: nn.Module | None = None) -> nn.Module:
+    """Adds `loss` of what comes in, or of what the layer `after` makes of it, and hands that on."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.layer(hidden)
+        ps.auxiliary_loss(loss(hidden))
+        return hidden
+
+    return toy(forward, layer=after or nn.Identity())
+
+
+def has_unused(width: int) -> nn.Module:
+    """Of two layers the forward calls one."""
+    return toy(lambda self, hidden: self.used(hidden), used=nn.Linear(width, width), unused=nn.Linear(width, width))
 
 
 # -- the transformer of PyTorch's pipeline tutorial ------------------------------------------------------------------

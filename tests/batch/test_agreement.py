@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from models import toy
 from reference import accumulate, assert_same, gradients
 from torch import nn
 
@@ -168,16 +169,6 @@ def test_a_step_is_the_first_of_its_kind_on_all_replicas_or_on_none():
     assert len(first) == 2
 
 
-class Sums(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, hidden):
-        query = self.linear(hidden)[:, None]
-        return ps.attention(query, query, query)[:, 0]
-
-
 SHAPE = Shape(8, 32, "(8, 4)")
 FULL_BATCH = Description(
     "step()", True, True, "training mode", "no autocast", "", False, False, 2, "given", None, [SHAPE], (0,), [8], ()
@@ -208,7 +199,11 @@ def test_tokens_of_inputs_and_target_are_compared_on_a_rank_that_reads_both_and_
     def loss(output, target):
         return output.square().sum() + target.sum()
 
-    pipe = ps.Pipeline(Sums(), loss, "1f1b", 2, slices=2, reduction="sum")
+    def attend(self, hidden):
+        query = self.linear(hidden)[:, None]
+        return ps.attention(query, query, query)[:, 0]
+
+    pipe = ps.Pipeline(toy(attend, linear=nn.Linear(4, 4)), loss, "1f1b", 2, slices=2, reduction="sum")
     message = "inputs and target have 4 and 6 tokens a row: give as many"
     with pytest.raises(ps.MismatchError, match=message):
         pipe.step(torch.ones(2, 4, 4), target=torch.ones(2, 6))

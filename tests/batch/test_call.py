@@ -1,11 +1,13 @@
 """A call's arguments: keywords of the model's that are also the pipeline's, inputs with a graph, entries of lists."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from error_text import error_text
+from models import LayerListNet, toy
 from reference import gradients
 from torch import Tensor, nn
 
@@ -15,27 +17,23 @@ WIDTH, ROWS, M = 4, 8, 4
 mse = nn.functional.mse_loss
 
 
-class Scaled(nn.Module):
+def scaled() -> nn.Module:
     """Has a parameter for each name that `step` takes for itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, scale: float = 1.0, target: Any = None, *, losses: float = 1.0) -> Tensor:
+    def forward(self: Any, x: Tensor, scale: float = 1.0, target: Any = None, *, losses: float = 1.0) -> Tensor:
         return torch.tanh(self.linear(x)) * scale * losses
 
+    return toy(forward, linear=nn.Linear(WIDTH, WIDTH))
 
-class Several(nn.Module):
+
+def several() -> nn.Module:
     """Images and offsets of other rows than the tokens."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, tokens: Tensor, images: Tensor | None = None) -> Tensor:
+    def forward(self: Any, tokens: Tensor, images: Tensor | None = None) -> Tensor:
         hidden = self.linear(tokens)
         return hidden if images is None else hidden + images.mean(0)
+
+    return toy(forward, linear=nn.Linear(WIDTH, WIDTH))
 
 
 class Batch(NamedTuple):
@@ -43,16 +41,16 @@ class Batch(NamedTuple):
     images: Tensor
 
 
-def stages(first: type[nn.Module]) -> list[nn.Module]:
+def stages(first: Callable[[], nn.Module]) -> list[nn.Module]:
     torch.manual_seed(0)
     return [first(), nn.Linear(WIDTH, WIDTH)]
 
 
-def made(first: type[nn.Module]) -> ps.Pipeline:
+def made(first: Callable[[], nn.Module]) -> ps.Pipeline:
     return ps.Pipeline(stages(first), mse, "1f1b", M)
 
 
-def uncut(first: type[nn.Module]) -> tuple[Any, nn.ModuleList]:
+def uncut(first: Callable[[], nn.Module]) -> tuple[Any, nn.ModuleList]:
     """The same in one process: its forward, and its modules."""
     modules = stages(first)
     return (lambda *args, **kwargs: modules[1](modules[0](*args, **kwargs))), nn.ModuleList(modules)
@@ -71,23 +69,23 @@ def rank_names() -> dict[str, Any]:
         "losses": lambda pipe: pipe.step(x, 1.0, target=y, losses=[]),
         "next": lambda pipe: pipe.step(x, 2.0, target=y).item(),
     }.items():
-        pipe = made(Scaled)
+        pipe = made(scaled)
         results[name] = call(pipe) if name == "next" else error_text(lambda: call(pipe), ps.MismatchError)  # noqa: B023
-    pipe = made(Scaled)
+    pipe = made(scaled)
     results["both"] = pipe.step(x, 2.0, target=y, scale=0.5).item(), gradients(pipe.named_parameters())
-    pipe = made(Scaled)
+    pipe = made(scaled)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         pipe.step(x, target=y), pipe.step(x, target=y), pipe.eval(x, target=y)
     results["warned"] = [str(warning.message) for warning in given if "for itself" in str(warning.message)]
-    results["entry"] = made(Scaled).step_microbatches([{"x": x, "losses": 2.0}], [y]).item()
+    results["entry"] = made(scaled).step_microbatches([{"x": x, "losses": 2.0}], [y]).item()
     return results
 
 
 @pytest.mark.ranks
 def test_a_keyword_that_is_the_models_and_the_pipelines_is_refused_with_the_way_to_give_it() -> None:
     first, last = ps.launch(rank_names, 2)
-    (x, y), (model, modules) = data(ROWS, WIDTH), uncut(Scaled)
+    (x, y), (model, modules) = data(ROWS, WIDTH), uncut(scaled)
     for result in (first, last):
         assert "step() takes scale= for itself, and the model's forward has a parameter scale too" in result["scale"]
         assert "give the model's by position, step(x, scale, ..)" in result["scale"]
@@ -103,15 +101,12 @@ def test_a_keyword_that_is_the_models_and_the_pipelines_is_refused_with_the_way_
     assert all(torch.equal(grad, p.grad) for grad, p in zip(grads, modules.parameters(), strict=True))
 
 
-class HasScale(nn.Module):
+class HasScale(LayerListNet):
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        super().__init__(*[nn.Linear(WIDTH, WIDTH) for _ in range(2)])
 
     def forward(self, x: Tensor, scale: Any = 1.0) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x * scale
+        return super().forward(x) * scale
 
 
 class HasKeywordScale(HasScale):
@@ -155,7 +150,7 @@ def rank_graph() -> dict[str, Any]:
     torch.manual_seed(5)
     outer = nn.Linear(WIDTH, WIDTH)
     inputs = torch.tanh(outer(x))
-    pipe = made(Several)
+    pipe = made(several)
     wrong = {
         "step": lambda: pipe.step(inputs, target=y),
         "tree": lambda: pipe.step(x, images=ps.Replicated(inputs), target=y),
@@ -184,7 +179,7 @@ def test_inputs_with_a_graph_are_refused_before_anything_runs_and_go_on_by_hand(
             assert "x.backward(leaf.grad)" in result[name]
         assert result["untouched"]
 
-    (x, y), (model, _) = data(ROWS, WIDTH), uncut(Several)
+    (x, y), (model, _) = data(ROWS, WIDTH), uncut(several)
     torch.manual_seed(5)
     outer = nn.Linear(WIDTH, WIDTH)
     inputs = torch.tanh(outer(x))
@@ -202,7 +197,7 @@ def rank_lists() -> dict[str, Any]:
     images = torch.ones(3, WIDTH)
     entries = [{"tokens": x[:3], "images": images}, Batch(x[3:], images[:2]), (x[:2], images)]
     targets = [y[:3], y[3:], y[:2]]
-    pipe = made(Several)
+    pipe = made(several)
     losses: list[Tensor] = []
     loss, outputs = pipe.step_microbatches(entries, targets, order=[2, 0, 1], losses=losses, return_outputs=True)
     results: dict[str, Any] = {"loss": loss, "losses": losses, "outputs": outputs, "grads": gradients(pipe.named_parameters())}
@@ -219,7 +214,7 @@ def rank_lists() -> dict[str, Any]:
 @pytest.mark.ranks
 def test_entries_of_a_list_may_be_named_tuples_and_have_tensors_of_other_rows_and_outputs_are_returned() -> None:
     first, last = ps.launch(rank_lists, 2)
-    (x, y), (model, modules) = data(ROWS, WIDTH), uncut(Several)
+    (x, y), (model, modules) = data(ROWS, WIDTH), uncut(several)
     images = torch.ones(3, WIDTH)
     calls, targets = [(x[:3], images), (x[3:], images[:2]), (x[:2], images)], [y[:3], y[3:], y[:2]]
     expected = [model(*call) for call in calls]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import toy
 from slow_cases import slow_except
 from torch import Tensor, nn
 
@@ -255,18 +256,13 @@ def test_arguments_and_keywords_may_differ_from_microbatch_to_microbatch() -> No
     ps.launch(_with_keywords, 2)
 
 
-class _Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+def _with_keywords() -> None:
+    def scale(self: Any, x: Tensor, factor: Tensor | None = None) -> Tensor:
         return self.linear(x if factor is None else x * factor)
 
-
-def _with_keywords() -> None:
     torch.manual_seed(0)
-    model, rank = nn.Sequential(_Scaled(), nn.Linear(WIDTH, WIDTH)), ps.comms.init_distributed().rank
+    scales = toy(scale, linear=nn.Linear(WIDTH, WIDTH))
+    model, rank = nn.Sequential(scales, nn.Linear(WIDTH, WIDTH)), ps.comms.init_distributed().rank
     uncut = copy.deepcopy(model)
     x, factor = torch.randn(2, WIDTH), torch.tensor(2.0)
     pipe = ps.Pipeline({rank: model[rank]}, nn.functional.mse_loss, "1f1b", 2)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from models import toy
 from reference import assert_same, data, gradients, make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -104,30 +105,17 @@ def test_of_a_whole_model_it_is_what_autograd_saves(kind):
     assert size == ActivationSize(saved, saved)
 
 
-class InputOnlyLayer(nn.Module):
-    """Of the user's own: keeps its input only."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(*mlp()[:8])
-
-    def forward(self, hidden):
-        return checkpoint(self.inner, hidden, use_reentrant=False)
-
-
-class Shares(nn.Module):
-    """Saves one block of memory four times, and leaves some for good."""
-
-    def forward(self, hidden):
+def rank_others():
+    def leave_some(self, hidden):
+        """Saves one block of memory four times, and leaves some for good."""
         self.left = hidden.detach() + 1  # no backward lets go of it
         return (hidden * hidden.view(-1, WIDTH)) * hidden
 
-
-def rank_others():
+    keeps_its_input = toy(lambda self, x: checkpoint(self.inner, x, use_reentrant=False), inner=nn.Sequential(*mlp()[:8]))
     frozen = nn.Linear(WIDTH, WIDTH)
     frozen.weight.requires_grad_(False)
-    layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), InputOnlyLayer(), nn.Identity()]
-    one = timeline_of([*layers, frozen, nn.Tanh(), Shares(), nn.Flatten()], "1f1b", 3, cuts=["4"])
+    layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), keeps_its_input, nn.Identity()]
+    one = timeline_of([*layers, frozen, nn.Tanh(), toy(leave_some), nn.Flatten()], "1f1b", 3, cuts=["4"])
     return one.activation_sizes
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import has_auxiliary_loss, toy
 from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import nn
 
@@ -204,15 +205,10 @@ def counted(target):
     return (target != -100).sum()
 
 
-class Asking(nn.Module):
-    def forward(self, hidden):
-        ps.auxiliary_loss(hidden.square().mean())
-        return hidden * 2
-
-
 @pytest.mark.ranks
 def test_a_microbatchs_loss_has_its_auxiliary_losses_and_is_nan_where_nothing_counts():
-    pipe = ps.Pipeline(nn.Sequential(Asking(), Asking()), nn.functional.cross_entropy, "gpipe", 3, counted)
+    layers = [nn.Sequential(has_auxiliary_loss(lambda x: x.square().mean()), toy(lambda self, x: x * 2)) for _ in range(2)]
+    pipe = ps.Pipeline(nn.Sequential(*layers), nn.functional.cross_entropy, "gpipe", 3, counted)
     inputs, target, losses = torch.eye(3), torch.tensor([1, -100, 2]), []
     inputs[1] = torch.nan  # what counts nothing adds nothing
     loss = pipe.step(inputs, target=target, losses=losses)

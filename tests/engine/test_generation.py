@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from error_text import error_text
+from models import toy
 from torch import Tensor, nn
 
 import penstock as ps
@@ -276,20 +277,13 @@ def test_a_model_without_values_generates_nothing():
     assert pipe.generate(prompts(), max_new_tokens=1).shape == (5, PROMPT + 1)
 
 
-class MaskedLogits(nn.Module):
-    """Gives logits that depend on how much of the text the mask lets it see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.embedding, self.head = nn.Embedding(17, 8), nn.Linear(8, 17)
-
-    def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+def test_the_prompts_mask_grows_with_the_text():
+    def logits_of_what_is_seen(self: Any, tokens: Tensor, attention_mask: Tensor) -> Tensor:
         return self.head((self.embedding(tokens) * attention_mask[..., None]).cumsum(1))
 
-
-def test_the_prompts_mask_grows_with_the_text():
-    model, text = MaskedLogits(), prompts()
+    torch.manual_seed(7)
+    model = toy(logits_of_what_is_seen, embedding=nn.Embedding(17, 8), head=nn.Linear(8, 17))
+    text = prompts()
     mask = (torch.arange(PROMPT) >= torch.arange(5)[:, None] % 3).long()
     made = ps.Pipeline([model]).generate(text, max_new_tokens=4, attention_mask=mask)
     for _ in range(4):

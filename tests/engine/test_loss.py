@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from models import has_auxiliary_loss, toy
 from reference import accumulate, assert_same, data, gradients, make, merged, pieces
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -68,22 +69,10 @@ def test_losses_that_are_sums_have_the_loss_and_the_gradients_of_one_process_tha
         assert_same(merged([result["scale"][1] for result in everyone]), add_up(loss_fn, batch, scale=0.5)[1])
 
 
-class Balanced(nn.Module):
-    """A layer with an auxiliary loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(12, 12)
-
-    def forward(self, hidden):
-        hidden = self.linear(hidden)
-        ps.auxiliary_loss(hidden.square().sum())
-        return hidden
-
-
 def balanced():
     torch.manual_seed(1)
-    return nn.Sequential(Balanced(), nn.Tanh(), nn.Linear(12, 3))
+    first = has_auxiliary_loss(lambda hidden: hidden.square().sum(), after=nn.Linear(12, 12))
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(12, 3))
 
 
 def rank_auxiliary_sums():
@@ -97,7 +86,7 @@ def test_auxiliary_losses_are_added_up_with_losses_that_are_sums():
     whole, loss_fn = balanced(), nn.CrossEntropyLoss(reduction="sum")
     total = 0.0
     for inputs, target in zip(*[pieces(batch, M) for batch in data("mlp", 8)], strict=True):
-        hidden = whole[0].linear(inputs)
+        hidden = whole[0].layer(inputs)
         loss = loss_fn(whole[2](whole[1](hidden)), target) + hidden.square().sum()
         loss.backward()
         total += loss.item()
@@ -153,15 +142,9 @@ def test_sums_of_replicas_are_added_up(way):
             assert (grad - whole.get_parameter(name).grad).abs().max() < 1e-12
 
 
-class WrappedLoss(nn.Module):
+def wrapped(inner):
     """A loss of one's own around one of torch's."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, output, target):
-        return self.inner(output, target)
+    return toy(lambda self, output, target: self.inner(output, target), "WrappedLoss", inner=inner)
 
 
 NONE, SUM = nn.CrossEntropyLoss(reduction="none"), nn.CrossEntropyLoss(reduction="sum")
@@ -203,11 +186,11 @@ def test_a_sum_inside_a_loss_of_ones_own_is_a_warning_since_that_may_divide_it()
     with pytest.warns(
         UserWarning, match=r"loss_fn has a CrossEntropyLoss with reduction='sum', and .* a mean: if .* sum, pass"
     ):
-        ps.Pipeline(model(), WrappedLoss(SUM))
+        ps.Pipeline(model(), wrapped(SUM))
     for options in (
-        {"loss_fn": WrappedLoss(SUM), "reduction": "sum"},
-        {"loss_fn": WrappedLoss(NONE)},
-        {"loss_fn": WrappedLoss(SUM), "loss_weight": len},
+        {"loss_fn": wrapped(SUM), "reduction": "sum"},
+        {"loss_fn": wrapped(NONE)},
+        {"loss_fn": wrapped(SUM), "loss_weight": len},
     ):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -318,10 +301,10 @@ BOTH = partial(F.cross_entropy, weight=WEIGHT, ignore_index=2)
 WARNED = [  # loss, target, what is said
     (F.cross_entropy, UNEQUAL, "2, 1, 0 values that are not -100, .. loss_weight=ps.tokens())"),
     (nn.CrossEntropyLoss(), {"labels": UNEQUAL, "name": "a"}, "loss_weight=ps.tokens())"),
-    (WrappedLoss(nn.CrossEntropyLoss(ignore_index=1)), UNEQUAL, "1, 1, 2 values that are not 1, .. ps.tokens(ignore_index=1))"),
+    (wrapped(nn.CrossEntropyLoss(ignore_index=1)), UNEQUAL, "1, 1, 2 values that are not 1, .. ps.tokens(ignore_index=1))"),
     (nn.NLLLoss(WEIGHT), torch.tensor([0, 1, 1]), "class weights .. 0.2, 1.7, 1.7, .. ps.tokens(weight=class_weights))"),
     (BOTH, torch.tensor([0, 1, 2]), "(ignore_index=2, weight=class_weights))"),
-    (WrappedLoss(nn.NLLLoss(WEIGHT)), torch.tensor([-7, 9, -100]), "1, 1, 0 values that are not -100"),
+    (wrapped(nn.NLLLoss(WEIGHT)), torch.tensor([-7, 9, -100]), "1, 1, 0 values that are not -100"),
 ]
 
 

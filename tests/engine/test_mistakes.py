@@ -10,6 +10,7 @@ import threading
 import numpy
 import pytest
 import torch
+from models import LayerListNet, toy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -34,17 +35,6 @@ def pipe(model=None, loss_fn=mse, schedule="1f1b", microbatches=2, **options):
 
 def rank():
     return ps.comms.init_distributed().rank
-
-
-class LayerListNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(layers())
-
-    def forward(self, hidden):
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
 
 
 def inferring():
@@ -137,9 +127,9 @@ REFUSED = {
         lambda: pipe(mesh=(2, 1)),
         "mesh= takes a DeviceMesh, for instance of ps.comms.init_mesh(pp=2, dp=2)",
     ),
-    "numbers as cuts": (lambda: pipe(LayerListNet(), cuts=[2]), "cannot cut before 2: LayerListNet has"),
+    "numbers as cuts": (lambda: pipe(LayerListNet(*layers()), cuts=[2]), "cannot cut before 2: LayerListNet has"),
     "keywords as a list": (
-        lambda: pipe(LayerListNet(), example_kwargs=[X]),
+        lambda: pipe(LayerListNet(*layers()), example_kwargs=[X]),
         "example_kwargs are a dict of the forward's keywords, got list",
     ),
     "inference_mode": (inferring, "step() trains, which torch.inference_mode() rules out"),
@@ -206,11 +196,11 @@ def saves_the_loss():
 
 
 def traces_a_tensor():
-    return pipe(LayerListNet(), example_args=X).step(X, target=X).item() > 0
+    return pipe(LayerListNet(*layers()), example_args=X).step(X, target=X).item() > 0
 
 
 def cuts_at_one_name():
-    return pipe(LayerListNet(), cuts="layers.2").step(X, target=X).item() > 0
+    return pipe(LayerListNet(*layers()), cuts="layers.2").step(X, target=X).item() > 0
 
 
 def takes_a_list_of_modules():
@@ -307,9 +297,9 @@ class Branch(LayerListNet):
 
 def test_an_export_that_fails_prints_nothing_beside_its_error(capfd):
     with pytest.raises(ps.MismatchError, match="cannot export the forward of Branch"):
-        ps.partition.split(Branch(), 2, example_args=X)
+        ps.partition.split(Branch(*layers()), 2, example_args=X)
     with pytest.raises(ps.MismatchError, match="cannot export the forward of LayerListNet"):
-        ps.partition.split(LayerListNet(), 2, example_args=torch.ones(4, 5))
+        ps.partition.split(LayerListNet(*layers()), 2, example_args=torch.ones(4, 5))
     assert capfd.readouterr() == ("", "")
 
 
@@ -402,37 +392,20 @@ def test_targets_whose_values_are_compared_may_be_conjugated_complex_numbers():
 
 def rank_ties_what_nobody_initialises():
     with torch.device("meta"):
-        first, second = Bare(), Bare()
+        first, second = (toy(lambda self, x: x @ self.weight, weight=nn.Parameter(torch.empty(4, 4))) for _ in range(2))
         second.weight = first.weight
     with pytest.raises(ps.MismatchError, match="what has no value yet"):
         pipe(nn.Sequential(first, second)).step(X, target=X)
-
-
-class Bare(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(4, 4))
-
-    def forward(self, hidden):
-        return hidden @ self.weight
 
 
 def test_a_tied_weight_that_nobody_initialises_is_not_taken_for_loaded():
     ps.launch(rank_ties_what_nobody_initialises, 2)
 
 
-def layer_in_place(hidden):
-    return hidden.relu_()
-
-
-class InPlace(nn.Module):
-    def forward(self, hidden):
-        return layer_in_place(hidden)
-
-
 def test_a_first_layer_may_change_what_it_is_given_in_place():
+    in_place = lambda self, hidden: hidden.relu_()  # noqa: E731
     first, *others = layers()
-    model = nn.Sequential(InPlace(), first, InPlace(), *others)
+    model = nn.Sequential(toy(in_place), first, toy(in_place), *others)
     made = pipe(model)
     loss = made.step(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), target=X)
     found = {name: parameter.grad for name, parameter in made.named_parameters()}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import toy
 from reference import assert_same, gradients, merged
 from torch import Tensor, nn
 
@@ -124,18 +125,10 @@ def outputs_with_flex_attention() -> bool | None:
     return None if ours is None else torch.equal(ours, theirs)
 
 
-class Passes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, mask: Any = None) -> Tensor:
-        return self.layer(x)
-
-
 def send_a_block_mask() -> str:
     mask = page()["create_block_mask"](lambda row, head, query, key: query >= key, None, None, 16, 16, device="cpu")
-    pipe = ps.Pipeline([Passes(), Passes()], nn.functional.mse_loss, microbatches=2)
+    stages = [toy(lambda self, x, mask=None: self.layer(x), layer=nn.Linear(16, 16)) for _ in range(2)]
+    pipe = ps.Pipeline(stages, nn.functional.mse_loss, microbatches=2)
     with pytest.raises(ps.MismatchError) as error:
         pipe.step(torch.randn(4, 16, 16), mask=mask, target=torch.randn(4, 16, 16))
     return str(error.value)

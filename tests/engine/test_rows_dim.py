@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from error_text import error_text
+from models import toy
 from reference import assert_same, gradients, merged, same
 from torch import Tensor, nn
 
@@ -28,15 +29,9 @@ class RecurrentLayer(nn.Module):
         return output[-1] if self.last else output
 
 
-class Folded(nn.Module):
+def folds() -> nn.Module:
     """One product over all times and rows, by `view`, which takes only what is contiguous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden.view(-1, WIDTH)).view(hidden.shape)
+    return toy(lambda self, x: self.linear(x.view(-1, WIDTH)).view(x.shape), linear=nn.Linear(WIDTH, WIDTH))
 
 
 class MaskedPositions(nn.Module):
@@ -66,12 +61,12 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 def sequences() -> nn.Sequential:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0)
-    return nn.Sequential(Folded(), RecurrentLayer(), layer, nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(folds(), RecurrentLayer(), layer, nn.Linear(WIDTH, WIDTH))
 
 
 def classifier() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Folded(), RecurrentLayer(), RecurrentLayer(last=True), nn.Linear(WIDTH, 3))
+    return nn.Sequential(folds(), RecurrentLayer(), RecurrentLayer(last=True), nn.Linear(WIDTH, 3))
 
 
 def masked() -> MaskedPositions:

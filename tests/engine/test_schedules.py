@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import toy
 from reference import accumulate, assert_same, data, gradients, make, merged
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -146,22 +147,12 @@ def test_the_activations_alive_are_the_tables() -> None:
 # -- where others go wrong ------------------------------------------------------------------------------------------
 
 
-class Constant(nn.Module):
-    """An output that depends on its parameter only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.arange(12.0) / 12)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.value.expand(len(hidden), 12)
-
-
 def awkward(case: str) -> nn.Sequential:
     torch.manual_seed(2)
+    constant = toy(lambda self, x: self.value.expand(len(x), 12), value=nn.Parameter(torch.arange(12.0) / 12))
     first: dict[str, list[nn.Module]] = {
         "a frozen first stage": [nn.Linear(12, 12).requires_grad_(False), nn.Identity()],
-        "an output of parameters only": [nn.Linear(12, 12), Constant()],
+        "an output of parameters only": [nn.Linear(12, 12), constant],
         "a stage without parameters": [nn.Tanh(), nn.Identity()],
         "everything but the end frozen": [nn.Linear(12, 12).requires_grad_(False), nn.Linear(12, 12).requires_grad_(False)],
     }

@@ -7,6 +7,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from error_text import error_text
+from models import toy
 from reference import accumulate, assert_same, gradients, merged
 from safetensors.torch import load_file
 from torch import nn
@@ -52,22 +53,16 @@ def ends_tied(count):
     return stages
 
 
-class Skips(nn.Module):
+def split_with_skips(count):
     """The first layer's output goes past the others to the last."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden):
         first = self.first(hidden)
         return self.last(self.third(torch.tanh(self.second(first))) + first)
 
-
-def split_with_skips(count):
     torch.manual_seed(3)
-    return ps.partition.split(Skips(), count, cuts=["second", "third", "last"][: count - 1])
+    skips = toy(forward, **{name: nn.Linear(WIDTH, WIDTH) for name in ("first", "second", "third", "last")})
+    return ps.partition.split(skips, count, cuts=["second", "third", "last"][: count - 1])
 
 
 def described(count):

@@ -9,6 +9,7 @@ import context_parallel as models
 import pytest
 import torch
 import torch.distributed as dist
+from models import toy
 from prompt import torchrun
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -61,11 +62,6 @@ def stepped(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer, steps: int) -> 
     return losses
 
 
-class OwnAttention(nn.Module):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return (hidden @ hidden.mT).softmax(-1) @ hidden
-
-
 def sent_elements(pipe: ps.Pipeline) -> int:
     """What this rank sends to the other in a step."""
     counts, all_to_all = [], dist.all_to_all_single
@@ -88,7 +84,8 @@ def worked(folder: Path) -> dict[str, Any]:
     losses += stepped(pipe, optimizer, 1)
     pipe = ps.Pipeline(gpt(0.1, heads=1), models.loss_fn, "1f1b", 2, ps.tokens(), mesh=ps.comms.init_mesh(cp=2, pp=1))
     losses += stepped(pipe, torch.optim.AdamW(pipe.parameters(), lr=1e-2), 2)
-    other = nn.Sequential(nn.Embedding(17, 16), OwnAttention(), nn.Linear(16, 17)).double()
+    attends = lambda self, hidden: (hidden @ hidden.mT).softmax(-1) @ hidden  # noqa: E731
+    other = nn.Sequential(nn.Embedding(17, 16), toy(attends, "OwnAttention"), nn.Linear(16, 17)).double()
     pipe = ps.Pipeline(other, models.loss_fn, microbatches=2, mesh=ps.comms.init_mesh(cp=2, pp=1))
     inputs, target = models.batch("gpt")
     with pytest.raises(ps.MismatchError) as error:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from batched_launch import together
 from error_text import error_text
+from models import MLPBlock, has_auxiliary_loss, has_unused, toy
 from reference import accumulate, assert_same
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 import penstock as ps
 from penstock import checkpoint
 from penstock.launcher import rank_processes
-from penstock.stage.auxiliary import auxiliary_loss
 from penstock.stage.dtensor import gather_full_tensor
 
 pytestmark = pytest.mark.ranks
@@ -38,19 +38,9 @@ RUNS = {  # schedule and way on each mesh, to the number of steps
 }
 
 
-class MLPBlock(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.dropout(self.down(torch.tanh(self.up(self.norm(hidden)))))
-
-
 def model(depth: int = 4, dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, WIDTH), *[MLPBlock(dropout) for _ in range(depth)], nn.Linear(WIDTH, 3)).double()
+    return nn.Sequential(nn.Linear(6, WIDTH), *[MLPBlock(WIDTH, dropout) for _ in range(depth)], nn.Linear(WIDTH, 3)).double()
 
 
 def plan(tp: int) -> dict[str, Any] | None:
@@ -269,29 +259,13 @@ def test_where_nothing_counts_there_are_no_gradients(way: str) -> None:
         assert set(ours.values()) == {None}
 
 
-class TwoOutputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        return self.used(value), self.unused(value)
-
-
-class FirstOfTwo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 4)
-
-    def forward(self, used: Tensor, unused: Tensor) -> Tensor:
-        return self.head(used)
-
-
 def unused_output(way: str, seed: int | None, recompute: Any) -> tuple[dict, list[str]]:
     """Of stages on one rank with an output that no stage uses: gradients, and later calls of a hook of a stage."""
     table = ps.schedule.from_rows("in turn", [["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]], "loop")
     torch.manual_seed(0)
-    stages, options = [TwoOutputs(), FirstOfTwo()], {"seed": seed, "recompute": recompute}
+    two_outputs = toy(lambda self, x: (self.used(x), self.unused(x)), used=nn.Linear(4, 4), unused=nn.Linear(4, 4))
+    first_of_two = toy(lambda self, used, unused: self.head(used), head=nn.Linear(4, 4))
+    stages, options = [two_outputs, first_of_two], {"seed": seed, "recompute": recompute}
     pipe = ps.Pipeline(stages, loss_fn, table, mesh=ps.comms.init_mesh(1, 2), data_parallel=way, **options)
     inputs, _ = share(pipe, (torch.linspace(-1, 1, 32).view(8, 4),) * 2)
     pipe.step(inputs, target=inputs)
@@ -361,15 +335,6 @@ def test_steps_add_up_eval_changes_nothing_and_layers_can_be_frozen(case: tuple[
         close(ours["frozen"], expected["frozen"])
 
 
-class Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.used(hidden)
-
-
 def own_ways(schedule: str) -> list[dict[str, Tensor | None]]:
     from torch.distributed.fsdp import fully_shard
 
@@ -381,7 +346,7 @@ def own_ways(schedule: str) -> list[dict[str, Tensor | None]]:
     found = []
     for way in (may_be_unused, partial(may_be_unused, views=True), each_layer):
         torch.manual_seed(0)
-        whole = nn.Sequential(nn.Linear(6, WIDTH), Unused(), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
+        whole = nn.Sequential(nn.Linear(6, WIDTH), has_unused(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
         pipe = built((2, 2, 1), whole, schedule, data_parallel=way)
         for step in range(2):
             inputs, target = share(pipe, batch(step))
@@ -393,7 +358,7 @@ def own_ways(schedule: str) -> list[dict[str, Tensor | None]]:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_function_may_say_how_replicas_are_held_equal(schedule: str) -> None:
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(6, WIDTH), Unused(), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
+    whole = nn.Sequential(nn.Linear(6, WIDTH), has_unused(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
     for step in range(2):
         inputs, target = batch(step)
         loss_fn(whole(inputs), target).backward()
@@ -459,15 +424,9 @@ def test_parameters_may_be_cast_by_a_policy_of_fully_shard_however_the_model_is_
             assert all(map(torch.equal, ours, listed))
 
 
-class Priced(nn.Module):
-    def forward(self, hidden: Tensor) -> Tensor:
-        auxiliary_loss(0.1 * hidden.square().mean())
-        return hidden
-
-
 def with_auxiliary(shape: Shape) -> tuple[Tensor, dict]:
     whole = model()
-    whole.insert(2, Priced())
+    whole.insert(2, has_auxiliary_loss(lambda hidden: 0.1 * hidden.square().mean()))
     pipe = built(shape, whole, "1f1b", 2)
     inputs, target = share(pipe, batch(0, 8))
     return pipe.step(inputs, target=target), gradients(pipe)
@@ -550,20 +509,9 @@ def test_what_averaging_takes_beyond_the_table_is_told() -> None:
 # -- tensor parallel ----------------------------------------------------------------------------------------------------
 
 
-class Sequences(nn.Module):
-    """A residual block over (batch, time, width), all of it but the products on parts of the time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
-
-
 def sequences() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, WIDTH), Sequences(), Sequences(), nn.Linear(WIDTH, 3)).double()
+    return nn.Sequential(nn.Linear(6, WIDTH), MLPBlock(WIDTH), MLPBlock(WIDTH), nn.Linear(WIDTH, 3)).double()
 
 
 def sequence_parallel(way: str, dp: int) -> dict[str, Tensor | None]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_nccl import MODES, install
+from models import toy
 from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import nn
 
@@ -229,27 +230,22 @@ DTYPES = [
 ]  # fmt: skip
 
 
-class Casting(nn.Module):
-    """Passes what it gets on in many dtypes, one of them not contiguous."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, hidden):
+def casting():
+    def cast(self, hidden):
+        """Passes what it gets on in many dtypes, one of them not contiguous."""
         hidden = self.layer(hidden)
         return hidden.view(-1, 2, 2).transpose(1, 2), [hidden.detach().to(dtype) for dtype in DTYPES]
 
-
-class Gathering(nn.Module):
-    def forward(self, values):
+    def gather(self, values):
         hidden, others = values
         return hidden.transpose(1, 2).flatten(1) + sum(result.real.float() for result in others)
 
-
-def casting():
     torch.manual_seed(1)
-    return nn.Sequential(Casting(), Gathering()), nn.functional.mse_loss, (torch.randn(4, 4), torch.randn(4, 4))
+    return (
+        nn.Sequential(toy(cast, layer=nn.Linear(4, 4)), toy(gather)),
+        nn.functional.mse_loss,
+        (torch.randn(4, 4), torch.randn(4, 4)),
+    )
 
 
 def rank_travels():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CASES, DecoderModel, RepeatedBlockModel, TiedModel, UNet, differing
+from models import CASES, DecoderModel, LayerListNet, RepeatedBlockModel, TiedModel, UNet, differing, toy
 from torch import nn
 from torch.nn import functional
 
@@ -274,22 +274,14 @@ def test_stages_run_one_after_the_other_are_the_model(name, by):
             assert not differing(results[1], results[0]), (rows, training, grad)
 
 
-class Glue(nn.Module):
-    """Dropout between the units, and a value that is not a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, hidden):
-        hidden = functional.dropout(self.a(hidden), 0.5, training=self.training)
-        return self.b(hidden) * hidden.shape[0]
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize("example", [None, (torch.ones(2, 8),)])
 def test_dropout_between_units_follows_training(example):
-    model, hidden = Glue(), torch.randn(6, 8)
+    def drop_and_scale(self, hidden):
+        hidden = functional.dropout(self.a(hidden), 0.5, training=self.training)
+        return self.b(hidden) * hidden.shape[0]  # a value that is not a tensor
+
+    model, hidden = toy(drop_and_scale, a=nn.Linear(8, 8), b=nn.Linear(8, 8)), torch.randn(6, 8)
     stages = split(model, 2, cuts=["b"], example_args=example)
     outputs = []
     for training in (True, False):
@@ -612,18 +604,12 @@ def test_a_forward_of_any_number_of_arguments_is_refused():
 
 
 def test_running_statistics_that_two_stages_would_move_are_refused():
-    class RepeatedNormModel(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.norm(self.b(self.norm(self.a(x))))
-
+    parts = {"a": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4), "b": nn.Linear(4, 4)}
+    model = toy(lambda self, x: self.norm(self.b(self.norm(self.a(x)))), **parts)
     message = "^norm runs in stages 0 and 1, which cannot share its running statistics: cut elsewhere$"
     with pytest.raises(MismatchError, match=message):
-        split(RepeatedNormModel(), 2, cuts=["b"])
-    split(RepeatedNormModel(), 2, cuts=["norm"])
+        split(model, 2, cuts=["b"])
+    split(model, 2, cuts=["norm"])
     norm = nn.BatchNorm1d(4)
     with pytest.raises(MismatchError, match=r"^norm runs in stages 0 and 1, which cannot share"):
         split(nn.Sequential(OrderedDict(norm=norm, a=nn.Linear(4, 4), again=norm)), 2, cuts=["a"])
@@ -720,54 +706,33 @@ def test_a_measured_cut_of_any_model_tells_its_balance():
     assert math.isclose(sum(whole.balance.stage_costs), sum(whole.balance.costs))
 
 
-class Decides(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-
-    def forward(self, hidden):
-        for layer in self.layers:
-            hidden = layer(hidden)
-            if hidden.sum() > 0:
-                hidden = -hidden
-        return hidden
+def negate_if_positive(self, hidden):
+    for linear in self.layers:
+        hidden = linear(hidden)
+        if hidden.sum() > 0:
+            hidden = -hidden
+    return hidden
 
 
 def test_a_forward_that_decides_by_values_is_refused_in_one_sentence_and_nothing_else_is_shown(capfd):
+    model = toy(negate_if_positive, "Decides", layers=nn.ModuleList(nn.Linear(3, 3) for _ in range(3)))
     with pytest.raises(MismatchError) as caught:
-        partition.split(Decides(), 2, example_args=(torch.ones(2, 3),))
+        partition.split(model, 2, example_args=(torch.ones(2, 3),))
     message = str(caught.value)
     assert message.startswith("cannot export the forward of Decides (")
     assert "\n" not in message
     assert capfd.readouterr() == ("", "")
 
 
-class LooksAtValues(nn.Module):
-    """A layer that decides by values."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, hidden):
-        hidden = self.linear(hidden)
-        assert torch.isfinite(hidden).all()
-        return hidden / 2 if hidden.abs().max().item() > 1e9 else hidden
-
-
-class HasSuchLayers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(LooksAtValues() for _ in range(4))
-
-    def forward(self, hidden):
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
+def look_at_values(self, hidden):
+    hidden = self.linear(hidden)
+    assert torch.isfinite(hidden).all()
+    return hidden / 2 if hidden.abs().max().item() > 1e9 else hidden
 
 
 def test_layers_that_look_at_values_are_told_to_be_cut_without_the_example_and_then_work():
-    model, inputs = HasSuchLayers(), torch.ones(2, 3)
+    model = LayerListNet(*[toy(look_at_values, linear=nn.Linear(3, 3)) for _ in range(4)])
+    inputs = torch.ones(2, 3)
     for cuts, hint in {
         None: "['layers.2'] alone (a name for each stage but the first; ",
         "layers.1": "['layers.1'] alone (",
@@ -779,12 +744,11 @@ def test_layers_that_look_at_values_are_told_to_be_cut_without_the_example_and_t
         assert torch.equal(partition.run(stages, inputs), model(inputs))
 
 
-class ReturnsACache(HasSuchLayers):
+class ReturnsACache(LayerListNet):
     """As a decoder of transformers: it returns an object of its own, unless its configuration says otherwise."""
 
     def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        super().__init__(*[nn.Linear(3, 3) for _ in range(4)])
         self.config = types.SimpleNamespace(use_cache=True)
 
     def forward(self, hidden):
@@ -793,15 +757,8 @@ class ReturnsACache(HasSuchLayers):
 
 
 def test_a_model_that_returns_a_cache_is_told_which_configuration_asks_for_it():
-    class Around(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.decoder = ReturnsACache()
-
-        def forward(self, hidden):
-            return self.decoder(hidden)
-
-    model, inputs = Around(), torch.ones(2, 3)
+    model = toy(lambda self, hidden: self.decoder(hidden), decoder=ReturnsACache())
+    inputs = torch.ones(2, 3)
     with pytest.raises(MismatchError, match=r"keys and values: set model\.decoder\.config\.use_cache = False before, or"):
         split(model, 2, example_args=(inputs,))
     model.decoder.config.use_cache = False

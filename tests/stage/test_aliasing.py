@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import toy
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -14,15 +15,9 @@ from penstock.stage.stage import Stage
 TOLD = r"stage \d changes in place a value of shape \(\d, \d\) that shares memory with another one, .* clone one of them"
 
 
-class Does(nn.Module):
+def does(act):
     """What `act` does with what the stage before gave."""
-
-    def __init__(self, act):
-        super().__init__()
-        self.act = act
-
-    def forward(self, *values):
-        return self.act(*values)
+    return toy(lambda self, *values: act(*values))
 
 
 def apart(value):
@@ -36,7 +31,7 @@ def through(carry, acts, keep=True, recompute=None, trained=True):
     """What the last of some stages makes, each given by `carry` what the one before made."""
     value = (torch.full((2, 4), 3.0, requires_grad=trained) * 1,), {}
     for index, act in enumerate(acts):
-        stage = Stage(index, Does(act), torch.device("cpu"), recompute=recompute)
+        stage = Stage(index, does(act), torch.device("cpu"), recompute=recompute)
         stage.begin_step()
         value = carry(stage.forward(0, [value] if index else value, with_backward=keep))
     return value
@@ -97,32 +92,30 @@ def test_the_last_stage_that_takes_a_value_may_change_it_in_place():
     assert type(last) is Tensor
 
 
-class Late(nn.Module):
+def late():
     """A view is used after an activation has changed what it is a view of."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.act, self.last = nn.Linear(4, 4), nn.SiLU(inplace=True), nn.Linear(4, 2)
 
     def forward(self, batch):
         hidden = self.first(batch)
         left = hidden[:, :2]
         return self.last(self.act(hidden)) + left
 
+    return toy(forward, first=nn.Linear(4, 4), act=nn.SiLU(inplace=True), last=nn.Linear(4, 2))
+
 
 def listed():
     linear = nn.Linear(4, 2)
     return [
-        Does(lambda x: (linear(x), x[:2], x)),
-        Does(lambda *values: values),
-        Does(lambda made, _, x: made + x.mul_(2)[:, :2]),
+        does(lambda x: (linear(x), x[:2], x)),
+        does(lambda *values: values),
+        does(lambda made, _, x: made + x.mul_(2)[:, :2]),
     ]
 
 
 def rank_shared():
     """What steps and evaluations come to, where a view goes along with the value, and where it goes past the stage between."""
     results, batch = [], torch.ones(4, 4)
-    for make, cuts in ((Late, ["act", "last"]), (listed, None)):
+    for make, cuts in ((late, ["act", "last"]), (listed, None)):
         pipe = ps.Pipeline(make(), nn.functional.mse_loss, "1f1b", 2, cuts=cuts)
         for call in (pipe.step, pipe.step, pipe.eval):
             try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import attends, has_auxiliary_loss, toy
 from reference import assert_same, gradients, make
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,39 +20,20 @@ ROWS = 2  # of each
 CPU = torch.device("cpu")
 
 
-class Exact(nn.Module):
+def exact() -> nn.Module:
     """A layer that computes in the precision of its weights, inside a model that does not."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             return torch.tanh(self.linear(hidden.float())) @ self.linear.weight
 
+    return toy(forward, linear=nn.Linear(8, 8))
 
-class Penalised(nn.Module):
+
+def penalised() -> nn.Module:
     """Adds an auxiliary loss, of activations and of weights."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output = self.linear(hidden)
-        ps.auxiliary_loss(output.float().square().mean() + self.linear.weight.square().sum())
-        return output
-
-
-class AttentionLayer(nn.Module):
-    def __init__(self, width: int, cross: bool) -> None:
-        super().__init__()
-        self.attention, self.cross = nn.MultiheadAttention(width, 2, batch_first=True), cross
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        other = hidden.flip(1) if self.cross else hidden
-        return self.attention(hidden, other, other, need_weights=False)[0]
+    linear = nn.Linear(8, 8)
+    return has_auxiliary_loss(lambda output: output.float().square().mean() + linear.weight.square().sum(), after=linear)
 
 
 class TiedProducts(nn.Module):
@@ -82,15 +64,15 @@ MODELS: dict[str, Case] = {
         lambda: nn.Sequential(nn.Conv1d(4, 6, 3), nn.ReLU(), nn.ConvTranspose1d(6, 4, 3), nn.BatchNorm1d(4), nn.Flatten()),
         rows(4, 8)),
     "embedding": (lambda: nn.Sequential(nn.Embedding(8, 6), nn.LayerNorm(6), nn.Linear(6, 8)), tokens(5)),
-    "an exact layer inside": (lambda: nn.Sequential(nn.Linear(8, 8), Exact(8), nn.Linear(8, 8), Exact(8)), rows(8)),
-    "self attention": (lambda: nn.Sequential(AttentionLayer(8, False), nn.Linear(8, 8)), rows(5, 8)),
-    "cross attention": (lambda: nn.Sequential(AttentionLayer(8, True), nn.Linear(8, 8)), rows(5, 8)),
+    "an exact layer inside": (lambda: nn.Sequential(nn.Linear(8, 8), exact(), nn.Linear(8, 8), exact()), rows(8)),
+    "self attention": (lambda: nn.Sequential(attends(8), nn.Linear(8, 8)), rows(5, 8)),
+    "cross attention": (lambda: nn.Sequential(attends(8, lambda x: (x.flip(1),) * 2), nn.Linear(8, 8)), rows(5, 8)),
     "transformer": (
         lambda: nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2)]),
         rows(5, 8)),
     "gpt": (lambda: make("gpt")[0], tokens(6)),
     "tied": (lambda: nn.Sequential(TiedProducts(8), nn.Linear(8, 8)), tokens(5)),
-    "auxiliary losses": (lambda: nn.Sequential(nn.Linear(8, 8), Penalised(8), nn.Linear(8, 8), Penalised(8)), rows(8)),
+    "auxiliary losses": (lambda: nn.Sequential(nn.Linear(8, 8), penalised(), nn.Linear(8, 8), penalised()), rows(8)),
 }  # fmt: skip
 
 
@@ -156,7 +138,7 @@ class Casts(TorchDispatchMode):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_microbatches_of_a_split_backward_share_one_cast_of_each_weight_until_the_step_ends(transposed: bool) -> None:
-    layer = Transposed() if transposed else nn.Linear(8, 5, bias=False)
+    layer = toy(lambda self, hidden: hidden @ self.weight.t(), weight=(5, 8)) if transposed else nn.Linear(8, 5, bias=False)
     stage = Stage(1, layer, CPU)
     with torch.autocast("cpu", torch.bfloat16), Casts(*((8, 5) if transposed else (5, 8))) as casts:
         for step in range(1, 3):
@@ -168,17 +150,6 @@ def test_microbatches_of_a_split_backward_share_one_cast_of_each_weight_until_th
                 stage.backward_weight(m, is_last=m == M - 1)
             assert all(cast() is None for cast in casts.made)
             casts.made = casts.made[:step]
-
-
-class Transposed(nn.Module):
-    """A product with a view of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 8))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.weight.t()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -197,19 +168,12 @@ def test_weights_that_change_between_the_steps_of_one_autocast_block_are_cast_an
     assert_same(*found)
 
 
-class OwnBias(nn.Module):
-    """A convolution whose bias is computed anew for each microbatch: memory that the next one may be given again."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(16, 4, 1))
-
-    def forward(self, hidden):
+def test_a_cast_is_not_taken_for_that_of_another_tensor_in_the_same_place():
+    def forward(self, hidden):  # a bias is memory that the next microbatch may be given again
         return nn.functional.conv1d(hidden, self.weight, hidden.detach().mean().expand(16).contiguous())
 
-
-def test_a_cast_is_not_taken_for_that_of_another_tensor_in_the_same_place():
-    pipe = ps.Pipeline(OwnBias(), lambda output, target: (output.float() - target).abs().mean(), "zb-h1", 6)
+    model = toy(forward, weight=nn.Parameter(torch.zeros(16, 4, 1)))
+    pipe = ps.Pipeline(model, lambda output, target: (output.float() - target).abs().mean(), "zb-h1", 6)
     inputs = torch.arange(6.0)[:, None, None].expand(6, 4, 3).contiguous()
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from models import toy
 from reference import assert_same, gradients
 from torch import Tensor, nn
 
@@ -32,13 +33,6 @@ def noisy_before(_: Any, inputs: tuple[Tensor]) -> Tensor:
     return inputs[0] + torch.rand_like(inputs[0])
 
 
-class Noise(nn.Module):
-    """A parametrization: the weight with noise on it."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + torch.rand_like(weight)
-
-
 def by_hook(layer: nn.Module) -> None:
     layer.register_forward_hook(noisy)
 
@@ -48,7 +42,7 @@ def by_hook_before(layer: nn.Module) -> None:
 
 
 def by_parametrization(layer: nn.Module) -> None:
-    nn.utils.parametrize.register_parametrization(layer, "weight", Noise())
+    nn.utils.parametrize.register_parametrization(layer, "weight", toy(lambda self, weight: weight + torch.rand_like(weight)))
 
 
 def by_a_forward_of_its_own(layer: nn.Module) -> None:
@@ -95,14 +89,11 @@ def test_what_a_loss_draws_differs_from_step_to_step_and_is_the_same_for_any_cut
     assert found[1:] == found[:1] * 2
 
 
-class Scaled(nn.Sequential):
-    """A Sequential with a forward of its own."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        return super().forward(value) * 2
-
-
 def test_a_stage_with_a_forward_of_its_own_runs_that() -> None:
+    class Scaled(nn.Sequential):
+        def forward(self, value: Tensor) -> Tensor:
+            return super().forward(value) * 2
+
     torch.manual_seed(1)
     stages = [Scaled(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))]
     pipe = ps.Pipeline(stages, nn.functional.mse_loss, one_rank(2), M, topology=ps.Topology())
@@ -149,25 +140,19 @@ def test_a_hook_of_the_whole_stage_draws_the_same_whatever_was_drawn_before_and_
     assert all(map(torch.equal, gradients_with_a_hook(recompute, 2), expected))
 
 
-class CallScaledLayer(nn.Module):
-    """Scales by how often it has run; its buffer is another tensor each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("runs", torch.ones(()))
-
-    def forward(self, value: Tensor) -> Tensor:
-        self.runs = self.runs + 1
-        return value.tanh() * self.runs
-
-
 @pytest.mark.parametrize("recompute", ["stage", "block"])
 def test_what_runs_again_begins_with_the_buffers_that_it_began_with_the_first_time(recompute: Any) -> None:
+    def scale_by_runs(self: Any, value: Tensor) -> Tensor:
+        self.runs = self.runs + 1  # another tensor each time
+        return value.tanh() * self.runs
+
     found = []
     for again in (None, recompute):
         torch.manual_seed(1)
+        counter = toy(scale_by_runs)
+        counter.register_buffer("runs", torch.ones(()))
         normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-        model = nn.Sequential(normed, CallScaledLayer(), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        model = nn.Sequential(normed, counter, nn.BatchNorm1d(4), nn.Linear(4, 4))
         pipe = ps.Pipeline(model, nn.functional.mse_loss, "gpipe", M, topology=ps.Topology(), recompute=again)
         batch = torch.randn(7, 4, generator=torch.Generator().manual_seed(2))
         for _ in range(2):
@@ -214,15 +199,9 @@ def test_what_runs_again_begins_with_the_attributes_that_it_began_with_the_first
         assert_same(grads, found[0][2])
 
 
-class Scaling(nn.Module):
-    """Changes its input in place, by a weight that needs it as it was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 2, 4))
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value.mul_(self.scale)
+def scales_in_place() -> nn.Module:
+    """Its weight needs the input as it was."""
+    return toy(lambda self, value: value.mul_(self.scale), scale=nn.Parameter(torch.linspace(0.5, 2, 4)))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", one_rank(2)])
@@ -231,8 +210,8 @@ def test_what_runs_again_begins_with_the_input_that_it_has_changed_in_place(sche
     found = []
     for again in (None, recompute):
         torch.manual_seed(1)
-        layers = [nn.Linear(4, 4), nn.SiLU(inplace=True), nn.Dropout(inplace=True), Scaling(), nn.Linear(4, 4)]
-        model = nn.Sequential(Scaling(), *layers)
+        layers = [nn.Linear(4, 4), nn.SiLU(inplace=True), nn.Dropout(inplace=True), scales_in_place(), nn.Linear(4, 4)]
+        model = nn.Sequential(scales_in_place(), *layers)
         cuts = ["3"] if isinstance(schedule, Schedule) else None
         pipe = ps.Pipeline(model, nn.functional.mse_loss, schedule, M, topology=ps.Topology(), cuts=cuts, recompute=again)
         losses = [pipe.step(torch.full((7, 4), 0.3), target=torch.ones(7, 4)) for _ in range(2)]
@@ -240,18 +219,13 @@ def test_what_runs_again_begins_with_the_input_that_it_has_changed_in_place(sche
     assert_same(found[1], found[0])
 
 
-class ChangedLater(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)
-
-    def forward(self, value: Tensor) -> Tensor:
+def test_an_input_that_others_have_changed_in_place_before_it_is_needed_again_is_an_error() -> None:
+    def forward(self: Any, value: Tensor) -> Tensor:
         value = value * 2
         return self.second(value.add_(self.first(value)))
 
-
-def test_an_input_that_others_have_changed_in_place_before_it_is_needed_again_is_an_error() -> None:
-    pipe = ps.Pipeline(ChangedLater(), nn.functional.mse_loss, "gpipe", M, topology=ps.Topology(), cuts=[], recompute="block")
+    model = toy(forward, first=nn.Sequential(nn.Linear(4, 4), nn.Tanh()), second=nn.Linear(4, 4))
+    pipe = ps.Pipeline(model, nn.functional.mse_loss, "gpipe", M, topology=ps.Topology(), cuts=[], recompute="block")
     words = r"the input \[3, 4\] of what recompute= runs again was modified by an inplace operation in it or after it"
     with pytest.raises(ps.StageError, match=words):
         pipe.step(torch.ones(7, 4), target=torch.ones(7, 4))

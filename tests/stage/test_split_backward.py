@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import attends, tied, toy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
@@ -23,33 +24,6 @@ from penstock.stage.stage import Stage
 CPU = torch.device("cpu")
 
 
-class Lambda(nn.Module):
-    """Parameters and a function of them: `Lambda(lambda self, x: x @ self.w, w=(3, 4))`."""
-
-    def __init__(self, function: Callable[..., Any], **shapes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.function = function
-        for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.randn(shape)))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, width: int, **options: Any) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, 2, batch_first=True, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
-
-
-class CrossAttention(SelfAttention):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x.flip(1), x.flip(1), need_weights=False)[0]
-
-
 class ThreeTimesTied(nn.Module):
     """One matrix used three times, twice as it is and once transposed, and its bias twice."""
 
@@ -60,16 +34,6 @@ class ThreeTimesTied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(torch.tanh(self.a(x))) @ self.a.weight
-
-
-class EmbeddingAndHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.embedding(tokens)))
 
 
 class Adapted(nn.Module):
@@ -84,6 +48,10 @@ class Adapted(nn.Module):
         if self.merged:
             return F.linear(x, self.base.weight + self.up.weight @ self.down.weight * 0.5, self.base.bias)
         return self.base(x) + self.up(self.down(x)) * 0.5
+
+
+def turned(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.flip(1), x.flip(1)
 
 
 def parametrized() -> nn.Module:
@@ -128,17 +96,17 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(True), nn.Linear(8, 6, bias=False), nn.ReLU(True)),
         lambda: rows(3, 4, 6)),
     "linear in place, in part": (
-        lambda: Lambda(lambda self, x: added(F.linear(x, self.w, self.b), x), w=(6, 6), b=(6,)),
+        lambda: toy(lambda self, x: added(F.linear(x, self.w, self.b), x), w=(6, 6), b=(6,)),
         lambda: rows(3, 4, 6)),
     "linear in place, bias frozen": (lambda: nn.Sequential(frozen_bias(), nn.ReLU(True)), lambda: rows(3, 4, 6)),
-    "x @ w in place": (lambda: Lambda(lambda self, x: (x @ self.w).add_(x), w=(6, 6)), lambda: rows(3, 4, 6)),
-    "embedding in place": (lambda: Lambda(lambda self, x: F.embedding(x, self.w).mul_(2), w=(7, 6)), lambda: tokens(3, 4)),
+    "x @ w in place": (lambda: toy(lambda self, x: (x @ self.w).add_(x), w=(6, 6)), lambda: rows(3, 4, 6)),
+    "embedding in place": (lambda: toy(lambda self, x: F.embedding(x, self.w).mul_(2), w=(7, 6)), lambda: tokens(3, 4)),
     "conv1d in place": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3), nn.ReLU(True)), lambda: rows(3, 4, 8)),
     "wide mlp": (lambda: nn.Sequential(nn.Linear(300, 400), nn.GELU(), nn.Linear(400, 300)), lambda: rows(33, 300)),
     "linear of one row": (lambda: nn.Linear(6, 5), lambda: rows(1, 6)),
     "linear to one feature": (lambda: nn.Linear(6, 1), lambda: rows(7, 6)),
     "linear from one feature": (lambda: nn.Linear(1, 6), lambda: rows(7, 1)),
-    "linear of a vector": (lambda: Lambda(lambda self, x: F.linear(x[0], self.w), w=(5, 6)), lambda: rows(7, 6)),
+    "linear of a vector": (lambda: toy(lambda self, x: F.linear(x[0], self.w), w=(5, 6)), lambda: rows(7, 6)),
     "linear in 3 dimensions": (lambda: nn.Linear(6, 5), lambda: rows(3, 4, 6)),
     "linear in 3 dimensions without bias": (lambda: nn.Linear(6, 5, bias=False), lambda: rows(3, 4, 6)),
     "linear in 4 dimensions": (lambda: nn.Linear(6, 5), lambda: rows(3, 2, 4, 6)),
@@ -148,41 +116,41 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.Linear(60, 50, bias=False),
         lambda: rows(4, 33, 60).transpose(0, 1)),
     "linear of transposed features": (lambda: nn.Linear(40, 50), lambda: rows(3, 40, 30).transpose(1, 2)),
-    "x @ w": (lambda: Lambda(lambda self, x: x @ self.w + self.b, w=(6, 5), b=(5,)), lambda: rows(7, 6)),
-    "x @ w in 3 dimensions": (lambda: Lambda(lambda self, x: torch.matmul(x, self.w), w=(6, 5)), lambda: rows(3, 4, 6)),
+    "x @ w": (lambda: toy(lambda self, x: x @ self.w + self.b, w=(6, 5), b=(5,)), lambda: rows(7, 6)),
+    "x @ w in 3 dimensions": (lambda: toy(lambda self, x: torch.matmul(x, self.w), w=(6, 5)), lambda: rows(3, 4, 6)),
     "x @ w of a transposed batch": (
-        lambda: Lambda(lambda self, x: x @ self.w, w=(60, 50)),
+        lambda: toy(lambda self, x: x @ self.w, w=(60, 50)),
         lambda: rows(4, 33, 60).transpose(0, 1)),
-    "x @ w.t()": (lambda: Lambda(lambda self, x: x @ self.w.t(), w=(50, 60)), lambda: rows(33, 60)),
-    "x @ w.T": (lambda: Lambda(lambda self, x: x @ self.w.T, w=(50, 60)), lambda: rows(33, 60)),
-    "x @ w.mT": (lambda: Lambda(lambda self, x: x @ self.w.mT, w=(50, 60)), lambda: rows(2, 33, 60)),
-    "w @ x": (lambda: Lambda(lambda self, x: self.w @ x, w=(5, 7)), lambda: rows(7, 6)),
-    "addmm": (lambda: Lambda(lambda self, x: torch.addmm(self.b, x, self.w), b=(5,), w=(6, 5)), lambda: rows(7, 6)),
+    "x @ w.t()": (lambda: toy(lambda self, x: x @ self.w.t(), w=(50, 60)), lambda: rows(33, 60)),
+    "x @ w.T": (lambda: toy(lambda self, x: x @ self.w.T, w=(50, 60)), lambda: rows(33, 60)),
+    "x @ w.mT": (lambda: toy(lambda self, x: x @ self.w.mT, w=(50, 60)), lambda: rows(2, 33, 60)),
+    "w @ x": (lambda: toy(lambda self, x: self.w @ x, w=(5, 7)), lambda: rows(7, 6)),
+    "addmm": (lambda: toy(lambda self, x: torch.addmm(self.b, x, self.w), b=(5,), w=(6, 5)), lambda: rows(7, 6)),
     "addmm, scaled": (
-        lambda: Lambda(lambda self, x: torch.addmm(self.b, x, self.w, beta=2), b=(5,), w=(6, 5)),
+        lambda: toy(lambda self, x: torch.addmm(self.b, x, self.w, beta=2), b=(5,), w=(6, 5)),
         lambda: rows(7, 6)),
-    "einsum": (lambda: Lambda(lambda self, x: torch.einsum("ij,jk->ik", x, self.w), w=(6, 5)), lambda: rows(7, 6)),
-    "bias from activations": (lambda: Lambda(lambda self, x: F.linear(x, self.w, x.sum(0)), w=(6, 6)), lambda: rows(7, 6)),
-    "bias cut": (lambda: Lambda(lambda self, x: F.linear(x, self.w, self.b[:6]), w=(6, 6), b=(8,)), lambda: rows(7, 6)),
-    "bias scaled": (lambda: Lambda(lambda self, x: F.linear(x, self.w, self.b * 2), w=(5, 6), b=(5,)), lambda: rows(3, 4, 6)),
+    "einsum": (lambda: toy(lambda self, x: torch.einsum("ij,jk->ik", x, self.w), w=(6, 5)), lambda: rows(7, 6)),
+    "bias from activations": (lambda: toy(lambda self, x: F.linear(x, self.w, x.sum(0)), w=(6, 6)), lambda: rows(7, 6)),
+    "bias cut": (lambda: toy(lambda self, x: F.linear(x, self.w, self.b[:6]), w=(6, 6), b=(8,)), lambda: rows(7, 6)),
+    "bias scaled": (lambda: toy(lambda self, x: F.linear(x, self.w, self.b * 2), w=(5, 6), b=(5,)), lambda: rows(3, 4, 6)),
     "bias used three times": (
-        lambda: Lambda(lambda self, x: F.linear(F.linear(x, self.w, self.b).relu(), self.w, self.b) + self.b, w=(6, 6), b=(6,)),
+        lambda: toy(lambda self, x: F.linear(F.linear(x, self.w, self.b).relu(), self.w, self.b) + self.b, w=(6, 6), b=(6,)),
         lambda: rows(3, 4, 6)),
     "bias a matrix": (
-        lambda: Lambda(lambda self, x: torch.addmm(self.b.t(), x, self.w), w=(6, 5), b=(5, 7)),
+        lambda: toy(lambda self, x: torch.addmm(self.b.t(), x, self.w), w=(6, 5), b=(5, 7)),
         lambda: rows(7, 6)),
-    "weight from activations": (lambda: Lambda(lambda self, x: F.linear(x @ self.w, x.t() @ x), w=(6, 6)), lambda: rows(7, 6)),
-    "weight cut and scaled": (lambda: Lambda(lambda self, x: F.linear(x, self.w[:4] * 2), w=(6, 6)), lambda: rows(7, 6)),
-    "weight only": (lambda: Lambda(lambda self, x: self.w @ self.v + x.mean(), w=(6, 6), v=(6, 6)), lambda: rows(7, 6)),
-    "no input": (lambda: Lambda(lambda self, x: self.w * 1, w=(6, 6)), lambda: rows(7, 6)),
+    "weight from activations": (lambda: toy(lambda self, x: F.linear(x @ self.w, x.t() @ x), w=(6, 6)), lambda: rows(7, 6)),
+    "weight cut and scaled": (lambda: toy(lambda self, x: F.linear(x, self.w[:4] * 2), w=(6, 6)), lambda: rows(7, 6)),
+    "weight only": (lambda: toy(lambda self, x: self.w @ self.v + x.mean(), w=(6, 6), v=(6, 6)), lambda: rows(7, 6)),
+    "no input": (lambda: toy(lambda self, x: self.w * 1, w=(6, 6)), lambda: rows(7, 6)),
     "embedding": (lambda: nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5)), lambda: tokens(3, 4)),
     "embedding, padded": (lambda: nn.Embedding(7, 6, padding_idx=-2), lambda: tokens(3, 9)),
     "embedding, by frequency": (lambda: nn.Embedding(7, 6, scale_grad_by_freq=True), lambda: tokens(3, 9)),
     "embedding, renormalized": (lambda: nn.Embedding(7, 6, max_norm=0.5), lambda: tokens(3, 9)),
     "embedding of one index": (
-        lambda: Lambda(lambda self, x: x @ self.v + F.embedding(torch.tensor(1), self.w), v=(6, 6), w=(3, 6)),
+        lambda: toy(lambda self, x: x @ self.v + F.embedding(torch.tensor(1), self.w), v=(6, 6), w=(3, 6)),
         lambda: rows(7, 6)),
-    "embedding = head": (EmbeddingAndHead, lambda: tokens(3, 4)),
+    "embedding = head": (lambda: tied(7, 6), lambda: tokens(3, 4)),
     "conv1d": (
         lambda: nn.Sequential(nn.Conv1d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv1d(6, 4, 2, stride=2)),
         lambda: rows(3, 4, 8)),
@@ -202,28 +170,28 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: rows(7, 6)),
     "norm of a matrix": (lambda: nn.LayerNorm((4, 6)), lambda: rows(3, 4, 6)),
     "transformer": (lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), lambda: rows(3, 4, 6)),
-    "self attention": (lambda: SelfAttention(6), lambda: rows(3, 4, 6)),
-    "cross attention": (lambda: CrossAttention(6), lambda: rows(3, 4, 6)),
-    "attention of other widths": (lambda: CrossAttention(6, kdim=6, vdim=6, bias=False), lambda: rows(3, 4, 6)),
-    "lstm": (lambda: Lambda(lambda self, x: self.lstm(x)[0]), lambda: rows(3, 4, 6)),
-    "bilinear": (lambda: Lambda(lambda self, x: F.bilinear(x, x, self.w), w=(5, 6, 6)), lambda: rows(7, 6)),
+    "self attention": (lambda: attends(6), lambda: rows(3, 4, 6)),
+    "cross attention": (lambda: attends(6, turned), lambda: rows(3, 4, 6)),
+    "attention of other widths": (lambda: attends(6, turned, kdim=6, vdim=6, bias=False), lambda: rows(3, 4, 6)),
+    "lstm": (lambda: toy(lambda self, x: self.lstm(x)[0]), lambda: rows(3, 4, 6)),
+    "bilinear": (lambda: toy(lambda self, x: F.bilinear(x, x, self.w), w=(5, 6, 6)), lambda: rows(7, 6)),
     "tied": (ThreeTimesTied, lambda: rows(7, 6)),
     "weight norm": (parametrized, lambda: rows(7, 6)),
     "partly frozen": (partly_frozen, lambda: rows(7, 6)),
     "adapter": (Adapted, lambda: rows(3, 4, 6)),
     "adapter, merged": (lambda: Adapted(True), lambda: rows(3, 4, 6)),
     "several outputs": (
-        lambda: Lambda(lambda self, x: (x @ self.w, {"b": x @ self.v, "n": None}), w=(6, 5), v=(6, 4)),
+        lambda: toy(lambda self, x: (x @ self.w, {"b": x @ self.v, "n": None}), w=(6, 5), v=(6, 4)),
         lambda: rows(7, 6)),
-    "unused parameter": (lambda: Lambda(lambda self, x: x @ self.w, w=(6, 5), unused=(3, 3)), lambda: rows(7, 6)),
+    "unused parameter": (lambda: toy(lambda self, x: x @ self.w, w=(6, 5), unused=(3, 3)), lambda: rows(7, 6)),
     "complex": (
         lambda: nn.Sequential(
-            Lambda(lambda self, x: torch.complex(x, x.sin())),
+            toy(lambda self, x: torch.complex(x, x.sin())),
             nn.Linear(6, 5, dtype=torch.complex64),
             nn.Conv1d(5, 4, 1, dtype=torch.complex64)),
         lambda: rows(5, 6)),
     "torch.func": (
-        lambda: Lambda(
+        lambda: toy(
             lambda self, x: torch.func.grad(lambda y: torch.tanh(y @ self.w).sum())(x) + torch.vmap(lambda y: y @ self.v)(x),
             w=(6, 6), v=(6, 6)),
         lambda: rows(3, 4, 6)),
@@ -473,7 +441,7 @@ def test_an_input_changed_in_place_is_an_error_as_in_a_full_backward() -> None:
         hidden.add_(1)
         return output
 
-    stage = split_stage(Lambda(spoil, w=(5, 6)))
+    stage = split_stage(toy(spoil, w=(5, 6)))
     output = stage.forward(0, [batch(7, 6)], split_backward=True)
     stage.backward(0, [torch.ones_like(output)])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -486,7 +454,7 @@ def test_a_forward_that_differentiates_inside_is_refused_since_the_weights_part_
         energy = torch.tanh(x @ self.w).sum()
         return x + torch.autograd.grad(energy, x, create_graph=create_graph)[0]
 
-    stage = split_stage(Lambda(force, w=(6, 6)))
+    stage = split_stage(toy(force, w=(6, 6)))
     output = stage.forward(0, [batch(7, 6)], split_backward=True)
     with pytest.raises(ps.StageError, match=r"differentiates inside .*: use a schedule without I and W, '1f1b' for instance"):
         stage.backward(0, [torch.ones_like(output)])
@@ -570,7 +538,7 @@ def test_a_weight_kept_from_one_microbatch_to_the_next_loses_nothing() -> None:
     sums = []
     for split in (True, False):
         torch.manual_seed(4)
-        module = Lambda(cached, w=(5, 6)).double()
+        module = toy(cached, w=(5, 6)).double()
         stage = split_stage(module)
         values = [torch.randn(7, 6).double() for _ in range(3)]
         for m, value in enumerate(values):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from models import toy
 from reference import accumulate, assert_same, data, gradients, merged, same
 from torch import nn
 
@@ -63,40 +64,23 @@ class ToDict(nn.Module):
         }  # fmt: skip
 
 
-class ToTuple(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.embedding = nn.Linear(12, 12), nn.Embedding(4, 12)
-
-    def forward(self, turned, ids, nothing, factor, mask, scalar, unused, half):
+def structured():
+    def to_tuple(self, turned, ids, nothing, factor, mask, scalar, unused, half):
         assert nothing is None
         assert mask.dtype == torch.bool
         hidden = self.linear(turned.t() * factor) + self.embedding(ids) * mask[:, None] + half.float()
         return hidden[:, ::2], HiddenAndScale(hidden.tanh(), scalar)
 
-
-class FromTuple(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 3)
-        self.only_parameters = nn.Parameter(torch.ones(3))
-
-    def forward(self, every_other, pair):
+    def from_tuple(self, every_other, pair):
         return [self.linear(every_other) + pair.hidden[:, :3] * pair.scale, self.only_parameters * 2]
 
-
-class Sum(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, parts):
+    def add(self, parts):
         return self.linear(parts[0]) + parts[1]
 
-
-def structured():
     torch.manual_seed(1)
-    return [ToDict(), ToTuple(), FromTuple(), Sum()]
+    second = toy(to_tuple, linear=nn.Linear(12, 12), embedding=nn.Embedding(4, 12))
+    third = toy(from_tuple, linear=nn.Linear(6, 3), only_parameters=nn.Parameter(torch.ones(3)))
+    return [ToDict(), second, third, toy(add, linear=nn.Linear(3, 3))]
 
 
 def nested_batch(rows):
@@ -176,39 +160,21 @@ class Known(Unknown):
 torch.export.register_dataclass(Known)
 
 
-class WrappedOutput(nn.Module):
-    """Gives its output in an object of another kind."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.linear, self.kind = nn.Linear(12, 12), kind
-
-    def forward(self, *, inputs):
-        return self.kind(hidden=self.linear(inputs))
+def gives(kind: Any) -> nn.Module:
+    """Gives its output in an object of this kind."""
+    return toy(lambda self, *, inputs: kind(hidden=self.linear(inputs)), linear=nn.Linear(12, 12))
 
 
-class OfKeyword(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(12, 3)
-
-    def forward(self, *, hidden):
-        return self.linear(hidden)
-
-
-class OfKeywords(OfKeyword):
-    def forward(self, **values):
-        return self.linear(values["hidden"])
+TAKES = {
+    "a keyword": lambda self, *, hidden: self.linear(hidden),
+    "any keyword": lambda self, **values: self.linear(values["hidden"]),
+    "a keyword of the batch": lambda self, hidden, *, factor: self.linear(hidden) * factor,
+    "an object": lambda self, value: self.linear(value.hidden),
+}
 
 
-class OfKeywordsAndFactor(OfKeyword):
-    def forward(self, hidden, *, factor):
-        return self.linear(hidden) * factor
-
-
-class OfObject(OfKeyword):
-    def forward(self, value):
-        return self.linear(value.hidden)
+def takes(what: str) -> nn.Module:
+    return toy(TAKES[what], linear=nn.Linear(12, 3))
 
 
 class DictOutput(dict):
@@ -225,21 +191,21 @@ torch.utils._pytree.register_pytree_node(DictOutput, lambda own: ([own["hidden"]
 @pytest.mark.parametrize(
     ("kind", "second", "keywords"),
     [
-        (dict, OfKeyword, {}),
-        (dict, OfKeywords, {}),
-        (DictOutput, OfKeyword, {}),
-        (DictOutput, OfKeywordsAndFactor, {"factor": torch.arange(7.0)[:, None]}),
-        (Known, OfObject, {}),
+        (dict, "a keyword", {}),
+        (dict, "any keyword", {}),
+        (DictOutput, "a keyword", {}),
+        (DictOutput, "a keyword of the batch", {"factor": torch.arange(7.0)[:, None]}),
+        (Known, "an object", {}),
     ],
 )
 def test_forwards_may_take_keywords_only_and_give_objects_that_torch_takes_apart(kind, second, keywords, recompute):
     torch.manual_seed(2)
-    stages = [WrappedOutput(kind), second()]
+    stages = [gives(kind), takes(second)]
     inputs, target = data("mlp", 7)
     for rows in torch.arange(7).tensor_split(2):
         made = stages[0](inputs=inputs[rows])
         own = {name: value[rows] for name, value in keywords.items()}
-        output = stages[1](made) if second is OfObject else stages[1](**made, **own)
+        output = stages[1](made) if second == "an object" else stages[1](**made, **own)
         nn.functional.cross_entropy(output, target[rows]).backward(torch.tensor(len(rows) / 7))
     expected = [gradients(stage.named_parameters()) for stage in stages]
     for stage in stages:
@@ -252,7 +218,7 @@ def test_forwards_may_take_keywords_only_and_give_objects_that_torch_takes_apart
 
 
 def test_an_object_that_torch_cannot_take_apart_is_refused_since_its_tensors_would_get_no_gradient():
-    pipe = ps.Pipeline([WrappedOutput(Unknown), OfObject()], nn.functional.cross_entropy, "zb-v", 2, topology=ps.Topology())
+    pipe = ps.Pipeline([gives(Unknown), takes("an object")], nn.functional.cross_entropy, "zb-v", 2, topology=ps.Topology())
     inputs, target = data("mlp", 7)
     with pytest.raises(MismatchError, match=r"class Unknown.* or call torch.export.register_dataclass\(Unknown\)"):
         pipe.step(inputs=inputs, target=target)
@@ -466,20 +432,11 @@ def test_a_loss_that_is_no_scalar_is_refused_with_its_shape():
         pipe.step(torch.ones(4, 12), target=torch.zeros(4).long())
 
 
-class Placed(nn.Module):
-    """A view of the gradient of what it adds is that of what it adds it to."""
-
-    def __init__(self):
-        super().__init__()
-        self.places = nn.Parameter(torch.zeros(4, 6))
-
-    def forward(self, hidden):
-        return torch.tanh(hidden + self.places.unsqueeze(0))
-
-
 @pytest.mark.parametrize("split", [False, True])
 def test_what_a_microbatch_gives_back_is_not_changed_by_the_next_one(split):
-    stage = Stage(1, Placed(), torch.device("cpu"))
+    """A view of the gradient of what a layer adds is that of what it adds it to."""
+    adds_places = toy(lambda self, hidden: torch.tanh(hidden + self.places.unsqueeze(0)), places=(4, 6))
+    stage = Stage(1, adds_places, torch.device("cpu"))
     stage.begin_step()
     given = []
     for microbatch in range(2):
@@ -491,19 +448,11 @@ def test_what_a_microbatch_gives_back_is_not_changed_by_the_next_one(split):
     assert all(torch.equal(gradient, before) for gradient, before in given)
 
 
-class Crossed(nn.Module):
-    """What the weight of the product is owed is the gradient of all three terms."""
-
-    def __init__(self):
-        super().__init__()
-        self.places, self.linear = nn.Parameter(torch.zeros(64, 64)), nn.Linear(64, 64)
-
-    def forward(self, hidden):
+def test_what_a_weight_is_owed_is_not_changed_by_a_sum_that_begins_with_a_view_of_it():
+    def forward(self, hidden):  # the weight of the product is owed the gradient of all three terms
         return torch.tanh(hidden + self.places.unsqueeze(0) + self.linear(hidden))
 
-
-def test_what_a_weight_is_owed_is_not_changed_by_a_sum_that_begins_with_a_view_of_it():
-    module = Crossed()
+    module = toy(forward, places=nn.Parameter(torch.zeros(64, 64)), linear=nn.Linear(64, 64))
     stage, alone = Stage(1, module, torch.device("cpu"), in_order=True), copy.deepcopy(module)
     batch = torch.randn(3, 1, 64, 64)
     for value in batch:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from batched_launch import together
-from models import CASES, RepeatedBlockModel, TiedModel, accumulate, token_batch
+from models import CASES, RepeatedBlockModel, TiedModel, accumulate, tied, token_batch
 from reference import assert_same, merged
 from torch import nn
 
@@ -54,35 +54,19 @@ def test_groups_made_by_names_have_the_bits_of_one_process_on_all_owners(run):
     assert_same(merged([state for _, state, _ in everyone]), dict(model.state_dict()))
     uncut = [name for name, _ in model.named_parameters()]
     assert {name for names, *_ in everyone for name in names} == {*uncut}
-    for names, _, tied in everyone:
-        assert {*tied} == {name for name in uncut if name in everyone[0][0] and name in everyone[1][0]} <= {*names}
-        assert list(tied.values()) == [[0, 1]] * len(tied)
+    for names, _, owners in everyone:
+        assert {*owners} == {name for name in uncut if name in everyone[0][0] and name in everyone[1][0]} <= {*names}
+        assert list(owners.values()) == [[0, 1]] * len(owners)
 
 
-class FirstName(nn.Module):
-    """The weight is the embedding's first."""
-
-    def __init__(self, order=("token", "head")):
-        super().__init__()
-        torch.manual_seed(3)
-        parts = {"token": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)}
-        parts["head"].weight = parts["token"].weight
-        for name in order:
-            self.add_module(name, parts[name])
-
-    def forward(self, tokens):
-        return self.head(self.token(tokens).tanh())
-
-
-class SecondName(FirstName):
-    """It is the head's first."""
-
-    def __init__(self):
-        super().__init__(("head", "token"))
+def named_by(first):
+    """The weight is its `first` owner's."""
+    torch.manual_seed(3)
+    return tied(6, 4, first)
 
 
 def rank_names():
-    pipe = ps.Pipeline(SecondName(), nn.functional.cross_entropy, "1f1b", M, cuts=["head"])
+    pipe = ps.Pipeline(named_by("head"), nn.functional.cross_entropy, "1f1b", M, cuts=["head"])
     stages = [nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3))]
     stages[1][0].weight = stages[0][0].weight
     listed = ps.Pipeline(stages, nn.functional.mse_loss, "1f1b", M)
@@ -288,7 +272,7 @@ def test_a_tied_weight_in_another_group_on_another_rank_is_not_saved(tmp_path):
 
 
 def rank_resumes(folder):
-    model = SecondName()
+    model = named_by("head")
     pipe = ps.Pipeline(model, nn.functional.cross_entropy, "1f1b", M, cuts=["head"])
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
     checkpoint.resume(folder, pipe, optimizer)
@@ -300,7 +284,7 @@ def rank_resumes(folder):
 
 def test_a_checkpoint_that_keeps_it_under_another_of_its_names_is_resumed_with_the_optimizers_state(tmp_path):
     tokens, target, states = torch.arange(6), torch.arange(6).flip(0), []
-    pipe = ps.Pipeline(FirstName(), nn.functional.cross_entropy, "gpipe", M, cuts=[])
+    pipe = ps.Pipeline(named_by("token"), nn.functional.cross_entropy, "gpipe", M, cuts=[])
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
     for step in range(2):
         pipe.step(tokens, target=target)

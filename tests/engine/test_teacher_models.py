@@ -148,9 +148,13 @@ CASES = tuple(
 )
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = CASES[0], CASES[3]
+SLOW = tuple(case for case in CASES if case not in QUICK)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_a_teacher_of_any_kind_gives_the_bits_of_one_process(case: tuple[Any, ...]) -> None:
-    results, expected = together(rank_distils, 2, CASES)[case], reference(case[0])
+    results, expected = together(rank_distils, 2, QUICK if case in QUICK else SLOW)[case], reference(case[0])
     for result in results:
         assert all(map(torch.equal, result["losses"], expected["losses"]))
     assert_same(merged([result["gradients"] for result in results]), expected["gradients"])

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from slow_cases import slow_except
 
 pytestmark = [pytest.mark.ranks, pytest.mark.fresh]
 
@@ -56,8 +57,7 @@ PRINTED = "True True True 1 2\nof rank 1 | True\n"
 PROGRAM = DEFINED + LAUNCHED
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["python -c", "standard input", "ipython"])
+@pytest.mark.parametrize("how", slow_except(["python -c"], ["python -c", "standard input", "ipython"]))
 def test_ranks_run_what_was_typed(how, tmp_path):
     if how == "ipython":
         pytest.importorskip("IPython")
@@ -77,6 +77,7 @@ def guarded():
 """
 
 
+@pytest.mark.slow
 def test_a_notebook_launches_ranks_and_shows_their_errors_with_the_lines_of_the_cell(tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

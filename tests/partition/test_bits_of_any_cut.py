@@ -296,7 +296,7 @@ def rank_keywords(schedule):
     return losses, gradients(pipe.named_parameters()), message
 
 
-@pytest.mark.parametrize(("ranks", "schedule"), [(4, "1f1b"), (2, "zb-v"), (2, "interleaved-1f1b")])
+@pytest.mark.parametrize(("ranks", "schedule"), slow_except([(2, "zb-v")], [(4, "1f1b"), (2, "zb-v"), (2, "interleaved-1f1b")]))
 def test_keywords_reach_every_stage_of_a_list_that_takes_them(ranks, schedule):
     stages = stages_with_keywords()
     hidden, target, losses = torch.linspace(-1, 1, 42).view(7, 6), torch.ones(7, 6), []

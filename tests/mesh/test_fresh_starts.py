@@ -244,7 +244,8 @@ def test_penstock_train_runs_on_a_folder_of_ones_own_text(started: Any) -> None:
     assert "timeline.html for a browser" in first
     (run,) = (started[1] / "own").iterdir()
     assert "1f1b, 2 ranks, 2 stages, 4 microbatches: " in (run / "report.txt").read_text()  # where the time went
-    assert [path.name for path in sorted(run.iterdir())] == [
+    files = sorted(path.name for path in run.iterdir() if path.name != "better_plan.json")  # if the times of the run gave one
+    assert files == [
         ".writer",
         "costs.json",
         "digests.jsonl",

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, zip_longest
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from penstock.batch.pieces import Piece, Shape, loss_shares, rows_dim_hint, token_lengths
 from penstock.comms.control_group import MAX_ROW_BYTES, ControlGroup
@@ -164,13 +164,14 @@ class Agreement:
 
     def _descriptions_of_ranks(self, local: LocalDescription, hashes: Sequence[Hashes], purpose: str) -> list[Description]:
         """Return every rank's description: those that came with the rows, and those that are known."""
-        known = self._descriptions
-        values = [b"" if key in known[rank] else self.control.value_in_row(rank) for rank, key in enumerate(hashes)]
-        if all(value or key in known[rank] for rank, (value, key) in enumerate(zip(values, hashes, strict=True))):
-            descriptions = [decompress(value) if value else known[rank][hashes[rank]] for rank, value in enumerate(values)]
-        else:
-            descriptions = self.control.all_gather_value(local.describe(), purpose)
-        return [known[rank].add(hashes[rank], description) for rank, description in enumerate(descriptions)]
+        known = list(zip(self._descriptions, hashes, strict=True))
+        found: list[Any] = [descriptions.get(key) for descriptions, key in known]
+        for rank, description in enumerate(found):
+            if description is None and (value := self.control.value_in_row(rank)):
+                found[rank] = decompress(value)
+        if None in found:  # it did not fit into its row
+            found = self.control.all_gather_value(local.describe(), purpose)
+        return [descriptions.add(key, description) for (descriptions, key), description in zip(known, found, strict=True)]
 
     def remember(self, agreed: Agreed) -> None:
         """Remember the kind of a step that has ended. All ranks forget the same kinds, the oldest first."""

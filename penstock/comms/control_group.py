@@ -30,7 +30,7 @@ import torch
 
 from penstock import torch_private
 from penstock.comms.abort import abort_group
-from penstock.comms.encoding import all_gather_encoded, compress, decompress, encode, tensor_bytes
+from penstock.comms.encoding import all_gather_encoded, compress, decompress, encode, tensor_bytes, tensor_of_bytes
 from penstock.comms.process_groups import ProcessGroups, call_unprofiled
 from penstock.comms.status import explain_failure, publish, status_of_error
 from penstock.comms.system import explain_error
@@ -216,7 +216,7 @@ class ControlGroup:
         # A longer message would end the process that receives it.
         assert len(row) <= MAX_ROW_NUMBERS
         assert len(value) <= MAX_ROW_BYTES
-        message = torch.frombuffer(bytearray(_row_format(len(row)).pack(*self._row, value)), dtype=torch.float64)
+        message = tensor_of_bytes(_row_format(len(row)).pack(*self._row, value)).view(torch.float64)
         last_sent, self._pending_sends = self._pending_sends, []
         for number, peer in enumerate(self._peers):
             with convert_errors(f"for rank {peer} {purpose}", peer):
@@ -286,7 +286,7 @@ class ControlGroup:
         if all(values):
             return list(map(decompress, values))
 
-        tensor = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        tensor = tensor_of_bytes(encoded)
         with convert_errors(f"for the other ranks {purpose}"):
             return all_gather_encoded(tensor, sizes, lambda rows, row: self._group.allgather([rows], [row]).wait())
 

@@ -107,14 +107,9 @@ def decompress(data: bytes) -> Any:
     return decode(encoded)
 
 
-def encode_to_tensor(value: Any) -> Tensor:
-    """Return `encode(value)` as a uint8 tensor on the CPU."""
-    return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
-
-
 def all_gather_values(value: Any, device: torch.device) -> list[Any]:
     """Return every rank's `value`, by rank, gathered over torch's default group. `device`: where its backend takes tensors."""
-    encoded = encode_to_tensor(value).to(device)
+    encoded = tensor_of_bytes(encode(value)).to(device)
     sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([encoded.numel()], device=device))
     return all_gather_encoded(encoded, list(map(int, sizes)), dist.all_gather)
@@ -125,7 +120,7 @@ def all_gather_encoded(
 ) -> list[Any]:
     """Return every rank's value, by rank.
 
-    `encoded`: this rank's value, from `encode_to_tensor`. `sizes`: of all ranks' encoded values, in bytes.
+    `encoded`: the bytes of this rank's value, from `encode`. `sizes`: of all ranks' encoded values, in bytes.
     `all_gather`: torch's, or a function with the same arguments.
     """
     padded = encoded.new_zeros(max(map(check_announced_size, sizes)))
@@ -155,6 +150,11 @@ def sample_bytes(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():  # the common case, in a quarter of the time
         return tensor.as_strided((-(-tensor.numel() // step),), (step,)).clone().view(torch.uint8)
     return view_as_bytes(tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device)))
+
+
+def tensor_of_bytes(data: bytes) -> Tensor:
+    """Return a copy of `data`, which is not empty, as a uint8 tensor on the CPU."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

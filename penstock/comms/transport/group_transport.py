@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from penstock.comms.abort import abort_backend
-from penstock.comms.encoding import check_announced_size, view_as_bytes
+from penstock.comms.encoding import check_announced_size, tensor_of_bytes, view_as_bytes
 from penstock.comms.process_groups import DESTINATION_RANK, SOURCE_RANK, call_unprofiled
 from penstock.comms.topology import CPU
 from penstock.comms.transport import message_spec
@@ -78,12 +78,12 @@ class GroupSender:
         """Return what to send into the receives of an expected message, whose first bytes become `head`."""
         first, *others = parts
         if self._has_heads:
-            self.pending.send(self._description_group, _bytes_tensor(head.ljust(HEAD_BYTES, b"\0")), "head", HEADS)
+            self.pending.send(self._description_group, tensor_of_bytes(head.ljust(HEAD_BYTES, b"\0")), "head", HEADS)
             return [first, *others]
         if first.numel() < HEAD_BYTES:
             first = torch.cat([first, first.new_zeros(HEAD_BYTES - first.numel())])
         if head:
-            first[:HEAD_BYTES] = _bytes_tensor(head)
+            first[:HEAD_BYTES] = tensor_of_bytes(head)
         return [first, *others]
 
     def _send_description(self, spec: MessageSpec) -> None:
@@ -194,10 +194,6 @@ class GroupReceiver:
 
     def _receive(self, data: Tensor) -> None:
         self._description_group.recv([data], SOURCE_RANK, DESCRIPTIONS).wait()
-
-
-def _bytes_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _is_replaced(data: Tensor) -> bool:

@@ -141,9 +141,8 @@ class BlockViews:
 
         count, offset = max(1, spec.bytes // spec.dtype.itemsize), start + HEADER_BYTES
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            view = torch.frombuffer(self._memory, dtype=spec.dtype, count=count, offset=offset).as_strided(
-                spec.shape, spec.stride
-            )
+            elements = torch.frombuffer(self._memory, dtype=spec.dtype, count=count, offset=offset)
+            view = elements.as_strided(spec.shape, spec.stride)
         self._last_view[start] = spec, view
         return view
 

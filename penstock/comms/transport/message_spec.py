@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.comms.encoding import DTYPES, class_error, decode, encode_to_tensor, tensor_bytes
+from penstock.comms.encoding import DTYPES, class_error, decode, encode, tensor_bytes, tensor_of_bytes
 from penstock.errors import MismatchError, warn_user
 from penstock.python_objects import is_of_framework
 from penstock.torch_private import TreeSpec
@@ -176,10 +176,10 @@ def pack_spec(spec: MessageSpec) -> Tensor:
     """
     if spec.tree.is_leaf() and isinstance(spec.leaves[0], TensorSpec):
         shape, stride, dtype, requires_grad, _ = spec.leaves[0]
-        return torch.frombuffer(bytearray(json.dumps([shape, stride, str(dtype), requires_grad]).encode()), dtype=torch.uint8)
+        return tensor_of_bytes(json.dumps([shape, stride, str(dtype), requires_grad]).encode())
     example = unflatten(range(len(spec.leaves)), spec.tree)
     leaves = [leaf if isinstance(leaf, TensorSpec) else [leaf.value] for leaf in spec.leaves]
-    return encode_to_tensor((example, leaves))
+    return tensor_of_bytes(encode((example, leaves)))
 
 
 def unpack_spec(data: Tensor) -> MessageSpec:

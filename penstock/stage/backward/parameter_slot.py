@@ -37,12 +37,12 @@ class ParameterReader:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._slots: list[ParameterSlot] = []  # they keep the objects alive whose ids are in `_ids`
-        self._ids: list[int] | None = None  # of the dicts that have parameters, and of what these have
+        self._ids: list[Any] | None = None  # of the dicts that have parameters, and of what these have, with its keys
 
     def read(self) -> Sequence[ParameterSlot]:
         """Return a slot for each parameter: those of the last call if the same parameters are in the same places."""
         registries = parameter_registries(self._module)
-        ids = [id(item) for registry in registries for item in (registry, *registry.values())]
+        ids = [item for registry in registries for item in (id(registry), *registry, *map(id, registry.values()))]
         if ids != self._ids:
             self._slots, self._ids = list_parameters_with_places(self._module), ids
         return self._slots

@@ -112,7 +112,7 @@ CASES: dict[str, tuple[list[Batch], bool]] = {
     "equal microbatches, one step": ([batch(ROWS, False, 0)], False),
     "microbatches with different numbers of targets that count": ([batch(ROWS, True, 0)], False),
     "a batch whose rows do not divide by the microbatches": ([batch(ROWS + 2, False, 0)], False),
-    "two steps before the optimizer's": ([batch(ROWS, False, 0), batch(ROWS, False, 1)], False),
+    "two batches before the optimizer's step": ([batch(ROWS, False, 0), batch(ROWS, False, 1)], False),
     "the norm for clipping": ([batch(ROWS, False, 0)], True),
 }
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from os import PathLike
-from typing import Annotated, Any, Literal, Protocol, get_args, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, TypeGuard, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,7 @@ class PipelineOptions:
         if isinstance(self.schedule, Schedule):
             schedule_options, source = [], f"the table of {self.schedule.name}"
         elif is_family_name(self.schedule):
-            schedule_options, source = family_options(str(self.schedule)), f"the schedule {self.schedule}"
+            schedule_options, source = family_options(self.schedule), f"the schedule {self.schedule}"
         else:
             schedule_options, source = ["placement"], "a table from rows"
         for name in self.family_options:
@@ -181,7 +181,7 @@ def option_names() -> list[str]:
     return [*_MARKS, *all_build_options()]
 
 
-def is_family_name(schedule: object) -> bool:
+def is_family_name(schedule: object) -> TypeGuard[str]:
     """Whether a schedule is the name of a family, neither a table nor a rule."""
     return isinstance(schedule, str) and not schedule.endswith(".csv")
 

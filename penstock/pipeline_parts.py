@@ -41,14 +41,16 @@ class StageSource(Protocol):
     ) -> tuple[dict[int, nn.Module], set[str]]:
         """Return this rank's stages on its device, with their values; and the names of tensors that have none yet."""
 
-    def first_attributes(self, original: OriginalModel) -> Attributes:
-        """Return the attributes of submodules when the first pipeline of the model was made."""
+    @property
+    def first_attributes(self) -> Attributes | None:
+        """The attributes of submodules when the first pipeline of the model was made; None without one."""
 
 
 class NewModel:
     """A model, or stages, as the user gives them to `Pipeline`."""
 
     cut_tokens_before = None
+    first_attributes = None
 
     def __init__(self, options: PipelineOptions) -> None:
         self._options = options
@@ -70,10 +72,6 @@ class NewModel:
         tensors = original.stage_tensors(partition.modules)
         outdated_weights.check_no_outdated_weights(tensors, all_ranks.changed_keys, control.topology.rank)
         return materialise_stages(partition, all_ranks.stages, topology.device, self._options.seed, self._options.init)
-
-    def first_attributes(self, original: OriginalModel) -> Attributes:
-        """Return the attributes of submodules as they are."""
-        return original.first_attributes
 
 
 class PipelineParts(NamedTuple):
@@ -102,7 +100,7 @@ def build_parts(options: PipelineOptions, source: StageSource, control: ControlG
         partition = partition_model(control, position, config.schedule, cuttable or options.model, config.plan_layers)
     shared_objects = find_shared_objects(partition.user_stages, options.loss_fn, config.schedule.stages)
     original = OriginalModel(options.model, cuttable, {} if cuttable else partition.user_stages)
-    first_attributes = source.first_attributes(original)
+    first_attributes = original.first_attributes if source.first_attributes is None else source.first_attributes
     if cuttable is not None:
         cuttable.trace_context = outdated_weights.allow_outdated_use
     if config.cut_context is not None:

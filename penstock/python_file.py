@@ -24,7 +24,7 @@ def load_file(path: Path) -> Any:
         # Not imported: the bytecode cache would hide an edit of equal length within the same second.
         exec(compile(path.read_bytes(), absolute_path, "exec"), module.__dict__)
     except USER_CODE_ERRORS as error:
-        raise PenstockError(one_line_error(error, path.name, absolute_path)) from error
+        raise PenstockError(one_line_error_of_file(error, path)) from error
     return module
 
 
@@ -113,3 +113,8 @@ def one_line_error(error: BaseException, name: str, file: str = "") -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     where = f"{name}, line {lines[-1]}" if lines else name
     return f"{where}: {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def one_line_error_of_file(error: BaseException, path: Path) -> str:
+    """Return `error` in one line, with the line of the file, which `load_file` has run, that raised it."""
+    return one_line_error(error, path.name, str(path.absolute()))

@@ -5,6 +5,7 @@ import types
 from argparse import Namespace
 from collections import deque
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ _FRAMEWORKS = {*sys.stdlib_module_names, "torch", "numpy", "penstock", "triton"}
 
 
 def is_of_framework(module_name: Any) -> bool:
-    """Whether a Python module is of the standard library, torch, NumPy or Penstock: their state is not looked at."""
+    """Whether a Python module is of the standard library, torch, NumPy, Triton or Penstock: their state is not looked at."""
     return not isinstance(module_name, str) or module_name.partition(".")[0] in _FRAMEWORKS
 
 
@@ -45,7 +46,7 @@ def _slot_names(cls: type) -> Sequence[str]:
 
 
 def elements(container: Any) -> dict[Any, Any]:
-    """Return the elements of a container by key: of a list or deque by index, of a set by themselves."""
+    """Return the elements of a container or tuple by key: of a list, tuple or deque by index, of a set by themselves."""
     if isinstance(container, dict):
         return dict(container)
     return {element: element for element in container} if isinstance(container, set) else dict(enumerate(container))
@@ -58,3 +59,10 @@ def replace_elements(container: Any, new_elements: Mapping[Any, Any]) -> None:
         container.update(new_elements)
     else:
         (container.update if isinstance(container, set) else container.extend)(new_elements.values())
+
+
+def restore_elements(container: Any, former: Mapping[Any, Any]) -> None:
+    """Give a container the elements that `elements` returned, unless it has them still: some classes refuse any change."""
+    current = elements(container)
+    if current.keys() != former.keys() or not all(map(is_, current.values(), former.values())):
+        replace_elements(container, former)

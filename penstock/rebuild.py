@@ -173,8 +173,8 @@ class Redistribution:
 
     `original`: what the first pipeline was made of. `optimizers`: of this rank's parameters; their groups and state become
     those of the parameters that it will have. `first_attributes`: of submodules by name, when the first pipeline was made.
-    `cuts_tokens`: whether the first pipeline cut its tokens. `was_trained`: whether
-    the program has an optimizer, even if it gives none.
+    `cuts_tokens`: whether the pipeline before cut its tokens. `was_trained`: whether the program has an optimizer, even if it
+    gives none.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Redistribution:
         was_trained: bool,
     ) -> None:
         self.cut_tokens_before = cuts_tokens
-        self._first_attributes, self._original, self._was_trained = first_attributes, original, was_trained
+        self.first_attributes, self._original, self._was_trained = first_attributes, original, was_trained
         self._stages, self._optimizers = stages, optimizers
         self._tensors, self._modules = original.stage_tensors(stages), original.stage_submodules(stages)
         self._group_positions = [_group_positions(optimizer) for optimizer in optimizers]
@@ -201,10 +201,6 @@ class Redistribution:
         if cuttable is None and options.cuts is not None:
             raise MismatchError(NOT_CUT)
         return None if cuttable is None else cuttable.with_cuts(options.cuts)
-
-    def first_attributes(self, original: OriginalModel) -> Mapping[str, Mapping[str, Any]]:
-        """Return the attributes of submodules by name, when the first pipeline was made."""
-        return self._first_attributes
 
     @torch.no_grad()
     def fill_stages(
@@ -298,12 +294,12 @@ class Redistribution:
         )
 
     def _changed_attributes(self, name: str, module: nn.Module) -> dict[str, Any]:
-        first, missing = self._first_attributes.get(name, {}), object()
+        first, missing = self.first_attributes.get(name, {}), object()
         return {key: value for key, value in attributes_to_send(module).items() if first.get(key, missing) != value}
 
     def _set_attributes(self, module: nn.Module, name: str, changed: Mapping[str, Any]) -> None:
         current, missing = attributes_to_send(module), object()
-        for key, value in {**self._first_attributes.get(name, {}), **changed}.items():
+        for key, value in {**self.first_attributes.get(name, {}), **changed}.items():
             if current.get(key, missing) != value:
                 vars(module)[key] = deepcopy(value)
 

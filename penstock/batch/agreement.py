@@ -40,7 +40,7 @@ class Description(NamedTuple):
     is_training: bool
     is_list: bool
     mode: str  # of the model: `training mode`
-    autocast: str  # `none`
+    autocast: str  # `no autocast`
     frozen: str  # a hash of which of its parameters are trained
     wants_losses: bool  # the loss of each microbatch
     has_loss_weights: bool
@@ -117,7 +117,7 @@ class Agreement:
         control: ControlGroup,
         position: MeshPosition,
         programs: RankPrograms,
-        reduction: str,
+        reduction: Reduction,
         token_parts: int | Sequence[int],
         rows_dim: int,
     ) -> None:

@@ -145,9 +145,9 @@ class CallReader:
         rank, placement = self.position.pipeline.rank, self.schedule.placement
         inputs, next_inputs, target = _NOT_READ, _NOT_READ, _NOT_READ
         order: Sequence[int] = ()
-        if rank == placement[0] and call.next_batch is not None and (next_call := _call_of_next_batch(call)):
+        if rank == placement[0] and call.next_batch is not None:
             call.next_batch.record_values()
-            next_inputs = self._read_inputs(next_call)
+            next_inputs = self._read_inputs(_call_of_batch(call, call.next_batch))
         if rank == placement[0] and not call.is_for_teacher_alone:
             if call.teacher_batch is not None:
                 call.teacher_batch.check_is_batch(call.args, call.kwargs, call.name)
@@ -295,7 +295,9 @@ class CallReader:
         shapes: Sequence[Shape] | None = inputs.shapes if inputs.rows is not None else None
         if inputs.rows is not None and not call.is_list:
             shapes = self._shapes_of_batch(call, inputs)
-        next_call = _call_of_next_batch(call)
+        next_shapes: Sequence[Shape] = ()
+        if call.next_batch is not None and next_inputs.rows is not None:
+            next_shapes = self._shapes_of_batch(_call_of_batch(call, call.next_batch), next_inputs)
         return Description(
             call.name,
             call.is_training,
@@ -314,7 +316,7 @@ class CallReader:
             [_sums(part.lengths) for part in (inputs, target) if part.lengths],
             call.next_batch is not None,
             call.teacher_batch is not None,
-            self._shapes_of_batch(next_call, next_inputs) if next_call and next_inputs.rows is not None else (),
+            next_shapes,
         )
 
     def _shapes_of_batch(self, call: Call, inputs: _Part) -> Sequence[Shape]:
@@ -337,10 +339,9 @@ class CallReader:
         )
 
 
-def _call_of_next_batch(call: Call) -> Call | None:
-    """Return the call as if it were for the next batch; None if it has none."""
-    batch = call.next_batch
-    return None if batch is None else call._replace(args=batch.args, kwargs=batch.kwargs, is_list=False, options=())
+def _call_of_batch(call: Call, batch: AheadBatch) -> Call:
+    """Return the call as if it were for the next batch."""
+    return call._replace(args=batch.args, kwargs=batch.kwargs, is_list=False, options=())
 
 
 def _sums(lengths: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces
 from penstock.plan import ModelProfile, Plan, parse_memory_size, plan, robustness
 from penstock.plan.model_profile import COSTS_FILE
-from penstock.python_file import USER_CODE_ERRORS, load_file, one_line_error
+from penstock.python_file import USER_CODE_ERRORS, load_file, one_line_error_of_file
 from penstock.schedule.memory import format_bytes
 from penstock.view.files import report_write_errors
 
@@ -218,7 +218,7 @@ def call_model_function(source: str) -> Sequence[Any]:
     except PenstockError:
         raise
     except USER_CODE_ERRORS as error:
-        raise PenstockError(f"{name}() fails: {one_line_error(error, Path(file).name, str(Path(file).absolute()))}") from error
+        raise PenstockError(f"{name}() fails: {one_line_error_of_file(error, Path(file))}") from error
     if not isinstance(result, tuple) or len(result) not in (2, 4):
         raise PenstockError(f"{source} must be a function that returns (model, args) or (model, args, loss_fn, target)")
     return result

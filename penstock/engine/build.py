@@ -179,7 +179,7 @@ def table_of_options(options: PipelineOptions, num_ranks: int) -> Schedule:
 
 
 def user_table(options: PipelineOptions, num_ranks: int) -> Schedule:
-    """Return the same with a teacher's forwards, where the user's table has them."""
+    """Return the table of these options as the user gives it: it may have a teacher's forwards."""
     microbatches = DEFAULT_MICROBATCHES if options.microbatches is None else options.microbatches
     _, num_slices = parse_slices(options.slices)
     slices = {"slices": num_slices} if is_family_name(options.schedule) and num_slices > 1 else {}
@@ -191,10 +191,10 @@ def build_table(
 ) -> Schedule:
     """Return the table of a name, a CSV file, a rule, or a table. Raise MismatchError if it is for other ranks than run."""
     schedule = str(schedule) if isinstance(schedule, PathLike) else schedule
-    if isinstance(schedule, str) and schedule.endswith(".csv"):
-        schedule = from_rows(schedule, read_csv_cells(schedule), **options)
-    elif isinstance(schedule, str):
+    if is_family_name(schedule):
         schedule = build(schedule, ranks=num_ranks, microbatches=microbatches, **options)
+    elif isinstance(schedule, str):
+        schedule = from_rows(schedule, read_csv_cells(schedule), **options)
     elif not isinstance(schedule, Schedule):
         schedule = from_rule(schedule, num_ranks, microbatches, **options)
     if schedule.ranks != num_ranks:

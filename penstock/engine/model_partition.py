@@ -14,7 +14,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.errors import MismatchError, format_count, is_whole_number, require_equal
 from penstock.mesh import data_parallel
 from penstock.mesh.position import MeshPosition
-from penstock.options import describe_value
+from penstock.options import Model, describe_value
 from penstock.partition.attributes import attributes_to_send
 from penstock.partition.balance import Balance
 from penstock.partition.graph_stage import skip_routes
@@ -156,7 +156,7 @@ def partition_model(
     control: ControlGroup,
     position: MeshPosition,
     table: Schedule,
-    model: partition.CuttableModel | nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module],
+    model: partition.CuttableModel | Model,
     plan_layers: Sequence[str],
 ) -> ModelPartition:
     """Partition `model` into the stages of `table`. Where that depends on measured times, rank 0 chooses for all.
@@ -237,25 +237,25 @@ def modules_of(model: Any) -> list[Any]:
     return list(model.values() if isinstance(model, Mapping) else model if isinstance(model, Sequence) else [model])
 
 
-def check_modules(model: Any) -> None:
-    """Raise MismatchError for a model, or stages, that are no modules, or that no pipeline can run."""
+def check_modules(model: Any, role: str = "the model") -> None:
+    """Raise MismatchError for a model, or stages, that are no modules or cannot be run by a pipeline. `role`: its name."""
     for module in modules_of(model):
         if not isinstance(module, nn.Module):
-            raise MismatchError(_not_a_module_text(module))
+            raise MismatchError(_not_a_module_text(module, role))
         if captured := [type(part).__name__ for part in module.modules() if is_cuda_graphed(part)]:
             raise MismatchError(
                 f"{captured[0]} was captured as a CUDA graph, whose one set of buffers cannot hold several microbatches: "
                 "give the module as it was before make_graphed_callables"
             )
         if lazy := [name for name, value in module.state_dict(keep_vars=True).items() if is_lazy(value)]:
-            raise MismatchError(f"{lazy[0]} has no shape yet: run one batch through the model before, `model(inputs)`")
+            raise MismatchError(f"{lazy[0]} has no shape yet: run one batch through {role} before, `model(inputs)`")
 
 
-def _not_a_module_text(value: Any) -> str:
+def _not_a_module_text(value: Any, role: str) -> str:
     got = describe_value(value)
     if hasattr(value, "submod") and hasattr(value, "stage_index"):  # torch.distributed.pipelining's
-        return f"the model is nn.Modules, not {got}s: give {{stage.stage_index: stage.submod for stage in stages}}"
-    return f"the model is an nn.Module, a list with one for each stage, or {{stage: module}}, not {got}"
+        return f"{role} is nn.Modules, not {got}s: give {{stage.stage_index: stage.submod for stage in stages}}"
+    return f"{role} is an nn.Module, a list with one for each stage, or {{stage: module}}, not {got}"
 
 
 def check_can_be_cut(model: Any, table: Schedule, *cutting_arguments: Any) -> None:

@@ -33,7 +33,7 @@ docs/explanation/failures.md tells more: of lost ranks, and of a mesh, whose gro
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.batch.agreement import Agreement
+from penstock.batch.agreement import Agreement, Reduction
 from penstock.batch.call import Call, CallReader
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.preemption import preempted
@@ -78,7 +78,7 @@ class Engine:
         stages: dict[int, Stage],
         parameters: RankParameters,
         tied: TiedParameters,
-        reduction: str,
+        reduction: Reduction,
         clock_ids: Sequence[str],
     ) -> None:
         self.control, self.position, self.device = control, position, position.pipeline.device

@@ -8,7 +8,14 @@ from torch import nn
 
 from penstock import partition
 from penstock.comms.control_group import ControlGroup
-from penstock.engine.model_partition import AllStages, ModelPartition, check_can_be_cut, modules_of, partition_model
+from penstock.engine.model_partition import (
+    AllStages,
+    ModelPartition,
+    check_can_be_cut,
+    check_modules,
+    modules_of,
+    partition_model,
+)
 from penstock.errors import MismatchError
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.parallelize import parallelize_teacher
@@ -66,12 +73,7 @@ class Teacher(NamedTuple):
 
 def check_teacher(model: Any, teacher: Any, loss_fn: Any, table: Schedule, cp_size: int) -> None:
     """Raise MismatchError for a teacher or a loss that do not fit together, before ranks exchange anything."""
-    for module in modules_of(teacher):
-        if not isinstance(module, nn.Module):
-            kind = type(module).__name__
-            raise MismatchError(
-                f"the teacher is an nn.Module, a list with one for each stage, or {{stage: module}}, not a {kind}"
-            )
+    check_modules(teacher, "the teacher")
     check_loss_takes_teacher(loss_fn)
     if table.slices > 1 or cp_size > 1:
         raise MismatchError("a teacher runs on whole sequences: use slices=1, and a mesh without cp")

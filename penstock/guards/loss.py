@@ -22,7 +22,7 @@ from penstock.engine.loss import (
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.errors import warn_user
 from penstock.guards import is_power_of_two_or_zero, preserve_attributes
-from penstock.python_objects import CONTAINERS, elements, replace_elements
+from penstock.python_objects import CONTAINERS, elements, restore_elements
 from penstock.randomness import preserve_generator_state
 from penstock.rows import rows_dim_of, unwrap
 from penstock.stage.stage import Stage
@@ -173,7 +173,7 @@ def _preserve_loss(loss_fn: Any) -> Iterator[None]:
             yield
     finally:
         for value, content in contents:
-            replace_elements(value, content)
+            restore_elements(value, content)
 
 
 class RowwiseLossCheck:

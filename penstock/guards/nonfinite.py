@@ -52,7 +52,6 @@ class NonFiniteValue(NamedTuple):
     stage: int
     action: str
     microbatch: int
-    layer: str  # the submodule's name in the uncut model, "" for the stage's own code or the loss
     description: str  # "layers.3 gave nan"
 
     def __str__(self) -> str:
@@ -178,7 +177,7 @@ class NonFiniteMonitor(Observer):
         self._action, self._last_finite = action, LOSS if stage.loss_fn is not None else ""
 
         if is_tested and self.first_value is None and (kind := nonfinite_kind_in_tree(values, may_be_mask=not is_backward)):
-            self._set_first_value("", f"what it received has {kind}", RECEIVED)
+            self._set_first_value(f"what it received has {kind}", RECEIVED)
 
         messages = function(action, values)  # hooks test layers inside
 
@@ -189,7 +188,7 @@ class NonFiniteMonitor(Observer):
                 source = SHARED if stage.data_parallel.hooks_gradients else OWN
                 self._check_weight_gradients((action.stage,), source, SMALL_GRADIENT_ELEMENTS)
             elif kind := nonfinite_kind_in_tree(messages):
-                self._set_first_value("", f"the stage gave {kind}")
+                self._set_first_value(f"the stage gave {kind}")
         self._action = None
         return messages
 
@@ -205,9 +204,9 @@ class NonFiniteMonitor(Observer):
         inputs = [tensor for tensor in tensors((args, kwargs)) if not _shares_memory(tensor, output)]
         if input_kind := nonfinite_kind_in_tree(inputs):  # computed between layers
             parent = layer.rpartition(".")[0]
-            self._set_first_value(parent, f"the forward of {parent or 'the stage'} gave {input_kind} to {layer}")
+            self._set_first_value(f"the forward of {parent or 'the stage'} gave {input_kind} to {layer}")
         else:
-            self._set_first_value(layer, f"{layer or 'the stage'} gave {kind}")
+            self._set_first_value(f"{layer or 'the stage'} gave {kind}")
 
     def _run_loss(self, loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any) -> Any:
         """Run the loss. Test the stage's output and the loss."""
@@ -215,7 +214,7 @@ class NonFiniteMonitor(Observer):
         loss = loss_fn(output, target)
         is_tested = self._action is not None and self.first_value is None and isinstance(loss, Tensor)
         if is_tested and (kind := nonfinite_kind(loss)):
-            self._set_first_value("", f"{LOSS} gave {kind}")
+            self._set_first_value(f"{LOSS} gave {kind}")
         return loss
 
     def _is_new_output(self, output: Any) -> bool:
@@ -241,8 +240,7 @@ class NonFiniteMonitor(Observer):
 
     def _record_backward(self, kind: str, receiver: str) -> None:
         """Record that the backward of the layer with the last finite gradient gave a value that is not."""
-        layer = self._last_finite
-        self._set_first_value("" if layer == LOSS else layer, f"the backward of {layer or 'the stage'} gave {kind}{receiver}")
+        self._set_first_value(f"the backward of {self._last_finite or 'the stage'} gave {kind}{receiver}")
 
     def _check_weight_gradients(self, stages: Iterable[int], source: int, max_elements: float = math.inf) -> None:
         """Test the gradients of parameters of up to `max_elements`. SHARED: those of other ranks may be in them."""
@@ -251,14 +249,14 @@ class NonFiniteMonitor(Observer):
                 grad = parameter.grad if parameter.numel() <= max_elements else None
                 if grad is not None and (kind := nonfinite_kind(grad)):
                     name = self._names[index].get(own_name, own_name)
-                    self._set_first_value(name.rpartition(".")[0], f"the gradient of {name} has {kind}", source, index)
+                    self._set_first_value(f"the gradient of {name} has {kind}", source, index)
                     return
 
-    def _set_first_value(self, layer: str, description: str, source: int = OWN, stage: int = 0) -> None:
+    def _set_first_value(self, description: str, source: int = OWN, stage: int = 0) -> None:
         action = self._action
         location = (stage, "", -1) if action is None else (action.stage, str(action), action.microbatch)
         seconds = time.perf_counter() + self._clock_offset
-        self.first_value = NonFiniteValue(source, seconds, self._rank, *location, layer, description)
+        self.first_value = NonFiniteValue(source, seconds, self._rank, *location, description)
 
 
 def _shares_memory(tensor: Tensor, output: Any) -> bool:

@@ -4,9 +4,9 @@ torch's own hooks would gather the parameters for the forward and the backward o
 often. Here the parameters of a rank's first stage are gathered when a step begins, and those of each further stage once the
 stage before it begins its first action. The gradients of a stage are reduced after its last action.
 
-These collectives have the same order on all replicas. A rank gathers its stages in the order of their first use, and all of
-them before it averages any gradient. For the model's stages that is so anyway: a stage completes its backwards only after the
-last microbatch has been through all stages. A teacher's forwards may begin later.
+These collectives have the same order on all replicas. A rank gathers its stages in the order of their numbers, and all of
+them before it averages any gradient. For the model's stages that is so anyway: a rank uses them first in that order, and one
+completes its backwards only after the last microbatch has been through all. A teacher's forwards may begin earlier or later.
 """
 
 import sys

@@ -78,9 +78,10 @@ def parallelize_teacher(
     `tp` a teacher that has not all parts of the `plan` is whole on every rank.
     """
     if position.tp is not None and plan is not None:
+        is_divided = not tensor_parallel.missing_parts(plan, names)
         for stage, module in modules.items():
             data_parallel.broadcast_from_first((*module.parameters(), *module.buffers()), position.tp.get_group())
-            if not tensor_parallel.missing_parts(plan, names):
+            if is_divided:
                 tensor_parallel.parallelize_stage(plan, module, names[stage], position.tp)
     if position.dp_cp_mesh is None:
         return {stage: NoDataParallelHooks() for stage in modules}

@@ -79,7 +79,7 @@ class AttributeValues:
             (owner, {name: _Contents(value, objects_seen) for name, value in _own_attributes(owner).items()})
             for owner in owners
         ]
-        self._num_hooks = [_num_hooks(owner) for owner in owners]
+        self._num_hooks = _count_hooks(owners)
 
     def changes(self) -> dict[Attribute, AttributeChange]:
         """Return the attributes that have another value or other elements now."""
@@ -96,15 +96,20 @@ class AttributeValues:
         A new one that is True stays if the forward has put hooks on the module: they stay too, and are not to be put there
         twice (transformers does it).
         """
-        for (owner, contents), num_hooks in zip(self._contents, self._num_hooks, strict=True):
+        for owner, contents in self._contents:
             own_attributes = _own_attributes(owner)
             for name in own_attributes.keys() - contents.keys():
-                if own_attributes[name] is not True or _num_hooks(owner) == num_hooks:
+                if own_attributes[name] is not True or not self._has_new_hooks(owner):
                     _delete_attribute(owner, name)
             for name, content in contents.items():
                 content.restore()
                 if vars(owner).get(name, _MISSING) is not content.value:
                     set_attribute(owner, name, content.value)
+
+    def _has_new_hooks(self, owner: Any) -> bool:
+        """Whether a module, or one inside of it, has more or fewer forward hooks now."""
+        modules = () if isinstance(owner, type) else owner.modules()
+        return any(len(forward_hooks(module)) != self._num_hooks.get(module, 0) for module in modules)
 
 
 class _Contents:
@@ -148,9 +153,13 @@ def _own_attributes(owner: Any) -> dict[str, Any]:
     return module_attributes(owner)
 
 
-def _num_hooks(owner: Any) -> int:
-    """Return the number of forward hooks of a module's submodules; 0 for a class."""
-    return 0 if isinstance(owner, type) else sum(len(forward_hooks(module)) for module in owner.modules())
+def _count_hooks(owners: Sequence[Any]) -> dict[nn.Module, int]:
+    """Return the number of forward hooks of each module that is, or is inside of, one of `owners`. Each is visited once."""
+    counts: dict[nn.Module, int] = {}
+    for owner in owners:
+        if not isinstance(owner, type) and owner not in counts:
+            counts |= {module: len(forward_hooks(module)) for module in owner.modules()}
+    return counts
 
 
 def set_attribute(owner: Any, name: str, value: Any) -> None:
@@ -171,9 +180,7 @@ def _delete_attribute(owner: Any, name: str) -> None:
 def _items(value: Any) -> dict[Any, Any] | None:
     """Return the elements of a container, or the attributes of an object, by key; None for other values, and large ones."""
     items: dict[Any, Any] | None = None
-    if isinstance(value, dict):
-        items = value
-    elif isinstance(value, (*CONTAINERS, tuple)):
+    if isinstance(value, (*CONTAINERS, tuple)):
         items = elements(value)
     elif _is_record(value):
         items = vars(value)

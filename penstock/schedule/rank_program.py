@@ -56,7 +56,7 @@ class RankPrograms:
         links: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.program, self.rank = program, rank
-        self._links = program.links if links is None else links
+        self.links = program.links if links is None else links  # channels that any program may need, as (source, destination)
         self._build_larger = build_larger and lru_cache(MAX_LARGER_PROGRAMS)(build_larger)
         self._add_teacher = add_teacher and lru_cache(MAX_LARGER_PROGRAMS)(add_teacher)
         self._cached_program = lru_cache(MAX_CACHED_PROGRAMS)(self._lower_and_prove)
@@ -84,11 +84,6 @@ class RankPrograms:
     def has_teacher(self) -> bool:
         """Whether the pipeline has a teacher."""
         return self._add_teacher is not None
-
-    @property
-    def links(self) -> Sequence[tuple[int, int]]:
-        """The channels that any of the programs may need, as (source, destination)."""
-        return self._links
 
     def table(self, microbatches: int) -> Table:
         """Return the table whose first `microbatches` are run: the pipeline's, or a larger one of the same rule."""

@@ -20,7 +20,7 @@ class DataParallelHooks:
     parameters_ready = True  # whether the parameters are on this rank, ready for use
     backwards_match = True  # whether all replicas run the same backwards in this step; if not, only `finish_step` averages
     hooks_gradients = False  # whether it has to see the moment at which each gradient reaches its parameter
-    in_use: "Sequence[DataParallelHooks]" = ()  # of all stages that the rank runs in this step, in the order of their first use
+    in_use: "Sequence[DataParallelHooks]" = ()  # of all stages of this step on the rank, by number: one order on all replicas
 
     def begin_step(self) -> None:
         """Prepare for a step."""

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from operator import is_
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.python_objects import CONTAINERS, MODULE_ATTRIBUTES, elements, module_attributes, replace_elements
+from penstock.python_objects import CONTAINERS, MODULE_ATTRIBUTES, elements, module_attributes, restore_elements
 from penstock.randomness import GeneratorAccess, list_generators, use_generator_states
 from penstock.stage.attention import AttentionContext, current_context
 from penstock.stage.backward.parameter_slot import replace_temporarily
@@ -176,6 +175,4 @@ class _Attributes:
             attributes.update(values)
 
         for container, former in self._elements:
-            current = elements(container)
-            if current.keys() != former.keys() or not all(map(is_, current.values(), former.values())):
-                replace_elements(container, former)
+            restore_elements(container, former)

@@ -131,9 +131,8 @@ def _finding(data: Data) -> Improvement:
 
 def check_timeline(timeline: Timeline) -> None:
     """Raise ValueError for a timeline that is impossible."""
-    stages = 1 + max((event.action.stage for event in timeline.events), default=-1)
     _check_order(timeline)
-    _check_amounts(timeline, stages)
+    _check_amounts(timeline)
 
 
 def _check_order(timeline: Timeline) -> None:
@@ -164,8 +163,8 @@ def _check_order(timeline: Timeline) -> None:
         raise ValueError(f"{first} and {second} are no pair, they do not follow each other")
 
 
-def _check_amounts(timeline: Timeline, stages: int) -> None:
-    chains = timeline.stage_chains
+def _check_amounts(timeline: Timeline) -> None:
+    chains, stages = timeline.stage_chains, timeline.num_stages
     if chains.num_stages != stages or not 0 < (stages if chains.teacher is None else chains.teacher) <= stages:
         raise ValueError(f"its chains have {chains.num_stages} stages, and a teacher from {chains.teacher} on, of {stages}")
     numbers = chain(

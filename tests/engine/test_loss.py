@@ -479,12 +479,18 @@ def test_a_loss_that_reads_what_the_forward_of_another_stage_sets_is_told():
     assert ps.launch(rank_reads, 2, 1)[0] == rank_reads(1)
 
 
+class Unchanging(dict):
+    """A dict that refuses an update, as transformers' outputs do."""
+
+    update = None
+
+
 class WarmUp(nn.Module):
     """A loss that counts its calls, and keeps what it saw."""
 
     def __init__(self):
         super().__init__()
-        self.calls, self.seen = 0, []
+        self.calls, self.seen, self.settings = 0, [], Unchanging(weight=1)
 
     def forward(self, output, target):
         self.calls += 1
@@ -498,4 +504,4 @@ def test_a_loss_that_counts_its_calls_is_called_as_often_as_by_one_process(form)
     pipe = ps.Pipeline(nn.Sequential(nn.Linear(2, 2)), loss if form == "module" else loss.forward, "gpipe", 2)
     for _ in range(3):
         pipe.step(torch.ones(8, 2), target=torch.zeros(8, 2))
-    assert (loss.calls, loss.seen) == (6, [4] * 6)
+    assert (loss.calls, loss.seen, loss.settings) == (6, [4] * 6, {"weight": 1})

@@ -316,14 +316,13 @@ def rank_nests_another_pipeline():
     """The errors of steps whose forward and whose loss call another pipeline, and the loss of a step afterwards."""
     inner, texts = pipe(), []
 
-    class Nested(nn.Module):
-        def forward(self, hidden):
-            return inner.eval(hidden)
-
     def loss(output, target):
         return mse(output, target) + inner.step(X, target=X)
 
-    for made in (pipe(model=nn.Sequential(*layers()[:3], Nested(), nn.Linear(4, 4))), pipe(loss_fn=loss)):
+    for made in (
+        pipe(model=nn.Sequential(*layers()[:3], toy(lambda self, hidden: inner.eval(hidden)), nn.Linear(4, 4))),
+        pipe(loss_fn=loss),
+    ):
         with pytest.raises(ps.PenstockError) as caught:
             made.step(X, target=X)
         texts.append(str(caught.value))

@@ -185,6 +185,8 @@ def rank_uses() -> dict[str, Any]:
     found["slices"] = outcome(lambda: ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=frozen, slices=2))
     found["meta"] = outcome(lambda: ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=copy.deepcopy(frozen).to("meta")))
     found["no module"] = outcome(lambda: ps.Pipeline(student(), loss_fn, "1f1b", M, teacher="gpt2"))
+    lazy = nn.Sequential(nn.LazyLinear(WIDTH), nn.Linear(WIDTH, WIDTH))
+    found["lazy"] = outcome(lambda: ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=lazy))
     table = ps.schedule.with_teacher(ps.schedule.build("1f1b", 2, M))
     found["a table"] = outcome(lambda: ps.Pipeline(student(), nn.functional.mse_loss, table))
     shorter = ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=nn.Sequential(nn.Linear(WIDTH, WIDTH), WithoutFirstRow()))
@@ -270,7 +272,8 @@ WRONG = {
     "trained": "is the trained model's own 0.0.weight: a teacher is another model",
     "slices": "a teacher runs on whole sequences: use slices=1",
     "meta": "of the teacher has tensors without values, on the meta device",
-    "no module": "the teacher is an nn.Module",
+    "no module": "the teacher is an nn.Module, a list with one for each stage, or {stage: module}, not a str",
+    "lazy": "0.weight has no shape yet: run one batch through the teacher before",
     "a table": "1f1b with a teacher ahead is a table with a teacher: give Pipeline(.., teacher=model)",
     "a layer that fails": "action 3F0, microbatch 0: stage 1 of the teacher: RuntimeError: mat1 and mat2 shapes",
     "inputs elsewhere": "places the teacher's first stage on rank 1, and the inputs are read on rank 0, with stage 0",

@@ -273,6 +273,22 @@ def rank_shards() -> list[str]:
     return order
 
 
+def rank_divides(tp: int) -> tuple[list[float], bool]:
+    """Return losses of a teacher that has all parts of the plan, and whether its parameters are divided."""
+    options = {"mesh": ps.comms.init_mesh(pp=1, tp=tp), "tensor_parallel": tensor_parallel_plan()} if tp > 1 else {}
+    pipe = ps.Pipeline(gpt(0, 8, 4), loss_fn, "1f1b", M, teacher=gpt(1, 16, 4), **options)
+    losses = [pipe.step(tokens, target=tokens).item() for tokens in batches(8)]
+    return losses, any(hasattr(parameter, "placements") for parameter in pipe._engine.stages[1].module.parameters())
+
+
+@pytest.mark.slow
+def test_along_tp_a_teacher_with_all_parts_of_the_plan_is_divided() -> None:
+    [(expected, _)] = ps.launch(rank_divides, 1, 1)
+    for losses, is_divided in ps.launch(rank_divides, 2, 2):
+        assert is_divided
+        assert losses == pytest.approx(expected)  # products are added in another order
+
+
 @pytest.mark.slow
 def test_all_stages_are_gathered_before_any_gradient_is_averaged() -> None:
     for order in ps.launch(rank_shards, 4):

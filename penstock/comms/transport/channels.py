@@ -210,5 +210,6 @@ class ReceiveChannel:
         return self.out_of_order.pop(transfer)
 
     def _convert_errors(self, transfer: Transfer) -> convert_errors:
+        # Entered for an error only: these texts are not made for every message.
         failure = f"rank {self.rank} could not receive the {transfer}"
         return convert_errors(f"for the {transfer} from rank {self.source}", self.source, failure)

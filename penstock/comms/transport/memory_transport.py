@@ -135,9 +135,9 @@ class BlockViews:
 
     def view(self, start: int, spec: TensorSpec) -> Tensor:
         """Return the message in the block at `start` as a tensor of `spec`: the block's last view if its layout is the same."""
-        last_spec, last_view = self._last_view.get(start, (None, None))
-        if last_view is not None and last_spec is not None and (last_spec is spec or last_spec.layout == spec.layout):
-            return last_view
+        last = self._last_view.get(start)
+        if last is not None and (last[0] is spec or last[0].layout == spec.layout):
+            return last[1]
 
         count, offset = max(1, spec.bytes // spec.dtype.itemsize), start + HEADER_BYTES
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from penstock import python_file
 from penstock.errors import LostRankError, PenstockError, ScheduleError
 from penstock.learn.equal_stages import simulate_equal_stages
-from penstock.python_file import MAX_ACTIONS
+from penstock.python_file import MAX_ACTIONS, one_line_error_of_file
 from penstock.schedule import Schedule, Timeline, from_rows, verify
 
 if TYPE_CHECKING:
@@ -48,11 +48,6 @@ def load_file(path: Path) -> Any:
         return python_file.load_file(path)
     except PenstockError as error:
         raise CheckFailed(str(error)) from error
-
-
-def one_line_error(error: BaseException, path: Path) -> str:
-    """Return `error` in one line, with the line of the file that raised it."""
-    return python_file.one_line_error(error, path.name, str(path.absolute()))
 
 
 def require_answer(answer: Any, call: str) -> Any:
@@ -136,7 +131,7 @@ def _run_on_rank(function: Callable[..., Any], path: Path, *args: Any) -> Any:
     except Exception as error:
         if is_transport_error(error):
             raise LostRankError("a rank waits for a message that no rank sends") from error
-        raise CheckFailed(one_line_error(error, path)) from error
+        raise CheckFailed(one_line_error_of_file(error, path)) from error
 
 
 def check_equal(name: str, answer: Any, expected: "Tensor") -> None:

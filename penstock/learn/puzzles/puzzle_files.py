@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError
-from penstock.learn.puzzles.check_helpers import CheckFailed, CheckPassed, load_file, one_line_error
-from penstock.python_file import USER_CODE_ERRORS
+from penstock.learn.puzzles.check_helpers import CheckFailed, CheckPassed, load_file
+from penstock.python_file import USER_CODE_ERRORS, one_line_error_of_file
 
 PUZZLE_NAMES = (
     "p01_cut_by_hand", "p02_memory", "p03_swap", "p04_naive", "p05_mean_of_means", "p06_gpipe", "p07_bubble", "p08_cycle",
@@ -123,7 +123,7 @@ class LearnerFolder:
         except CheckFailed:
             raise
         except USER_CODE_ERRORS as error:
-            raise CheckFailed(one_line_error(error, path)) from error
+            raise CheckFailed(one_line_error_of_file(error, path)) from error
         self._write({**self.progress(), "passed": sorted({*self.passed(), puzzle.number})})
         return result
 

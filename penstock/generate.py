@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.batch.agreement import hash48
 from penstock.batch.call import Call
 from penstock.batch.pieces import split_sizes, token_lengths
 from penstock.comms.transport.channels import Channels
 from penstock.comms.wait_errors import convert_errors
+from penstock.digest import hash_bytes
 from penstock.engine.actions import messages_of
 from penstock.engine.cache import TokenCache, max_context, supports_incremental_decoding
 from penstock.engine.clock import ActionClock
@@ -221,7 +221,7 @@ def _exchange_headers(
 ) -> Sequence[RankGenerationHeader]:
     """Return all ranks' headers. Raise MismatchError if options differ, or prompts within a replica."""
     modules = [stage.module for stage in engine.stages.values()]
-    prompt_hash = hash48(tokens.cpu().contiguous().numpy().tobytes())
+    prompt_hash = hash_bytes(tokens.cpu().contiguous().numpy().tobytes())
     prompt = f"{tuple(tokens.shape)} {prompt_hash}"
     supports_cache, can_cut_prompt = all(map(supports_incremental_decoding, modules)), not tensors(kwargs)
     header = RankGenerationHeader(options, prompt, len(tokens), supports_cache, can_cut_prompt, max_context(modules))

@@ -11,15 +11,14 @@ shapes and order. From the descriptions each rank derives the same `Agreed`, and
 made from the values of descriptions.
 """
 
-import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import lru_cache
 from itertools import chain, zip_longest
 from typing import Any, Literal, NamedTuple
 
 from penstock.batch.pieces import Piece, Shape, loss_shares, rows_dim_hint, token_lengths
 from penstock.comms.control_group import MAX_ROW_BYTES, ControlGroup
 from penstock.comms.encoding import compress, decompress, encode
+from penstock.digest import hash_values
 from penstock.errors import MismatchError, format_count, require_equal
 from penstock.mesh.position import MeshPosition
 from penstock.recent import RecentDict
@@ -221,7 +220,7 @@ class Agreement:
             Piece(microbatch, slice_, own_lengths[microbatch], own_rows[microbatch], own.inputs[microbatch].elements, *rating)
             for (microbatch, slice_), rating in zip(numbered, ratings, strict=True)
         ]
-        settings = hash_values_of(
+        settings = hash_values(
             tuple([(row.call, row.mode, row.autocast, row.frozen, row.has_teacher_batch) for row in descriptions])
         )
         next_pieces = [Piece(number, 0, (), shape.rows or 0, shape.elements) for number, shape in enumerate(own.next_inputs)]
@@ -457,14 +456,3 @@ def _check_same_batch(first: _Replica, other: _Replica, prefix: str, ranks: tupl
 
 def _shapes_text(given: Sequence[BatchArguments]) -> str:
     return ", ".join(text for rank in given for text in (*rank.input_shapes, *rank.target_shapes))
-
-
-@lru_cache(256)  # data that repeats from step to step
-def hash_values_of(key: Hashable) -> int:
-    """Hash values of plain types, by their text."""
-    return hash48(repr(key).encode())
-
-
-def hash48(data: bytes) -> int:
-    """Hash `data` to 48 bits, which a float64 holds exactly; the same in every process."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "little")

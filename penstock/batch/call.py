@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.batch.agreement import BatchArguments, Description, LocalDescription, hash_values_of
+from penstock.batch.agreement import BatchArguments, Description, LocalDescription
 from penstock.batch.ahead import AheadBatch, TeacherState
 from penstock.batch.pieces import (
     Layout,
@@ -30,6 +30,7 @@ from penstock.batch.pieces import (
     take_entries,
     token_lengths,
 )
+from penstock.digest import hash_values
 from penstock.errors import MismatchError, warn_user
 from penstock.mesh.position import MeshPosition
 from penstock.partition.graph_inputs import arguments_by_parameter_name
@@ -157,15 +158,15 @@ class CallReader:
             target = self._read_target(call)
 
         autocast = _describe_autocast(self.position.pipeline.device)
-        frozen = hash_values_of(requires_grad)
+        frozen = hash_values(requires_grad)
         wants = call.losses is not None, call.next_batch is not None, call.teacher_batch is not None
         settings = (call.name, call.mode, autocast, frozen, *wants, len(target.loss_weights))
         parts = [(part.signature, len(part.rows or ())) for part in (inputs, target, next_inputs)]
-        batch_hash = hash_values_of((settings, *parts))
+        batch_hash = hash_values((settings, *parts))
         list_hash = 0
         if call.is_list:
             arguments = call.order_option, call.limit_option, tuple(order)
-            list_hash = hash_values_of((*arguments, tuple(inputs.shapes), tuple(target.rows or ()), _sums(target.lengths)))
+            list_hash = hash_values((*arguments, tuple(inputs.shapes), tuple(target.rows or ()), _sums(target.lengths)))
 
         replica, num_seeds = self.position.replica, self.schedule.microbatches
         return LocalBatch(

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -29,6 +28,7 @@ from penstock.checkpoint.training_state import merge_optimizers, pack_optimizers
 from penstock.checkpoint.weights import transformers_configs
 from penstock.comms.abort import abort_on_error
 from penstock.comms.control_group import ControlGroup
+from penstock.digest import hash_values
 from penstock.engine.optimizers import optimizer_list, scheduler_list
 from penstock.errors import MismatchError, PenstockError, is_whole_number, require_equal
 from penstock.pipeline import Pipeline
@@ -83,8 +83,8 @@ def save(
         if not isinstance(extra, Mapping | None):
             raise MismatchError(f"save() takes a dict as extra, not a {type(extra).__name__}")
         lock = folder_lock.acquire(final.parent, pipe) if control.topology.rank == 0 else None
-        arguments = [str(final.parent), str(keep), count_text(optimizers), count_text(schedulers)]
-        rows = control.all_gather_row([pipe.step_count, zlib.crc32(repr(arguments).encode())], "to save")
+        arguments = (str(final.parent), str(keep), count_text(optimizers), count_text(schedulers))
+        rows = control.all_gather_row([pipe.step_count, hash_values(arguments)], "to save")
         check_same_step_count([int(step) for step, _ in rows])
         if len({checksum for _, checksum in rows}) > 1:
             check_same_arguments(control.all_gather_value(arguments, "to save"))

@@ -1,6 +1,6 @@
 """Digests of weights, gradients and optimizer state, to compare replicas and runs.
 
-A tensor's digest is computed by `guards/digest.py`, and named as in the uncut model. A line of `digests.jsonl` is either
+A tensor's digest is computed by `penstock/digest.py`, and named as in the uncut model. A line of `digests.jsonl` is either
 the header of a run, with the conditions that bits depend on; or a step, with digests of its gradients, and of weights and
 optimizer state after it.
 """
@@ -19,9 +19,10 @@ from torch import Tensor
 from penstock.checkpoint.files import json_lines
 from penstock.checkpoint.files.packing import pack
 from penstock.comms.control_group import ControlGroup
+from penstock.digest import tensor_crc
 from penstock.engine.optimizers import optimizer_list
 from penstock.errors import MismatchError, PenstockError, is_whole_number
-from penstock.guards.digest import MISMATCH_CAUSES, describe_ranks_by_digest, tensor_crc
+from penstock.guards.equal_values import MISMATCH_CAUSES, describe_ranks_by_digest
 from penstock.pipeline import Pipeline
 from penstock.schedule.table import Kind
 from penstock.stage.dtensor import local_shard, shard_coordinates

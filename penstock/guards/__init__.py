@@ -3,7 +3,7 @@
 pipeline_comparison  what all ranks are about to build: they must build the same pipeline
 nonfinite            the first value that is not finite: where it is, and where it came from
 observers            the list of them for a pipeline's engine, in their order
-digest               digests of tensors; the comparison of batches and of tied parameters by them
+equal_values         values that ranks must have in common: batches, copies of tied parameters
 loss                 what steps show of a loss: a mean or a sum, microbatches that weigh alike
 gradient_factor      by what a rank has multiplied its gradients between two steps: all ranks must do it alike
 frozen_stages        stages without a backward: nothing in them may be trained again

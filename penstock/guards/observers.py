@@ -9,7 +9,7 @@ from penstock.engine.model_partition import AllStages, ModelPartition
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.engine.profiling import ProfilerRanges
 from penstock.engine.step import Engine
-from penstock.guards.digest import BatchComparison, TiedCopiesCheck
+from penstock.guards.equal_values import BatchComparison, TiedCopiesCheck
 from penstock.guards.frozen_stages import FrozenStageCheck
 from penstock.guards.gradient_factor import GradientFactorCheck
 from penstock.guards.loss import LossChecks

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from penstock import partition
 from penstock.comms.control_group import ControlGroup
+from penstock.digest import tensor_crc
 from penstock.engine.clock import clock_id
 from penstock.engine.model_partition import AllStages, ModelPartition
 from penstock.errors import MismatchError, require_equal, warn_user
 from penstock.guards import outdated_weights
-from penstock.guards.digest import tensor_crc
 from penstock.mesh.position import MeshPosition
 from penstock.schedule.schedule import Schedule
 from penstock.stage.arguments import keyword_names

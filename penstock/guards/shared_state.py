@@ -11,7 +11,6 @@ they are needed. Where every stage leaves values of its own, as hooks that colle
 
 import random
 import warnings
-import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +24,9 @@ from torch import Tensor, nn
 
 from penstock.batch.call import LocalBatch
 from penstock.comms.control_group import ControlGroup
+from penstock.digest import hash_bytes, tensor_crc
 from penstock.engine.observers import ObservedStep, Observer, StepFunctions
 from penstock.errors import MismatchError
-from penstock.guards.digest import tensor_crc
 from penstock.guards.reachable_objects import (
     ARRAYS,
     CONTEXTS,
@@ -209,7 +208,7 @@ class SharedStateCheck(Observer):
         if isinstance(value, Tensor):
             return _tensor_content(value)
         if isinstance(value, ARRAYS):
-            return "array", value.shape, str(value.dtype), zlib.crc32(value.tobytes())
+            return "array", value.shape, str(value.dtype), hash_bytes(value.tobytes())
         if isinstance(value, GENERATORS):
             return "generator", _generator_state(value)
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | Enum):
@@ -253,7 +252,7 @@ class SharedStateCheck(Observer):
             value = None if stage is None else found.value(stage)
             if value is not None and stage is not None:
                 repeats = any(_repeats(self._changing_shapes[number, stage]) for stage in changes)
-                digest = zlib.crc32(repr(sorted(self._entries(number, stage).items())).encode())
+                digest = hash_bytes(repr(sorted(self._entries(number, stage).items())).encode())
                 reports[found.label] = ObjectReport(_kind(value), dict(found.paths), changes, repeats, digest)
         return reports
 
@@ -384,7 +383,7 @@ def _generator_state(generator: Any) -> str:
     if isinstance(generator, torch.Generator):
         return str(tensor_crc(generator.get_state()))
     if isinstance(generator, random.Random):
-        return str(zlib.crc32(repr(generator.getstate()).encode()))
+        return str(hash_bytes(repr(generator.getstate()).encode()))
     if isinstance(generator, NUMPY_GENERATORS):
         is_new_style = hasattr(generator, "bit_generator")  # a Generator; a RandomState has `get_state`
         return repr(generator.bit_generator.state if is_new_style else generator.get_state())

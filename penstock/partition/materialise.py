@@ -4,7 +4,6 @@ The random numbers of every submodule are seeded by its name in the uncut model.
 ranks nor on the cut, and no rank needs memory for more than its own stages.
 """
 
-import hashlib
 import inspect
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.comms.topology import CPU
+from penstock.digest import hash_bytes
 from penstock.errors import MismatchError
 from penstock.randomness import mix_seed, preserve_generator_state
 from penstock.torch_private import (
@@ -230,7 +230,7 @@ def _seeded_generators(device: torch.device, seed: int | None, name: str) -> Ite
     if seed is None:
         yield
         return
-    number = mix_seed(seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
+    number = mix_seed(seed, hash_bytes(name.encode(), size=8))
     with preserve_generator_state(CPU) as on_cpu, preserve_generator_state(device) as on_device:
         on_cpu.manual_seed(number)
         on_device.manual_seed(number)

@@ -13,20 +13,21 @@ from reference import accumulate, assert_same, gradients
 from torch import nn
 
 import penstock as ps
-from penstock.batch.agreement import MAX_KINDS, Description, _check_same_batch, _Replica, hash_values_of
+from penstock.batch.agreement import MAX_KINDS, Description, _check_same_batch, _Replica
 from penstock.batch.pieces import Shape, batch_signature
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.transport import message_spec
 from penstock.comms.transport.channels import SendChannel
+from penstock.digest import hash_values
 from penstock.engine import activation_memory
 
 BATCHES = """
 import torch
-from penstock.batch.agreement import hash_values_of
+from penstock.digest import hash_values
 from penstock.batch.pieces import batch_signature
 keywords = {"mask": torch.ones(4, dtype=torch.bool), "n": 3, "name": "x", "none": None, "list": [torch.ones(1)]}
 batch = ((torch.zeros(2, 3), torch.zeros(1)), keywords)
-print(hash_values_of(batch_signature(batch)))
+print(hash_values(batch_signature(batch)))
 """
 
 
@@ -51,7 +52,7 @@ def test_a_batch_has_the_same_fingerprint_in_every_interpreter():
 def test_a_signature_tells_structures_shapes_and_dtypes_apart_but_not_values():
     x = torch.zeros(2, 3)
     batches = [x, x[:1], x.double(), (x,), [x], {"a": x}, {"b": x}, (x, 1), (x, None), (x, "1"), ()]
-    assert len({hash_values_of(batch_signature(batch)) for batch in batches}) == len(batches)
+    assert len({hash_values(batch_signature(batch)) for batch in batches}) == len(batches)
     assert batch_signature({"a": x, "n": 1}) == batch_signature({"a": x + 1, "n": 2})
 
 

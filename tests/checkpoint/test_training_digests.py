@@ -16,7 +16,7 @@ from penstock import checkpoint
 from penstock.checkpoint.training_digests import RunsNotComparableError, compare_runs, value_digest
 from penstock.commands.audit import AuditCommand
 from penstock.commands.train.setup import token_loss
-from penstock.guards.digest import block_sums
+from penstock.digest import block_sums
 from penstock.stage.dtensor import gather_full_tensor
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -10,7 +10,7 @@ from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import nn
 
 import penstock as ps
-from penstock.guards.digest import MAX_HASHED_VALUES, _sample_bytes, hash_values
+from penstock.guards.equal_values import MAX_HASHED_VALUES, _sample_bytes, hash_batch
 from penstock.mesh.sampler import ReplicaSampler
 
 ROWS, M = 9, 4
@@ -21,9 +21,9 @@ ROWS, M = 9, 4
 
 def test_a_fingerprint_of_values_depends_on_them_and_on_no_layout():
     tokens = torch.arange(32 * 1025).view(32, 1025)
-    assert hash_values(tokens[:, 1:]) == hash_values(tokens[:, 1:].clone()) == hash_values({"labels": tokens[:, 1:]})
+    assert hash_batch(tokens[:, 1:]) == hash_batch(tokens[:, 1:].clone()) == hash_batch({"labels": tokens[:, 1:]})
     others = [tokens, tokens + 1, tokens.flip(0), tokens[:9], tokens.float(), (tokens, tokens)]
-    assert len({hash_values(result) for result in others}) == len(others)
+    assert len({hash_batch(result) for result in others}) == len(others)
     odd = [
         torch.ones(()),
         torch.ones(3, 0),
@@ -31,21 +31,21 @@ def test_a_fingerprint_of_values_depends_on_them_and_on_no_layout():
         torch.ones(2, dtype=torch.complex64),
         torch.tensor(float("nan")),
     ]
-    assert all(hash_values(case) == hash_values(case.clone()) > 0 for case in odd)
+    assert all(hash_batch(case) == hash_batch(case.clone()) > 0 for case in odd)
 
 
 def test_one_value_of_a_small_tensor_is_enough():
     labels = nn.functional.one_hot(torch.arange(64) * 15, 1000).float()
     others = [labels.roll(1, 0), labels.clone()]
     others[1][-1] = others[1][0]
-    assert len({hash_values(target) for target in (labels, *others)}) == 3
+    assert len({hash_batch(target) for target in (labels, *others)}) == 3
 
 
 def test_few_values_of_a_large_tensor_are_looked_at_and_none_where_that_would_wait():
     for shape in ((1_000_000,), (33, 1025), (32, 3, 64, 64), (5, 2, 2, 2, 2, 2, 2, 2, 2)):
         assert len(_sample_bytes(torch.zeros(shape, dtype=torch.uint8))) <= MAX_HASHED_VALUES
-    assert hash_values(None) == hash_values([3, "x"]) == 0
-    assert hash_values(torch.ones(3, device="meta")) == hash_values([torch.ones(3), torch.eye(3).to_sparse()]) == 0
+    assert hash_batch(None) == hash_batch([3, "x"]) == 0
+    assert hash_batch(torch.ones(3, device="meta")) == hash_batch([torch.ones(3), torch.eye(3).to_sparse()]) == 0
 
 
 def other_target(rank, batch):

@@ -14,7 +14,7 @@ PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 ORDER = [
     *("errors", "lazy", "recent", "distribution", "schedule", "timing", "python_file", "plan.search"),
     *("plan.dependency_graph", "plan.microbatch_order", "plan.group_search", "explain"),  # no torch until here
-    *("torch_private", "trees", "rows", "python_objects", "randomness", "plan.grouping"),
+    *("torch_private", "trees", "rows", "python_objects", "randomness", "digest", "plan.grouping"),
     *("comms", "partition", "stage", "mesh", "batch", "options", "engine"),  # a step
     *("plan", "rebuild", "guards", "generate", "launcher"),
     *("pipeline_parts", "pipeline_parameters", "pipeline", "model", "checkpoint"),

@@ -1,28 +1,21 @@
-"""The digest of a tensor: the CRC-32 of its dtype, shape and bytes, the same in every process and release of Python and torch.
+"""Copies of tied parameters, and batches that several ranks are given, are compared by digests of their values.
 
-It certainly differs if the change lies within 32 bits in a row, as one flipped bit does, and else in all but one case in four
-billion. It is the fastest hash of the standard library with these properties (`benchmarks/watching.py` measures them).
+All owners of a tied parameter get the same gradient, and the optimizer of each changes its own copy. If the copies differ, the
+model is no longer the uncut one.
 
-Copies of a tied parameter on several ranks are compared by it now and then: all owners get the same gradient, and the optimizer
-of each changes its own copy. If the copies differ, the model is no longer the uncut one.
-
-Batches that several ranks are given are compared by hashes before each step: small tensors whole, larger ones by some values.
+Batches are compared before each step: small tensors whole, larger ones by some values.
 """
 
-import ctypes
-import hashlib
 import math
-import zlib
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from penstock.batch.agreement import hash48
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.encoding import tensor_bytes
+from penstock.digest import hash_bytes, tensor_crc
 from penstock.engine.observers import ObservedStep, Observer, Rows
 from penstock.errors import MismatchError
 from penstock.guards import is_power_of_two_or_zero
@@ -39,40 +32,9 @@ MISMATCH_CAUSES = (
 )
 MAX_DIGEST_BYTES = 2**18  # of a tensor of a batch that ranks compare whole, in 0.1 ms
 MAX_HASHED_VALUES = 64  # of a larger one
-BLOCK_WORDS = 2**20  # words of four bytes that `block_sums` adds up
 
 
-def tensor_crc(tensor: Tensor, previous_crc: int = 0) -> int:
-    """Return the digest of a tensor, continuing that of earlier tensors.
-
-    A tensor that is not on the CPU is reduced to sums where it is, so that it need not be copied.
-    """
-    crc = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), previous_crc)
-    dense = tensor.detach().to_dense().resolve_conj().resolve_neg().contiguous()
-    dense = dense if dense.device.type == "cpu" else block_sums(dense).cpu()
-    return zlib.crc32((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()), crc) if dense.nbytes else crc
-
-
-def block_sums(tensor: Tensor) -> Tensor:
-    """Return eight bytes for each `BLOCK_WORDS` words of four. A change inside of one word certainly changes them.
-
-    A sum of words, each times a random odd number of 64 bits, modulo 2**64 (multilinear hashing: Lemire and Kaser, "Strongly
-    universal string hashing is fast", 2014). Integers, so the bits do not depend on the order in which a device sums.
-    """
-    data = tensor.flatten().view(torch.uint8)
-    words = nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)
-    factors = _random_odd_numbers(tensor.device)
-    return torch.stack([(block * factors[: len(block)]).sum() for block in words.split(BLOCK_WORDS)])
-
-
-@cache
-def _random_odd_numbers(device: torch.device) -> Tensor:
-    """Return BLOCK_WORDS numbers, the same in every process and release."""
-    stream = bytearray(hashlib.shake_256(b"penstock").digest(8 * BLOCK_WORDS))
-    return torch.frombuffer(stream, dtype=torch.int64).bitwise_or(1).to(device)
-
-
-def hash_values(batch: Any) -> int:
+def hash_batch(batch: Any) -> int:
     """Hash all values of each small tensor, some of a larger one, the same in every process; 0 without tensors.
 
     Never synchronises: 0 for a batch that is not on the CPU.
@@ -82,7 +44,7 @@ def hash_values(batch: Any) -> int:
         type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.is_cpu for tensor in tensors
     ):
         return 0
-    return hash48(b"".join(map(_digest_or_sample, tensors)))
+    return hash_bytes(b"".join(map(_digest_or_sample, tensors)))
 
 
 def _digest_or_sample(tensor: Tensor) -> bytes:
@@ -124,7 +86,7 @@ class BatchComparison(Observer):
 
     def start(self, step: ObservedStep) -> Sequence[float]:
         """Return hashes of inputs and target; 0 if they are not taken."""
-        return (hash_values(step.call.inputs), hash_values(step.call.target)) if self._is_compared else (0, 0)
+        return (hash_batch(step.call.inputs), hash_batch(step.call.target)) if self._is_compared else (0, 0)
 
     def compare(self, step: ObservedStep, rows: Rows) -> None:
         """Raise MismatchError, the same on every rank, if inputs of some rows would meet the target of others.

@@ -15,7 +15,7 @@ train: $(VENV)/ready
 
 # What starts no process and takes no second, and one pipeline on two ranks: under a minute.
 quick: $(VENV)/ready
-	$(PYTEST) -n 2 --dist loadfile -m "smoke or not (ranks or fresh or slow or costly or nccl)"
+	$(PYTEST) -n 2 --dist loadfile --hypothesis-profile=quick -m "smoke or not (ranks or fresh or slow or costly or neighbours or nccl)"
 
 # Every promise, on its cheapest case.
 test: $(VENV)/ready lint

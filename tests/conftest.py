@@ -30,6 +30,7 @@ forkserver.PRELOAD += ["pytest", "penstock.commands.train.command", "penstock.co
 forkserver.PRELOAD += ["torch.utils.tensorboard", "sympy.tensor.tensor", "transformers.models.llama.modeling_llama"]
 forkserver.PRELOAD += ["exported_once"]  # and what they would set up each time
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines may be busy
+settings.register_profile("quick", settings.get_profile("patient"), max_examples=20)  # of `make quick`
 settings.load_profile("patient")
 
 

@@ -111,6 +111,7 @@ def test_search_writes_a_table_that_keeps_the_limit(costs, tmp_path, capsys):
         SearchCommand(costs, ranks=0).run()
 
 
+@pytest.mark.costly
 def test_search_cuts_the_layers_of_a_run_and_says_times_and_memory_in_their_units(costs, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "costs.json").write_bytes(costs.read_bytes())

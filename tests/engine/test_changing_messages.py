@@ -227,6 +227,7 @@ def test_a_gradient_is_none_if_it_is_none_on_all_replicas(case: str) -> None:
                 assert gradient is None or torch.allclose(gradient, expected[name], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.fresh
 def test_ranks_that_torchrun_starts_have_the_same_numbers(tmp_path: Path) -> None:
     script = (
@@ -307,6 +308,7 @@ def sliced_steps(schedule: str) -> dict[str, dict[str, Tensor | None]]:
     return results
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("schedule", slow_except(["1f1b"], ["gpipe", "1f1b", "zb-h1"]))
 def test_messages_of_slices_change_too(schedule: str) -> None:
     alone, ranks = sliced_steps(schedule), ps.launch(sliced_steps, 2, schedule)

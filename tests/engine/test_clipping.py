@@ -8,6 +8,7 @@ import pytest
 import torch
 from batched_launch import together
 from reference import accumulate, assert_same, data, gradients, make, merged
+from slow_cases import slow_except
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -95,7 +96,7 @@ def rank_clips(schedule):
     return results
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("zb-v", 2), ("gpipe", 3)])
+@pytest.mark.parametrize(("schedule", "ranks"), slow_except([("zb-v", 2)], [("1f1b", 2), ("zb-v", 2), ("gpipe", 3)]))
 def test_torchs_own_clipping_of_a_pipelines_parameters_has_the_bits_of_one_process(schedule, ranks):
     everyone = ps.launch(rank_clips, ranks, schedule)
     for name, model in MODELS.items():

@@ -16,12 +16,14 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from batched_launch import together
 from reference import accumulate, assert_same, data, gradients, make, merged
+from slow_cases import slow_except
 from torch import nn
 
 import penstock as ps
@@ -340,12 +342,12 @@ def rank_loses_one(where, fault, folder):
         raise
 
 
-@pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("fault", "verb"),
-    [("killed", "is gone"), ("exit", "is gone"), ("stopped", r"is stopped \(SIGSTOP\)")],
+    ("where", "fault"),
+    slow_except([(0, "killed"), (1, "stopped"), (2, "exit")], product([0, 1, 2], ["killed", "exit", "stopped"])),
 )
-def test_a_rank_that_dies_or_stops_is_named_by_all_others_with_the_action_waited_for(where, fault, verb, tmp_path, request):
+def test_a_rank_that_dies_or_stops_is_named_by_all_others_with_the_action_waited_for(where, fault, tmp_path, request):
+    verb = r"is stopped \(SIGSTOP\)" if fault == "stopped" else "is gone"
     verb += rf", last seen in {where}F\d of step 2"
     waited = r"the .* of \d[FB]\d from rank \d|rank \d to begin step\(\), before \d[FB]\d"  # of whoever noticed first
     if request.config.getoption("--over-nccl") == "ahead":

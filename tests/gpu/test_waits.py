@@ -41,6 +41,7 @@ def test_a_step_waits_for_its_losses_at_its_end_and_nowhere_else(device, schedul
         ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_clipping_waits_once_for_all_norms(device):
     pipe = pipeline(device)

@@ -191,6 +191,7 @@ class CountsCalls(nn.Module):
 TOKENWISE = {"numbers": Numbered, "experts": Experts, "transposed": Transposed, "noise": CountsCalls}
 
 
+@pytest.mark.costly
 @pytest.mark.filterwarnings("error:tokens are cut, but:RuntimeWarning")
 @pytest.mark.parametrize("name", TOKENWISE)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

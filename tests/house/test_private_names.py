@@ -70,6 +70,7 @@ def test_no_private_name_of_torch_is_used_outside_its_one_door():
     assert not used, f"these go past penstock/torch_private.py: {', '.join(sorted(used))}"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "source",
     [

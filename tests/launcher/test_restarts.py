@@ -222,6 +222,7 @@ def test_looks_in_a_row_and_not_the_clock_tell_that_a_rank_was_stopped():
         assert process.wait(60) == -signal.SIGKILL
 
 
+@pytest.mark.costly
 def test_a_server_that_is_exiting_already_when_its_program_is_gone_says_nothing():
     script = """
 import atexit, os, time

@@ -216,6 +216,7 @@ def half_ignored() -> tuple[Tensor, Tensor]:
         return pipe.step(inputs, target=target), loss_fn(layer(inputs), target).detach()
 
 
+@pytest.mark.costly
 def test_a_loss_has_the_dtype_of_the_parts_that_count() -> None:
     for loss, expected in ps.launch(half_ignored, 2):
         torch.testing.assert_close(loss, expected)  # its dtype too; in bfloat16 the third digit would differ

@@ -143,8 +143,8 @@ def replicas(schedule: str, way: str, pieces: int, rows: int, dropout: float, st
     return losses, gradients(pipe)
 
 
+ONE_MICROBATCH_EACH = tuple(("1f1b", way, 1, 6, 0.0, 1) for way in WAYS)
 REPLICAS = (
-    *(("1f1b", way, 1, 6, 0.0, 1) for way in WAYS),
     *(("zb-h1", way, 2, 8, 0.5, 2) for way in WAYS),
     *((schedule, "ddp", 4, ROWS, 0.0, 3) for schedule in SPLIT),
 )
@@ -154,7 +154,7 @@ REPLICAS = (
 @pytest.mark.parametrize("way", WAYS)
 def test_where_sums_have_the_same_order_the_bits_are_the_same(way: str) -> None:
     """Two replicas with a microbatch each add what one process adds with two microbatches."""
-    everyone = together(replicas, 4, REPLICAS)["1f1b", way, 1, 6, 0.0, 1]
+    everyone = together(replicas, 4, ONE_MICROBATCH_EACH)["1f1b", way, 1, 6, 0.0, 1]
     whole = model()
     loss = accumulate(whole, loss_fn, batch(0, 6), 2)
     expected = {name: p.grad for name, p in whole.named_parameters()}
@@ -664,8 +664,12 @@ def resumed(folder: Path, shape: Shape, way: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("shape", "kind", "others"),
-    [((2, 2, 1), "fsdp", [(4, 1, 1), (1, 1, 1), (2, 1, 2)]), ((2, 1, 2), "ddp", [(1, 1, 1)])],
-    ids=["fsdp", "tp"],
+    [
+        ((2, 2, 1), "fsdp", [(1, 1, 1)]),
+        pytest.param((2, 2, 1), "fsdp", [(4, 1, 1), (2, 1, 2)], marks=pytest.mark.slow),
+        pytest.param((2, 1, 2), "ddp", [(1, 1, 1)], marks=pytest.mark.slow),
+    ],
+    ids=["fsdp", "fsdp, to other meshes", "tp"],
 )
 def test_checkpoints_move_between_meshes_to_the_bit(shape: Shape, kind: str, others: list[Shape], tmp_path: Path) -> None:
     expected: dict[str, Tensor] = {}
@@ -811,7 +815,7 @@ def failing(how: str, shape: Shape) -> tuple[str, str]:
     return str(caught.value), str(after.value)
 
 
-@pytest.mark.parametrize("name", ["pp2 dp2", "pp2 tp2", "dp2 tp2"])
+@pytest.mark.parametrize("name", slow_except(["pp2 tp2"], ["pp2 dp2", "pp2 tp2", "dp2 tp2"]))
 def test_an_error_on_one_rank_ends_the_step_on_all_pipelines(name: str) -> None:
     for result, after in ps.launch(failing, 4, "raises", MESHES[name]):
         assert result.startswith("rank 3, stage ")

@@ -195,6 +195,7 @@ class Leftover(nn.Module):
         return self.b(self.a(hidden))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("example", [None, (torch.ones(3, 2),)])
 def test_no_name_is_lost_also_of_what_nothing_uses(example):
     model = Leftover()
@@ -688,6 +689,7 @@ def test_names_of_modules_cut_apart_are_those_of_the_sequential_they_make():
     assert [whole for names in found for whole in names.values()] == list(nn.Sequential(*stages).state_dict())
 
 
+@pytest.mark.costly
 def test_what_compile_adds_to_names_is_left_out():
     stage = torch.compile(nn.Sequential(nn.Linear(2, 2)))
     assert partition.state_names_without_compile_prefix(stage) == {
@@ -756,6 +758,7 @@ class ReturnsACache(LayerListNet):
         return (hidden, types.SimpleNamespace(keys=hidden)) if self.config.use_cache else (hidden,)
 
 
+@pytest.mark.costly
 def test_a_model_that_returns_a_cache_is_told_which_configuration_asks_for_it():
     model = toy(lambda self, hidden: self.decoder(hidden), decoder=ReturnsACache())
     inputs = torch.ones(2, 3)

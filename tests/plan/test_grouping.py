@@ -166,6 +166,7 @@ def test_groups_of_many_rows_cost_at_most_a_hundredth_more_than_the_best(
         assert sum(found) + max(found) <= 1.01 * exact
 
 
+@pytest.mark.costly
 def test_twenty_thousand_rows_need_few_costs() -> None:
     calls = 0
 

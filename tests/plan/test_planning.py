@@ -367,6 +367,7 @@ NO_PLANS = [{"format": "x"}, {"cuts": []}, {"microbatches": 3}, {"recompute": [1
 NO_PLANS += [{"seconds": float("nan")}, {"batch": -1}, {"peak_memory": [1.0]}, {"peak_memory": [-1.0] * 4}]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("change", NO_PLANS)
 def test_a_file_that_is_no_plan_is_refused(tmp_path, change):
     path = tmp_path / "plan.json"

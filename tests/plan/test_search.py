@@ -77,6 +77,7 @@ def test_what_is_found_is_proved_timed_within_its_limit_and_no_longer_than_a_pub
             assert found.makespan <= found.family_makespan <= published.makespan
 
 
+@pytest.mark.costly
 @settings(max_examples=25, deadline=None)
 @given(pipelines(), whole_numbers(0, 1000))
 def test_rows_that_are_changed_step_by_step_run_as_the_simulator_says(pipeline, seed):
@@ -90,6 +91,7 @@ def test_rows_that_are_changed_step_by_step_run_as_the_simulator_says(pipeline, 
     assert full.makespan == simulate(table, Costs(**{**vars(costs), "backward": None})).makespan
 
 
+@pytest.mark.costly
 def test_where_published_tables_fit_the_best_is_told():
     found = search(COSTS, V, 5, limit=2, effort="quick", progress=lambda done, makespan: done > 0.2)
     assert (found.family, found.family_makespan) == ("v-half", simulate(build("v-half", 3, 5), COSTS).makespan)
@@ -146,6 +148,7 @@ def test_tables_for_many_microbatches_grow_from_those_for_few():
     assert max(simulate(found.schedule, COSTS).peak_memory) <= 1.5
 
 
+@pytest.mark.costly
 def test_a_table_found_before_is_a_start():
     before = search(COSTS, V, 4, limit=1.5, effort="quick", progress=soon)
     after = search(COSTS, V, 4, limit=1.5, effort="quick", start=before.schedule, progress=lambda *message: True)
@@ -285,6 +288,7 @@ def test_what_is_wrong_is_said_in_numbers(wrong, message):
         search(**({"costs": COSTS, "placement": V, "microbatches": 4, "effort": "quick"} | wrong))
 
 
+@pytest.mark.costly
 def test_numbers_of_numpy_are_numbers():
     np = pytest.importorskip("numpy")
     found = search(COSTS, np.array(V), np.int64(4), limit=np.float32(2), effort="quick", seed=np.int64(1), progress=soon)

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from itertools import zip_longest
 
+import pytest
 from executable_model import Skips, Value, makes, takes
 from hypothesis import given, settings
 from random_tables import named_tables, valid_tables, whole_numbers, with_skips
@@ -245,6 +246,7 @@ def test_every_transfer_is_made_once_and_needed_once_and_if_it_travels_posted_on
     assert posted == travelling == Counter(transfer for queue in program.channels.values() for transfer in queue)
 
 
+@pytest.mark.costly
 @CHECKED
 @given(LOWERED)
 def test_a_step_gives_what_other_stages_take_and_needs_what_they_made_in_stage_order(lowered: tuple[Schedule, Skips]):
@@ -279,6 +281,7 @@ def test_a_channel_has_its_transfers_in_the_order_in_which_its_sender_posts_them
     assert program.channels == {ends: tuple(queue) for ends, queue in sent.items() if ends[0] != ends[1]}
 
 
+@pytest.mark.costly
 @CHECKED
 @given(LOWERED, whole_numbers(0, 4))
 def test_receives_are_posted_in_channel_order_before_they_are_needed_and_no_earlier_than_allowed(
@@ -301,6 +304,7 @@ def test_receives_are_posted_in_channel_order_before_they_are_needed_and_no_earl
             assert len(posted) <= max(farthest, len(consumed) + ahead)
 
 
+@pytest.mark.costly
 @CHECKED
 @given(LOWERED, whole_numbers(0, 2))
 def test_the_lines_of_one_rank_are_those_that_it_has_among_all(lowered, ahead):

@@ -102,6 +102,7 @@ def test_every_table_one_change_away_is_judged_as_its_execution_with_skips(name,
             assert accepts(mutant, model, skips) == is_right(mutant, model, skips=skips), f"{mutant}"
 
 
+@pytest.mark.costly
 @settings(max_examples=150, deadline=None)
 @given(with_skips(valid_tables()))
 def test_any_order_that_respects_the_dependencies_is_proved_whatever_the_skips(skipping):
@@ -113,6 +114,7 @@ def test_any_order_that_respects_the_dependencies_is_proved_whatever_the_skips(s
     assert proof.transfers == 2 * len(moves) * schedule.microbatches
 
 
+@pytest.mark.costly
 @settings(max_examples=250, deadline=None)
 @given(with_skips(valid_tables()), st.sampled_from(MODELS[1:]), SEEDS)
 def test_any_order_is_judged_in_every_model_as_its_execution(skipping, model, seed):
@@ -524,6 +526,7 @@ def test_every_wait_told_of_rows_with_an_action_moved_is_true(data, skipping, mo
     check_told(shuffled, model, skips)
 
 
+@pytest.mark.costly
 @settings(max_examples=150, deadline=None)
 @given(st.data(), with_skips(valid_tables(pairs=False)), st.sampled_from(MODELS))
 def test_every_wait_told_of_actions_that_must_not_overlap_is_true(data, skipping, model):

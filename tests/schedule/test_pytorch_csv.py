@@ -79,6 +79,7 @@ def sizes(name: str) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_peers_lowering_cannot_stop_in_either_model(name):
     for size in sizes(name):
@@ -97,6 +98,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.costly
 @deferring
 @pytest.mark.parametrize("name", CLASSES)
 def test_most_of_the_peers_tables_with_deferred_receives_can_stop(name):
@@ -253,6 +255,7 @@ def text(instruction: Transfer | Compute, rank: int) -> str:
     return f"{stage}SEND_{letter}{microbatch}" if rank == instruction.source else f"{stage + step}RECV_{letter}{microbatch}"
 
 
+@pytest.mark.costly
 @settings(max_examples=100, deadline=None)
 @given(valid_tables() | named_tables(), whole_numbers(0, 3))
 def test_our_own_programs_written_in_the_peers_form_are_read_again(schedule, ahead):

@@ -33,6 +33,7 @@ class LastFirst(nn.Module):
         return hidden
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("make", "cut"), [(several_dtypes, "6"), (LastFirst, "layer6"), (LastFirst, "layer4")])
 def test_gradients_have_the_norm_of_the_uncut_model_to_the_bit(make, cut):
     for seed in range(20):

@@ -227,6 +227,7 @@ def test_dropout_has_the_bits_of_one_process_that_slices_alike_and_a_rebuilt_pip
     assert_equal_bits(merged("rebuilt"), trained(pipeline(gpt(), "gpipe", 4, topology=ps.Topology())))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", slow_except(["gpt"], ["gpt", "llama", "opt"]))
 def test_slices_of_any_lengths_drop_what_whole_sequences_drop(kind: str) -> None:
     arguments: dict[str, Any] = {"topology": ps.Topology(), "recompute": "block"}

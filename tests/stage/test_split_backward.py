@@ -242,6 +242,7 @@ def compare(module: nn.Module, batches: list[Tensor], late: bool = True, in_orde
             assert p.grad is None or torch.equal(p.grad, q.grad), name
 
 
+@pytest.mark.costly
 @pytest.mark.kernels
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("name", MODULES)
@@ -551,6 +552,7 @@ def test_a_weight_kept_from_one_microbatch_to_the_next_loses_nothing() -> None:
     assert torch.allclose(*sums, rtol=1e-12, atol=0)
 
 
+@pytest.mark.costly
 def test_a_compiled_stage_does_all_of_it_in_i() -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
     compiled, plain = copy.deepcopy(module), copy.deepcopy(module)

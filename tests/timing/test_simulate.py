@@ -351,6 +351,7 @@ def test_a_backward_to_the_weights_sends_nothing_that_could_queue():
     assert path == "0F0 1F1 1I0 0I0 0I1 0W0 0W1"
 
 
+@pytest.mark.costly
 @settings(max_examples=100, deadline=None)
 @given(timed_tables())
 def test_the_memory_curve_begins_and_ends_with_nothing_and_its_peak_is_counted(timed):

@@ -1,6 +1,9 @@
 """The forwards of a second model in the idle time of a table."""
 
+from itertools import product
+
 import pytest
+from slow_cases import slow_except
 
 from penstock.schedule import Costs, Schedule, ScheduleError, build, from_rows, names, simulate, verify, with_teacher
 
@@ -17,8 +20,10 @@ def without_teacher(table: Schedule) -> tuple[tuple[object, ...], ...]:
     )
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("name", "ahead"), slow_except([("1f1b", False), *((name, True) for name in names())], product(names(), [True, False]))
+)
 def test_every_family_has_a_proved_table_with_a_teacher(name: str, ahead: bool) -> None:
     for ranks, microbatches in ((1, 2), (3, 4)):
         own = build(name, ranks, microbatches)
@@ -53,6 +58,7 @@ def test_costs_decide_where_the_forwards_are() -> None:
     assert simulate(with_teacher(own, costs=costs), costs).makespan < simulate(with_teacher(own), costs).makespan
 
 
+@pytest.mark.costly
 def test_forwards_that_take_no_time_are_placed_too() -> None:
     costs = Costs([1, 1, 1, 5, 5, 0], [0, 0, 0, 1, 1, 1], [1, 1, 5, 5, 1, 1], 0.3, overlap=0.5)
     table = with_teacher(build("zb-h2", ranks=3, microbatches=1), ahead=False, costs=costs)

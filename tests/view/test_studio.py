@@ -238,6 +238,7 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(question, sentence):
         answer(question)
 
 
+@pytest.mark.costly
 def test_the_largest_question_is_built_proved_and_timed_once(monkeypatch):
     calls = {name: Mock(side_effect=getattr(answers, name)) for name in ("build", "verify", "simulate_at_page_costs")}
     for name, call in calls.items():
@@ -287,6 +288,7 @@ def test_a_question_is_answered_and_a_refusal_is_a_sentence(port):
     assert json.loads(text) == {"error": "ranks is 99: the studio takes a whole number from 1 to 64"}
 
 
+@pytest.mark.costly
 def test_what_nobody_waits_for_any_more_is_stopped(port):
     huge = {"schedule": "interleaved-zb", "ranks": 64, "microbatches": 512, "stages_per_rank": 4}
     with closing(Workers()) as workers:

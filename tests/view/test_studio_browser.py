@@ -133,6 +133,7 @@ def test_one_stage_may_have_its_own_cost_and_one_microbatch_its_own_size(studio)
     assert makespan(studio) == simulate(build("1f1b", ranks=4, microbatches=8), costs).makespan
 
 
+@pytest.mark.slow
 def test_dragging_an_action_makes_a_deadlock_that_is_told_and_marked_and_undone(studio):
     before = row(studio, 0)
     source, target = cell(studio, "0F2"), cell(studio, "0B0")

@@ -70,7 +70,7 @@ STEPS |= st.integers(0, 10**6).map(at_random)
 
 
 @pytest.mark.costly
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(STEPS, st.integers(30, 200))
 def test_each_character_shows_what_took_most_of_its_time_or_what_no_other_shows(timeline, width):
     for rank, line in rows_of(draw(timeline, width, color=True)).items():
@@ -96,7 +96,8 @@ def test_where_there_is_no_room_the_order_is_still_the_tables():
         assert all(letter in kinds for letter in row.replace(".", ""))
 
 
-@settings(max_examples=60)
+@pytest.mark.costly
+@settings(max_examples=20)
 @given(STEPS, st.integers(30, 200))
 def test_the_order_of_a_picture_never_contradicts_the_table(timeline, width):
     for rank, row in rows_of(draw(timeline, width, color=True)).items():

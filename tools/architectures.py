@@ -30,18 +30,19 @@ Written by `tools/architectures.py` with {VERSIONS}. Each model is tiny, with tw
 an example: `ps.Pipeline(model, loss, .., example_kwargs=batch)`. *In memory*: built on the CPU, two ranks, ZB-V. *On meta*:
 built on the meta device, its weights loaded, three ranks, 1F1B. **bits**: loss and every gradient have the bits of the uncut
 model with the same microbatches. A number is the largest difference of a gradient, relative to its largest value.
-*By names*: whether `cuts=` is enough, without an example, because `torch.fx` can trace the forward.
+*Without a mask*: in memory, on a batch without `attention_mask`; those of the other columns hide some tokens. *By names*: whether
+`cuts=` is enough, without an example, because `torch.fx` can trace the forward.
 
-| architecture | in memory | on meta | by names |
-|---|---|---|---|
+| architecture | in memory | on meta | without a mask | by names |
+|---|---|---|---|---|
 """
 NOTES = """
 With an example a model can be cut before any of its layers, chosen by `cuts=` or by measured times. If hooks read values inside
 a layer, as for the routers' losses, the model can also be cut inside that layer.
 
-The batches have an `attention_mask` that hides some tokens. Without a mask, or with one of only ones, transformers makes none,
-except in an export; then attention may take another kernel, with other last bits. Rotary angles and other buffers that no
-checkpoint has are computed by the model's own `_init_weights`, as in `from_pretrained`.
+Without a mask, or with one of only ones, transformers makes none, and attention may take another kernel, with other last bits.
+So the functions that make masks are called in every forward, as in the uncut model, where only layers take what they return.
+Rotary angles and other buffers that no checkpoint has are computed by the model's own `_init_weights`, as in `from_pretrained`.
 
 Caches are off, also in the uncut model: a cache copies keys and values, and products with the copies have other last bits.
 """
@@ -196,11 +197,15 @@ def rows(batch: dict[str, Any], count: int) -> list[dict[str, Any]]:
     ]
 
 
-def uncut(name: str) -> tuple[nn.Module, Tensor]:
+def batch_of(name: str, with_mask: bool) -> dict[str, Any]:
+    """The architecture's batch, with or without its attention mask."""
+    return {key: value for key, value in ARCHITECTURES[name].batch().items() if with_mask or key != "attention_mask"}
+
+
+def uncut(name: str, with_mask: bool) -> tuple[nn.Module, Tensor]:
     """The model with its gradients, and its loss."""
-    architecture = ARCHITECTURES[name]
-    model, total = architecture.model(kind(name), "cpu"), torch.zeros(())
-    for part, target in zip(rows(architecture.batch(), MICROBATCHES), target_of(name).chunk(MICROBATCHES), strict=True):
+    model, total = ARCHITECTURES[name].model(kind(name), "cpu"), torch.zeros(())
+    for part, target in zip(rows(batch_of(name, with_mask), MICROBATCHES), target_of(name).chunk(MICROBATCHES), strict=True):
         loss = loss_of(model(**part), target) / MICROBATCHES
         loss.backward()
         total = total + loss.detach()
@@ -212,10 +217,10 @@ def kind(name: str) -> str:
     return name.partition(",")[0]
 
 
-def difference(name: str, device: str, schedule: str) -> float:
+def difference(name: str, device: str, schedule: str, with_mask: bool) -> float:
     """Of this rank's loss and gradients from the uncut model's; 0 if they have its bits."""
-    architecture, (whole, expected) = ARCHITECTURES[name], uncut(name)
-    batch, model = architecture.batch(), architecture.model(kind(name), device)
+    batch, (whole, expected) = batch_of(name, with_mask), uncut(name, with_mask)
+    model = ARCHITECTURES[name].model(kind(name), device)
     pipe = ps.Pipeline(model, loss_of, schedule, MICROBATCHES, example_kwargs=rows(batch, MICROBATCHES)[0])
     pipe.load_state_dict(whole.state_dict())
     found = [abs(pipe.step(**batch, target=target_of(name)) - expected) / expected]
@@ -227,20 +232,20 @@ def difference(name: str, device: str, schedule: str) -> float:
     return max(result.item() for result in found)
 
 
-def rank_differences(names: Sequence[str], device: str, schedule: str) -> list[float | str]:
+def rank_differences(names: Sequence[str], device: str, schedule: str, with_mask: bool = True) -> list[float | str]:
     """For each of `names` the difference on this rank, or what was said instead."""
     told: list[float | str] = []
     for name in names:
         try:
-            told.append(difference(name, device, schedule))
+            told.append(difference(name, device, schedule, with_mask))
         except ps.PenstockError as error:
             told.append(str(error))
     return told
 
 
-def outcomes(names: Sequence[str], ranks: int, device: str, schedule: str) -> list[str]:
+def outcomes(names: Sequence[str], ranks: int, device: str, schedule: str, with_mask: bool = True) -> list[str]:
     """A cell of the table for each of `names`."""
-    everyone = ps.launch(rank_differences, ranks, names, device, schedule)
+    everyone = ps.launch(rank_differences, ranks, names, device, schedule, with_mask)
     return [_cell([result[number] for result in everyone]) for number in range(len(names))]
 
 
@@ -264,7 +269,8 @@ def by_names(name: str) -> str:
 def table(names: Sequence[str]) -> dict[str, str]:
     """The rows of `names`."""
     memory, meta = outcomes(names, 2, "cpu", "zb-v"), outcomes(names, 3, "meta", "1f1b")
-    cells = zip(names, memory, meta, map(by_names, names), strict=True)
+    without_mask = outcomes(names, 2, "cpu", "zb-v", with_mask=False)
+    cells = zip(names, memory, meta, without_mask, map(by_names, names), strict=True)
     return {cell[0]: f"| {' | '.join(cell)} |" for cell in cells}
 
 

@@ -6,6 +6,7 @@
 `model_graph`   what a model does, as two graphs of its units: of training and of evaluation
 `trace`         graphs traced by torch.fx, without data
 `export`        graphs exported by torch.export, on an example
+`runtime_functions`  functions around the layers that an export calls as they are, in each forward
 `opaque_units`  units as single operations while a forward is exported
 `graph_inputs`  what a cut model's forward takes, and whether a batch fits the example
 `graph_stage`   a stage of a graph, and which values go from which stage to which

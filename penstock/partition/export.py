@@ -35,6 +35,7 @@ from penstock.partition.graph_inputs import (
 from penstock.partition.materialise import META
 from penstock.partition.model_graph import DEVICE_ATTRIBUTE, NO_GRAD, ModelGraph, first_line, train_then_eval
 from penstock.partition.opaque_units import UNIT_OPERATION, RecordedUnitCall, units_as_custom_ops
+from penstock.partition.runtime_functions import mask_functions_as_custom_ops, only_units_use_results
 from penstock.partition.unit_times import replace_tensors_temporarily
 from penstock.rows import rows_dim_of, unwrap_tree
 from penstock.torch_private import (
@@ -158,7 +159,8 @@ class _KeywordModel(nn.Module):
         with restore_attributes_afterwards(self.model) as changes, _replaced_buffers_are_filled(self.model):
             leaves, result.output_structure = tree_flatten(self.model(**values))
 
-        in_units = {id(module) for call in calls for module in self.model.get_submodule(call.name).modules()}
+        units = [self.model.get_submodule(call.name) for call in calls if call.is_unit]
+        in_units = {id(module) for unit in units for module in unit.modules()}
         result.changes = {attribute: change for attribute, change in changes.items() if attribute[0] not in in_units}
         return [*leaves, *result.tensors_in_attributes()]
 
@@ -219,12 +221,23 @@ def _depends_on_tensors(node: Any) -> bool:
 
 
 def _export_program(model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any]) -> _Export:
-    """Return the model as a program in which units are operations."""
+    """Return the model as a program in which units are operations, and so are functions that decide by values."""
+    export = _export_once(model, units, values, calls_mask_functions=True)
+    if only_units_use_results(list(export.program.graph.nodes), export.calls):
+        return export
+    return _export_once(model, units, values, calls_mask_functions=False)
+
+
+def _export_once(
+    model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any], calls_mask_functions: bool
+) -> _Export:
     dynamic_shapes, result = tree_map(_dynamic_sizes, values), _ForwardResult()
     with torch.enable_grad(), units_as_custom_ops(units) as calls, _without_logs():
+        functions = mask_functions_as_custom_ops(model, calls) if calls_mask_functions else nullcontext()
         try:
             root = _KeywordModel(model, calls, result)
-            program = torch.export.export(root, (values,), dynamic_shapes=(dynamic_shapes,), strict=False)
+            with functions:
+                program = torch.export.export(root, (values,), dynamic_shapes=(dynamic_shapes,), strict=False)
             return _Export(program, calls, result)
         except MismatchError:
             raise
@@ -366,10 +379,11 @@ class _Unflattener:
         return self.graph.create_node(node.op, node.target, args, kwargs, node.name)
 
     def _call_unit(self, number: int, tensors: Sequence[fx.Node], sizes: Sequence[Any], with_grad: bool) -> list[Any]:
-        """Add the call of a unit; return the nodes of its output's tensors."""
+        """Add the call of a unit or a function; return the nodes of its output's tensors."""
         call = self.calls[number]
         args, kwargs = call.arguments(list(map(self._copied_argument, tensors)), list(map(self._copied_argument, sizes)))
-        output = self.graph.call_module(call.name, args, kwargs)
+        make_call = self.graph.call_module if call.is_unit else self.graph.call_function
+        output = make_call(call.name if call.is_unit else call.forward, args, kwargs)  # type: ignore[operator]
         output.meta |= {} if with_grad else {NO_GRAD: True}
         if call.output_structure.is_leaf():
             return [output]

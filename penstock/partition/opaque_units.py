@@ -1,4 +1,7 @@
-"""Units as single operations: while a model's forward is exported, `torch.export` does not look into them."""
+"""Units as single operations: while a model's forward is exported, `torch.export` does not look into them.
+
+So are functions that decide by the values of tensors (`runtime_functions.py`).
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,12 +18,13 @@ _LEAF = tree_flatten(None)[1]
 
 @dataclass
 class RecordedUnitCall:
-    """One call of a unit during the export: its arguments, and once it has run its output."""
+    """One call of a unit, or of a function, during the export: its arguments, and once it has run its output."""
 
     name: str
     forward: Callable[..., Any]
     leaves: Sequence[Any]  # of (args, kwargs)
     structure: TreeSpec
+    is_unit: bool = True
     output_leaves: list[Any] = field(default_factory=list)
     output_structure: TreeSpec = _LEAF
 
@@ -66,7 +70,7 @@ def units_as_custom_ops(units: Mapping[str, nn.Module]) -> Iterator[list[Recorde
     calls: list[RecordedUnitCall] = []
     _exports.append(calls)
     for name, unit in units.items():
-        unit.forward = _forward_that_calls_custom_op(name, unit.forward, calls)
+        unit.forward = as_custom_op(name, unit.forward, calls)
     try:
         yield calls
     finally:
@@ -75,11 +79,14 @@ def units_as_custom_ops(units: Mapping[str, nn.Module]) -> Iterator[list[Recorde
             del unit.forward
 
 
-def _forward_that_calls_custom_op(name: str, forward: Callable[..., Any], calls: list[RecordedUnitCall]) -> Callable[..., Any]:
+def as_custom_op(
+    name: str, forward: Callable[..., Any], calls: list[RecordedUnitCall], is_unit: bool = True
+) -> Callable[..., Any]:
+    """Return `forward` as one operation, whose calls are appended to `calls`."""
+
     def opaque_forward(*args: Any, **kwargs: Any) -> Any:
-        """Call the unit as one operation."""
         leaves, structure = tree_flatten((args, kwargs))
-        call = RecordedUnitCall(name, forward, leaves, structure)
+        call = RecordedUnitCall(name, forward, leaves, structure, is_unit)
         calls.append(call)
 
         tensors = [leaf for leaf in leaves if _kind(leaf) is Tensor]

@@ -30,8 +30,8 @@ Written by `tools/architectures.py` with {VERSIONS}. Each model is tiny, with tw
 an example: `ps.Pipeline(model, loss, .., example_kwargs=batch)`. *In memory*: built on the CPU, two ranks, ZB-V. *On meta*:
 built on the meta device, its weights loaded, three ranks, 1F1B. **bits**: loss and every gradient have the bits of the uncut
 model with the same microbatches. A number is the largest difference of a gradient, relative to its largest value.
-*Without a mask*: in memory, on a batch without `attention_mask`; those of the other columns hide some tokens. *By names*: whether
-`cuts=` is enough, without an example, because `torch.fx` can trace the forward.
+*Without a mask*: in memory, on a batch without `attention_mask`; those of the other columns hide some tokens. *By names*:
+whether `cuts=` is enough, without an example, because `torch.fx` can trace the forward.
 
 | architecture | in memory | on meta | without a mask | by names |
 |---|---|---|---|---|

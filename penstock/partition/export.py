@@ -382,8 +382,10 @@ class _Unflattener:
         """Add the call of a unit or a function; return the nodes of its output's tensors."""
         call = self.calls[number]
         args, kwargs = call.arguments(list(map(self._copied_argument, tensors)), list(map(self._copied_argument, sizes)))
-        make_call = self.graph.call_module if call.is_unit else self.graph.call_function
-        output = make_call(call.name if call.is_unit else call.forward, args, kwargs)  # type: ignore[operator]
+        if call.is_unit:
+            output = self.graph.call_module(call.name, args, kwargs)
+        else:
+            output = self.graph.call_function(call.forward, args, kwargs)
         output.meta |= {} if with_grad else {NO_GRAD: True}
         if call.output_structure.is_leaf():
             return [output]

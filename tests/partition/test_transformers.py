@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.kernels]
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 transformers: Any = pytest.importorskip("transformers")
+create_causal_mask: Any = pytest.importorskip("transformers.masking_utils").create_causal_mask
 
 SHAPE = {
     "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 17,
@@ -158,3 +159,27 @@ def test_an_exported_model_generates_the_tokens_of_its_own_generate(without_mask
     given = {"attention_mask": torch.ones_like(prompt), "eos_token_id": 2, "pad_token_id": 2}
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False, **given)
     assert all(torch.equal(text, expected) for _, text in without_mask)
+
+
+class BiasBetweenLayers(nn.Module):
+    """Does something with the mask around its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(17, 8), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.config = transformers.LlamaConfig(**SHAPE, attn_implementation="eager")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        mask = create_causal_mask(self.config, hidden, None, None)
+        for layer in self.layers:
+            hidden = layer(hidden) + (mask == 0).sum(-1)[:, 0, :, None]
+        return hidden
+
+
+def test_a_mask_that_code_around_the_layers_uses_is_the_exported_one() -> None:
+    model, tokens = BiasBetweenLayers(), ids(4, 1)
+    stages = ps.partition.split(model, 2, cuts=["layers.1"], example_args=(tokens[:2],))
+    assert torch.equal(ps.partition.run(stages, tokens), model(tokens))
+    names = [str(node.target) for stage in stages for node in stage.penstock._nodes[True]]
+    assert not any("create_causal_mask" in name for name in names)

@@ -5,14 +5,17 @@ python benchmarks/teacher.py --only 1f1b --rounds 5
 python benchmarks/teacher.py --gpt              a GPT and its teacher that compute, on two ranks, about two minutes
 
 Four emulated devices sleep: a rank's forward of a microbatch 10 ms, its backward 20 ms, and the teacher's forward 10 ms. Times
-are from the first rank's start, just after a barrier, to the last rank's end. With `--gpt` two ranks compute, a thread each;
-beside them one process with one thread, while the other rank waits. It asserts no time.
+are from the first rank's start, just after a barrier, to the last rank's end. They are predicted at these costs, and at those
+measured in one step of the model alone and one with the teacher, with what the model's own step takes outside its actions. With
+`--gpt` two ranks compute, a thread each; beside them one process with one thread, while the other rank waits. It asserts no
+time.
 """
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -24,9 +27,11 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.learn.emulated_device import EmulatedDevice
+from penstock.timing.teacher_stages import costs_with_teacher, teacher_ranks
 
 RANKS, MICROBATCHES = 4, 8
 SECONDS = 0.01  # of a rank's forward, of each half of its backward, and of the teacher's forward, for one microbatch
+PARAMETERS_PER_SECOND = 100_000  # by which a pipeline compares the sizes of the model and its teacher
 WARM_UP = 3  # steps of each kind
 
 
@@ -62,17 +67,18 @@ def run(options: TeacherOptions, name: str) -> list[Row]:
     part = SECONDS * RANKS / table.stages  # of a stage
     inputs, target = torch.zeros(MICROBATCHES, 1), torch.zeros(MICROBATCHES, 1)
 
+    def device(forward: float, backward: float = 0.0) -> nn.Module:
+        return EmulatedDevice(forward, backward, backward, parameters=round(forward * PARAMETERS_PER_SECOND))
+
     def student() -> list[nn.Module]:
-        return [EmulatedDevice(part, part, part) for _ in range(table.stages)]
+        return [device(part, part) for _ in range(table.stages)]
 
-    def teacher() -> list[nn.Module]:
-        return [EmulatedDevice(part * options.size, 0.0) for _ in range(table.stages)]
+    def teacher() -> nn.Sequential:
+        return nn.Sequential(*[device(SECONDS * options.size / 2) for _ in range(2 * RANKS)])
 
-    costs = ps.schedule.Costs([part] * table.stages + [part * options.size] * table.stages, part, part)
-    tables = {ahead: ps.schedule.with_teacher(table, ahead=ahead, costs=costs) for ahead in (False, True)}
-    alone = ps.Pipeline(student(), model_loss, table)
-    after, frozen = ps.Pipeline(student(), pair_loss, table), ps.Pipeline(teacher(), None, table)
-    now, ahead = (ps.Pipeline(student(), teacher_loss, tables[key], teacher=teacher()) for key in (False, True))
+    alone, after = (ps.Pipeline(student(), loss_fn, table) for loss_fn in (model_loss, pair_loss))
+    frozen = ps.Pipeline([device(part * options.size) for _ in range(table.stages)], None, table)
+    now, ahead = (ps.Pipeline(student(), teacher_loss, table, teacher=teacher()) for _ in range(2))
 
     def step_after_teacher() -> None:
         outputs = frozen.eval(inputs)
@@ -84,29 +90,55 @@ def run(options: TeacherOptions, name: str) -> list[Row]:
         "teacher in this step": lambda: now.step(inputs, target=target),
         "teacher ahead": lambda: ahead.step(inputs, target=target, next_args=(inputs,)),
     }
-    own = ps.schedule.simulate(table, ps.schedule.Costs(part, part, part)).makespan
-    forwards = table.filter_actions(lambda action: action.kind is ps.schedule.Kind.F)
-    predicted = {
-        "the model alone": own,
-        "two pipelines": own + ps.schedule.simulate(forwards, ps.schedule.Costs(part * options.size)).makespan,
-        "teacher in this step": ps.schedule.simulate(tables[False], costs).makespan,
-        "teacher ahead": ps.schedule.simulate(tables[True], costs).makespan,
-    }
     seconds = measure(steps, options.rounds)
     fastest = {kind: min(values) for kind, values in seconds.items()}  # the least disturbed
+    planned = simulated(table, ps.schedule.Costs(part, part, part), options.size, part * options.size)
+    costs, forward = measured_costs(alone.timeline(), ahead.timeline())
+    predicted = simulated(table, costs, options.size, forward)
+    outside = fastest["the model alone"] - predicted["the model alone"]  # of the actions: what the ranks agree on
     return [
         {
             "schedule": name,
             "step": kind,
             "median ms": 1e3 * median(values),
             "fastest ms": 1e3 * fastest[kind],
-            "predicted ms": 1e3 * predicted[kind],
-            "off by %": 100 * (fastest[kind] / predicted[kind] - 1),
             "of the model's": fastest[kind] / fastest["the model alone"],
-            "predicted": predicted[kind] / own,
+            "by planned costs": planned[kind] / planned["the model alone"],
+            "by measured costs": (predicted[kind] + outside) / fastest["the model alone"],
+            "off by %": 100 * (fastest[kind] / (predicted[kind] + outside) - 1),
         }
         for kind, values in seconds.items()
     ]
+
+
+def measured_costs(alone: Any, ahead: Any) -> tuple[ps.schedule.Costs, float]:
+    """Return the costs of the model in a step of its own, and of the forward of a stage of the teacher in another step."""
+    measured = ps.schedule.Measurement.from_timelines(alone)
+    teacher = ahead.stage_chains.teacher
+    longest = Counter[int]()  # of the teacher's stages; one that passes inputs on takes next to nothing
+    for event in ahead.events:
+        longest[event.action.stage] += (event.end - event.start) / MICROBATCHES if event.action.stage >= teacher else 0
+    engine = median(measured.engine_seconds[ps.schedule.Kind.F])
+    num_stages = ahead.stage_chains.num_stages - teacher - (longest[teacher] < max(longest.values()) / 10)
+    forward = (sum(longest.values()) / num_stages + engine) * num_stages / measured.schedule.stages
+    return measured.costs, forward
+
+
+def simulated(table: ps.schedule.Schedule, costs: ps.schedule.Costs, size: float, forward: float) -> dict[str, float]:
+    """Return the seconds of each kind of step at these `costs` of the model. `forward`: of as small a part of the teacher."""
+    placement = teacher_ranks(table, size=size)
+    model_forward = costs.action_costs(table.stages)[ps.schedule.Kind.F]
+    times = costs_with_teacher(costs, table.stages, len(placement), forward * table.stages / sum(model_forward))
+    orders = costs_with_teacher(ps.schedule.Costs(), table.stages, len(placement), size)  # as the pipeline assumes
+    own = ps.schedule.simulate(table, costs).makespan
+    forwards = table.filter_actions(lambda action: action.kind is ps.schedule.Kind.F)
+    now, ahead = (ps.schedule.with_teacher(table, placement, ahead, orders) for ahead in (False, True))
+    return {
+        "the model alone": own,
+        "two pipelines": own + ps.schedule.simulate(forwards, replace(costs, forward=forward)).makespan,
+        "teacher in this step": ps.schedule.simulate(now, times).makespan,
+        "teacher ahead": ps.schedule.simulate(ahead, times).makespan,
+    }
 
 
 def run_gpt(options: TeacherOptions) -> list[Row]:

@@ -121,6 +121,7 @@ def build_parts(options: PipelineOptions, source: StageSource, control: ControlG
             control,
             position,
             config,
+            partition.user_stages,
             lambda table, parts: compare_pipeline_on_ranks(control, position, table, parts, {}).stages,
         )
     engine = build_engine(

@@ -36,6 +36,7 @@ from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.schedule import read_csv_cells
 from penstock.schedule.table import pause_garbage_collection
 from penstock.timing.simulate import simulate_until_deadlock
+from penstock.timing.teacher_stages import costs_with_teacher, teacher_ranks
 from penstock.view.citation import bibtex
 from penstock.view.figure.deadlock import deadlock_figure, stops
 from penstock.view.figure.shapes import FigureStyle
@@ -163,8 +164,11 @@ class SimulationOptions:
         return build_and_verify(source, self.ranks, self.microbatches, **options)
 
     def simulate_with_options(self, schedule: Table, parts: float = 1) -> Timeline:
-        """Simulate the schedule with the options' costs, of time and memory, divided by `parts`."""
-        return simulate(schedule, self.costs(parts))
+        """Simulate the schedule with the options' costs, of time and memory, divided by `parts`; a teacher is as large."""
+        costs, trained = self.costs(parts), schedule.num_trained_stages
+        if schedule.teacher is not None:
+            costs = costs_with_teacher(costs, trained, schedule.num_stages - trained)
+        return simulate(schedule, costs)
 
     def costs(self, parts: float = 1) -> Costs:
         """Return the options' costs, of time and memory, divided by `parts`."""
@@ -202,7 +206,7 @@ class ShowCommand(SimulationOptions):
     schedule: tyro.conf.Positional[str] = "1f1b"
     """Name that `penstock schedules` lists, file, or folder of a run or of traces."""
     teacher: bool = False
-    """Add a second, frozen model of as many stages, whose forwards of the next batch run in the idle time."""
+    """Add a second, frozen model as large as the first, whose forwards of the next batch run in the idle time."""
     table: bool = False
     """Print the table too."""
     csv: Optional[str] = None
@@ -262,7 +266,11 @@ class ShowCommand(SimulationOptions):
         schedule, proof = super().build_and_verify(source)
         if not self.teacher:
             return schedule, proof
-        schedule = with_teacher(schedule, costs=self.costs())
+        costs = self.costs()
+        placement = teacher_ranks(schedule, costs)
+        schedule = with_teacher(
+            schedule, placement, costs=costs_with_teacher(costs, schedule.num_trained_stages, len(placement))
+        )
         return schedule, str(verify(schedule))
 
     def _figure_style(self) -> FigureStyle:

@@ -151,6 +151,8 @@ class StepActions:
         piece = (self.agreed.next_pieces if chains.ahead else self.agreed.pieces)[number]
         if action.stage == chains.teacher:
             values = self.batch.next_inputs[number] if chains.ahead else self.batch.inputs_of(action)
+        elif stage.index == 0:  # another rank has passed the inputs on
+            [values] = values
 
         try:
             output = stage.forward(number, values, with_backward=False)

@@ -20,7 +20,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.engine.loss import check_reduction, loss_with_teacher
 from penstock.engine.model_partition import AllStages, ModelPartition, check_can_be_cut, check_modules, modules_of
 from penstock.engine.step import Engine
-from penstock.engine.teacher import Teacher, check_teacher, check_teacher_placement
+from penstock.engine.teacher import Teacher, check_teacher
 from penstock.errors import MismatchError
 from penstock.mesh.parallelize import parallelize_stages
 from penstock.mesh.position import MeshPosition
@@ -43,7 +43,7 @@ from penstock.stage.rank_parameters import RankParameters
 from penstock.stage.recompute import Recompute
 from penstock.stage.stage import Stage
 from penstock.stage.tied_parameters import TiedParameters
-from penstock.timing.teacher import with_teacher
+from penstock.timing.teacher_stages import with_passed_inputs
 
 DEFAULT_MICROBATCHES = 8
 Modules = dict[int, nn.Module]  # by stage
@@ -143,8 +143,6 @@ def _check_teacher(options: PipelineOptions, table: Schedule | None, schedule: S
     """Raise MismatchError for a teacher that does not fit, or a `table` with a teacher for a pipeline without one."""
     if options.teacher is not None:
         check_teacher(options.model, options.teacher, options.loss_fn, schedule, position.cp_size)
-        if table is not None:
-            check_teacher_placement(table)
     elif table is not None:
         raise MismatchError(f"{table.name} is a table with a teacher: give Pipeline(.., teacher=model)")
 
@@ -281,10 +279,10 @@ def build_engine(
         assert teacher is not None
         given = config.table_with_teacher
         if given is not None and (given.ahead, given.microbatches) == (ahead, student.microbatches):
-            both = with_full_backwards(given)
+            both = with_passed_inputs(given)
         else:
-            both = with_full_backwards(with_teacher(student, teacher.table.placement, ahead))
-        return verify(both, skips=model_partition.skips | teacher.skips(student.stages)).program
+            both = teacher.add_forwards(student, ahead)
+        return verify(with_full_backwards(both), skips=model_partition.skips | teacher.skips(student.stages)).program
 
     # 2. Data parallelism, then stages. A rank that fails before this exchange is heard by the others here.
     parallelism = options.tensor_parallel, options.data_parallel
@@ -317,9 +315,9 @@ def build_engine(
     )
     links = None
     if teacher is not None:
-        chains = Chains(table.stages + teacher.table.stages, teacher=table.stages, ahead=True)
+        chains = Chains(table.stages + len(teacher.placement), teacher=table.stages, ahead=True)
         skips = model_partition.skips | teacher.skips(table.stages)
-        links = channels_between((*table.placement, *teacher.table.placement), chains, skips)
+        links = channels_between((*table.placement, *teacher.placement), chains, skips)
     programs = RankPrograms(program, position.pipeline.rank, build_larger, add_teacher if teacher else None, links)
     return Engine(control, position, programs, reader, stages, parameters, tied, options.reduction, clock_ids)
 

@@ -1,7 +1,8 @@
 """A pipeline's teacher: a second, frozen model, cut into stages on the same ranks, whose outputs the loss takes."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -25,22 +26,43 @@ from penstock.partition.graph_stage import move_stage_to_device
 from penstock.partition.materialise import has_meta_tensors
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Skip
-from penstock.stage.connections import stage_connections
+from penstock.stage.connections import StageConnections, stage_connections
 from penstock.stage.hooks import DataParallelHooks
 from penstock.stage.stage import Stage
+from penstock.timing.costs import UNIT_COSTS
+from penstock.timing.teacher import with_teacher
+from penstock.timing.teacher_stages import costs_with_teacher, teacher_ranks, with_passed_inputs
 
 
 class Teacher(NamedTuple):
     """The teacher's table, and its stages on this rank."""
 
     table: Schedule  # the stages that it has, without actions
+    reader: int  # the rank that reads the inputs
+    size: float  # in times the model
     partition: ModelPartition
     all_stages: AllStages
     modules: Mapping[int, nn.Module]  # in evaluation mode, on this rank's device
 
+    @property
+    def passes_inputs(self) -> bool:
+        """Whether a stage before its own passes the inputs on, from the rank that reads them to its first stage's."""
+        return self.table.placement[0] != self.reader
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage, with the one that passes the inputs on."""
+        return ((self.reader,) if self.passes_inputs else ()) + self.table.placement
+
     def skips(self, first_stage: int) -> frozenset[Skip]:
         """Return its skip connections, where its stages are numbered from `first_stage` on."""
+        first_stage += self.passes_inputs
         return frozenset((first_stage + start, first_stage + end) for start, end in self.partition.skips)
+
+    def add_forwards(self, table: Schedule, ahead: bool) -> Schedule:
+        """Return a table of the model with the forwards of the teacher's stages."""
+        costs = costs_with_teacher(UNIT_COSTS, table.stages, self.table.stages, self.size)
+        return with_passed_inputs(with_teacher(table, self.table.placement, ahead, costs), costs)
 
     def make_stages(
         self,
@@ -57,11 +79,15 @@ class Teacher(NamedTuple):
         connections = stage_connections(self.table.stages, self.partition.skips, ())
         names, keywords = self.all_stages
         hooks = parallelize_teacher(position, self.modules, names, tensor_parallel, data_parallel, hooks_of_model)
-        return {
+        device, passing = position.pipeline.device, dict[int, Stage]()
+        if self.passes_inputs and position.pipeline.rank == self.reader:
+            passing[first_stage] = Stage(0, PassInputs(), device, connections=StageConnections((), (1,)))
+        first_stage += self.passes_inputs
+        return passing | {
             first_stage + index: Stage(
                 index,
                 module,
-                position.pipeline.device,
+                device,
                 layer_numbers=self.partition.layer_numbers.get(index),
                 connections=connections[index],
                 later_keywords=frozenset().union(*keywords[index + 1 :]),
@@ -109,40 +135,50 @@ def check_loss_takes_teacher(loss_fn: Any) -> None:
         pass
 
 
-def check_teacher_placement(table: Schedule) -> None:
-    """Raise MismatchError unless a table's teacher begins on the rank that reads the inputs."""
-    first = table.placement[table.num_trained_stages]
-    if first != table.placement[0]:
-        raise MismatchError(
-            f"{table.name} places the teacher's first stage on rank {first}, and the inputs are read on rank "
-            f"{table.placement[0]}, with stage 0: place both on one rank"
-        )
+class PassInputs(nn.Module):
+    """The stage that passes the arguments of a teacher's forward on to the rank of its first stage."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the arguments."""
+        return args, kwargs
 
 
 def build_teacher(
-    control: ControlGroup, position: MeshPosition, config: Any, compare: Callable[[Schedule, ModelPartition], AllStages]
+    control: ControlGroup,
+    position: MeshPosition,
+    config: Any,
+    trained_stages: Mapping[int, nn.Module],
+    compare: Callable[[Schedule, ModelPartition], AllStages],
 ) -> Teacher:
     """Return the teacher of a pipeline's arguments, cut into stages. All ranks call it together.
 
-    `config`: a PipelineConfig. `compare`: raises MismatchError unless all ranks are about to build the same stages. The teacher
-    has the stages that a table from the user gives it, by default those of the model; it is cut by the same example, and at the
-    same names if it has them.
+    `config`: a PipelineConfig. `trained_stages`: of the model, those that this rank was given. `compare`: raises MismatchError
+    unless all ranks are about to build the same stages.
+
+    The teacher has the stages that a table from the user gives it. By default they are on the ranks of the model's, or in a V
+    if it can be cut so and steps are shorter. It is cut by the example of the model, and at the same names if it has them.
     """
     schedule, given, options = config.schedule, config.table_with_teacher, config.options
-    placement = schedule.placement if given is None else given.placement[given.teacher :]
-    table = Schedule(f"{schedule.name}'s teacher", placement, schedule.microbatches, ((),) * schedule.ranks)
     model, cuts = options.teacher, options.cuts
 
-    # 1. Cut.
+    # 1. Choose the ranks of its stages.
     names = {name for name, _ in model.named_modules()} if isinstance(model, nn.Module) else set()
+    placement = schedule.placement if given is None else given.placement[given.teacher :]
+    table = Schedule(f"{schedule.name}'s teacher", placement, schedule.microbatches, ((),) * schedule.ranks)
     if not cuts or len(cuts) != table.stages - 1 or not names.issuperset(cuts):
         cuts = None
     cutting = cuts, options.example_args, options.example_kwargs
     check_can_be_cut(model, table, *cutting)
     cuttable = partition.as_cuttable(model, *cutting, config.rows_dim)
+    size = _size_of_teacher(modules_of(model), list(trained_stages.values()), schedule.stages)
+    size = control.all_gather_value(size, "to compare the teacher with the model")[0]
+    if given is None and cuttable is not None and cuts is None:
+        table = replace(table, placement=teacher_ranks(schedule, size=size, max_stages=len(cuttable.unit_order)))
+
+    # 2. Cut.
     model_partition = partition_model(control, position, table, cuttable or model, ())
 
-    # 2. Compare: the ranks must have the same teacher.
+    # 3. Compare: the ranks must have the same teacher.
     all_stages = compare(table, model_partition)
     for index, module in model_partition.modules.items():
         if has_meta_tensors(module):
@@ -151,9 +187,21 @@ def build_teacher(
                 "give {stage: module} with this rank's own stages"
             )
 
-    # 3. This rank's stages.
+    # 4. This rank's stages.
     modules = {
         index: move_stage_to_device(module, position.pipeline.device).eval()
         for index, module in model_partition.modules.items()
     }
-    return Teacher(table, model_partition, all_stages, modules)
+    return Teacher(table, schedule.placement[0], size, model_partition, all_stages, modules)
+
+
+def _size_of_teacher(teacher: Sequence[nn.Module], trained_stages: Sequence[nn.Module], num_stages: int) -> float:
+    """Return the teacher's parameters in times the model's; 1 if one has none, or if this rank was not given all stages."""
+    if len(trained_stages) < num_stages or len(teacher) not in (1, num_stages):
+        return 1.0
+    teacher_size, model_size = map(_count_parameters, (teacher, trained_stages))
+    return teacher_size / model_size if teacher_size and model_size else 1.0
+
+
+def _count_parameters(modules: Sequence[nn.Module]) -> int:
+    return sum(parameter.numel() for parameter in {p for module in modules for p in module.parameters()})

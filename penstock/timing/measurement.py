@@ -300,6 +300,11 @@ def _action_seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
     split = [stage for stage in range(table.num_stages) if {(Kind.I, stage), (Kind.W, stage)} <= seconds.keys()]
     halves = {stage: (seconds[Kind.I, stage], seconds[Kind.W, stage]) for stage in split}
     share = median([inputs / (inputs + weights) if inputs + weights else 0.5 for inputs, weights in halves.values()] or [0.5])
+    if table.num_stages and not any(kind is not Kind.F for kind, _ in seconds):
+        raise ScheduleError(
+            "no stage ran a backward, as in an evaluation: take the timeline after a training step, pipe.step(..), and before "
+            "the next pipe.eval(..)"
+        )
     costs = []
     for stage in range(table.num_stages):
         if stage in table.chains.forward_only:

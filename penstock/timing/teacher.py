@@ -10,6 +10,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count, pairwise, product
 from operator import itemgetter
+from typing import Literal
 
 from penstock.errors import ScheduleError, is_whole_number
 from penstock.schedule.proof import check_table
@@ -26,13 +27,17 @@ ROUNDING = 1e-9  # of a sum of times
 
 @pause_garbage_collection()
 def with_teacher(
-    schedule: Schedule, stages: int | Sequence[int] | None = None, ahead: bool = True, costs: Costs = UNIT_COSTS
+    schedule: Schedule,
+    stages: int | Sequence[int] | Literal["V"] | None = None,
+    ahead: bool = True,
+    costs: Costs = UNIT_COSTS,
 ) -> Schedule:
     """Return `schedule` with the forwards of a second, frozen model on the same ranks, a teacher's: stages that have F only.
 
     `stages`: of the teacher: their number T, placed as the last T of the model's; or the rank of each. By default as many as
-    the model's, on the same ranks. They are numbered after the model's. The last one is where the model's last is, since the
-    loss takes the outputs of both.
+    the model's, on the same ranks. "V": two on each rank, on the way from the loss's rank and back to it, which then works from
+    the beginning. They are numbered after the model's. The last one is where the model's last is, since the loss takes the
+    outputs of both.
     `ahead`: the forwards are of the next batch and run in this step's idle time; else they are of this batch, and the loss of
     each microbatch waits for the teacher's output.
     `costs`: of the actions and messages of all stages, the teacher's behind the model's, by which the forwards are placed; by
@@ -45,6 +50,8 @@ def with_teacher(
         table = with_teacher(build("1f1b", ranks=4, microbatches=8))
         table.teacher, table.stages  # 4, 8
         simulate(table).makespan  # 35.0, and 33.0 without a teacher
+
+    A pipeline chooses between "V" and the model's ranks by simulation, if its table has no teacher.
 
     Raises ScheduleError for a table that is not complete, has a teacher already or slices, and for stages that end elsewhere.
     """
@@ -66,7 +73,10 @@ def with_teacher(
     check_table(table.with_cells([*row, *more] for row, more in zip(cells, forwards, strict=True)))
 
     found = [_fastest(table, cells, forwards, costs)]
-    if not ahead:  # the last loss is late, and nothing but backwards follows it
+    if ahead:  # what waits for more is right too, and the rules may place it better
+        waiting = replace(_fastest(replace(table, ahead=False), cells, forwards, costs)[1], ahead=True)
+        found.append((simulate(waiting, costs).makespan, waiting))
+    else:  # the last loss is late, and nothing but backwards follows it
         found.append(_fastest(table, [list(_with_last_in_halves(row, table.microbatches)) for row in cells], forwards, costs))
     return min(found, key=itemgetter(0))[1]
 
@@ -103,12 +113,20 @@ def _fastest(
     return makespan, fastest
 
 
-def _teacher_placement(schedule: Schedule, stages: int | Sequence[int] | None) -> Sequence[int]:
+def v_of_teacher(schedule: Schedule) -> tuple[int, ...]:
+    """Return the rank of each stage of a teacher in a V: from the loss's rank against the model's way, and back."""
+    ranks = tuple(dict.fromkeys(reversed(schedule.placement)))
+    return (*ranks, *reversed(ranks))
+
+
+def _teacher_placement(schedule: Schedule, stages: int | Sequence[int] | str | None) -> Sequence[int]:
     """Return the rank of each stage of the teacher."""
     if stages is None:
         return schedule.placement
+    if stages == "V":
+        return v_of_teacher(schedule)
     if not is_whole_number(stages):
-        return tuple(stages) if isinstance(stages, Sequence) else ()
+        return tuple(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else ()
     if not 1 <= int(stages) <= schedule.stages:
         raise ScheduleError(
             f"{schedule.name} with stages={stages} of a teacher: give 1 to {schedule.stages}, or a list with the rank of each"

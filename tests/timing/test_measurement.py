@@ -148,7 +148,9 @@ def test_a_prediction_shows_the_actions_without_the_engines_time():
 
 def test_what_is_no_step_of_training_is_refused():
     forwards = simulate(build("1f1b", 2, 4).filter_actions(lambda action: action.kind is Kind.F))
-    with pytest.raises(ScheduleError, match="stage 0 ran no backward: measure a step"):
+    with pytest.raises(
+        ScheduleError, match=r"no stage ran a backward, as in an evaluation: take the timeline after a training step, pipe.step"
+    ):
         Measurement.from_timelines(forwards)
 
 

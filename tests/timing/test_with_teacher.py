@@ -6,6 +6,7 @@ import pytest
 from slow_cases import slow_except
 
 from penstock.schedule import Costs, Schedule, ScheduleError, build, from_rows, names, simulate, verify, with_teacher
+from penstock.timing.teacher_stages import costs_with_teacher, teacher_ranks, with_passed_inputs
 
 
 def without_teacher(table: Schedule) -> tuple[tuple[object, ...], ...]:
@@ -42,6 +43,7 @@ def test_every_family_has_a_proved_table_with_a_teacher(name: str, ahead: bool) 
         ("gpipe", True, 35, 33),
         ("interleaved-1f1b", True, 68, 57),
         ("zb-h1", True, 35, 27),
+        ("zb-h1", False, 35, 27),
         ("zb-v", True, 67, 51),
         ("zb-v", False, 67, 51),
     ],
@@ -50,6 +52,62 @@ def test_the_step_grows_by_little_of_what_the_teacher_takes(name: str, ahead: bo
     table = build(name, ranks=4, microbatches=8)
     assert simulate(table).makespan == own
     assert simulate(with_teacher(table, ahead=ahead)).makespan == makespan
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "ahead", "now", "own"),
+    [
+        ("1f1b", 1, 35, 37, 33),  # of the model's own: 1.06 and 1.12
+        ("interleaved-1f1b", 1, 67, 71, 57),  # 1.175, and 1.12 for the work alone
+        ("zb-h1", 1, 33.5, 33.5, 27),  # 1.24, and 1.19
+        ("zb-v", 1, 67, 67, 51),  # 1.31, and 1.25: where the model's stages are
+        ("zb-h1", 2, 41, 41, 27),  # 1.52, and 1.48
+    ],
+)
+def test_a_teacher_in_a_v_works_from_the_beginning(name: str, size: float, ahead: float, now: float, own: float) -> None:
+    table = build(name, ranks=4, microbatches=8)
+    placement = teacher_ranks(table, size=size)
+    assert placement == (table.placement if name == "zb-v" else (3, 2, 1, 0, 0, 1, 2, 3))
+    costs = costs_with_teacher(Costs(), table.stages, len(placement), size)
+    assert simulate(table).makespan == own
+    assert simulate(with_teacher(table, placement, True, costs), costs).makespan == ahead
+    assert simulate(with_teacher(table, placement, False, costs), costs).makespan == now
+
+
+def test_a_v_needs_layers_and_messages_that_are_fast() -> None:
+    table = build("zb-h1", ranks=4, microbatches=8)
+    assert with_teacher(table, "V").placement[4:] == (3, 2, 1, 0, 0, 1, 2, 3)
+    assert teacher_ranks(table, max_stages=7) == table.placement
+    assert teacher_ranks(build("1f1b", 8, 16)) == tuple(range(8))  # whose drain is long enough
+    assert teacher_ranks(build("1f1b", 1, 4)) == (0,)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("name", names())
+def test_inputs_are_passed_on_before_they_are_needed(name: str, ahead: bool) -> None:
+    for ranks, microbatches in ((2, 4), (3, 3)):
+        own = build(name, ranks, microbatches)
+        stages, costs = own.stages, costs_with_teacher(Costs(), own.stages, 2 * ranks)
+        table = with_teacher(own, "V", ahead, costs)
+        passing = with_passed_inputs(table, costs)
+        if own.placement[-1] == own.placement[0]:
+            assert passing is table
+            continue
+        assert passing.placement == (*own.placement, 0, *table.placement[stages:])
+        assert verify(passing).actions == verify(table).actions + microbatches
+        backwards = [1] * stages + [0] * (2 * ranks + 1)
+        forwards = [*[1] * stages, 0, *[stages / (2 * ranks)] * (2 * ranks)]
+        assert simulate(passing, Costs(forwards, backwards, backwards)).makespan == simulate(table, costs).makespan
+
+
+def test_costs_of_a_teacher_follow_the_models() -> None:
+    costs = costs_with_teacher(Costs([1, 3], 1, 2, send=[0.5], act=[1, 2], keep=1, backward=[4, 5]), 2, 4, size=2)
+    assert costs.forward == [1, 3, 2, 2, 2, 2]
+    assert costs.backward == [4, 5, 0, 0, 0, 0]
+    assert costs.send == [0.5] * 5
+    assert costs.act == [1, 2, 0, 0, 0, 0]
+    table = with_teacher(build("1f1b", 2, 2), "V", costs=costs)
+    assert simulate(table, costs).makespan >= 2 * (3 + 5 + 4)
 
 
 def test_costs_decide_where_the_forwards_are() -> None:
@@ -80,6 +138,7 @@ def test_a_teacher_may_have_other_stages() -> None:
         ([], "has a teacher from stage 2 on"),
         ([1, 0], "the teacher's last stage 3 is on rank 0, but the loss"),
         ([1, 2, 1], "the ranks are 0 to 1"),
+        ("W", "has a teacher from stage 2 on"),
     ],
 )
 def test_a_teacher_that_cannot_be_is_a_sentence(stages: object, says: str) -> None:

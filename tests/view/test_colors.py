@@ -129,6 +129,11 @@ def test_texts_have_the_contrast_of_wcag_aa(theme):
         assert contrast(color(f"letter-{kind}", theme), second(kind, theme)) >= 4.5, kind
 
 
+def test_a_teachers_forwards_have_one_colour_that_texts_can_be_read_on():
+    assert figure.TEACHER_COLOR == color("teacher", 0) == color("teacher", 1)
+    assert contrast(color("letter-F", 0), color("teacher", 0)) >= 4.5
+
+
 def test_figures_have_the_colours_of_the_page():
     for name, value in {**figure.KIND_COLORS, **figure.CAUSE_COLORS}.items():
         assert value == color(name, 0)

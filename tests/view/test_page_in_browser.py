@@ -12,7 +12,7 @@ from selenium.webdriver.common.keys import Keys
 from test_colors import contrast
 from timelines import COSTS, measured
 
-from penstock.schedule import ActivationSize, Costs, Timeline, build, simulate
+from penstock.schedule import ActivationSize, Costs, Timeline, build, simulate, with_teacher
 from penstock.view.html import page
 from penstock.view.record import Record
 
@@ -41,6 +41,7 @@ def folder(tmp_path_factory):
     (folder / "weighed_or_not.html").write_text(page([Record((known,)), Record((step,))]))
     plan = simulate(schedule)
     (folder / "planned.html").write_text(page([Record((plan,))]))
+    (folder / "teacher.html").write_text(page([Record((simulate(with_teacher(schedule, "V")),))]))
     (folder / "pair.html").write_text(page([Record((simulate(build("dualpipe-v", ranks=2, microbatches=6)),))]))
     other = simulate(build("zb-h1", ranks=4, microbatches=8))
     (folder / "compare.html").write_text(page([Record((plan,)), Record((other,))]))
@@ -303,3 +304,14 @@ def test_memory_in_bytes_sending_and_the_time_between_steps_are_told(visit):
     rows = visit("weighed_or_not.html").find_element(By.CSS_SELECTOR, "table").text.splitlines()
     assert "memory, most on a rank 6 MB 4 –" in rows
     assert any(row.startswith("idle by sending") for row in rows)
+
+
+def test_a_teachers_forwards_have_a_colour_of_their_own(visit):
+    browser = visit("teacher.html")
+    assert [browser.execute_script(PAINT, action) for action in ("3F0", "4F0", "11F7", "3B0")] == [
+        "F",
+        "teacher",
+        "teacher",
+        "B",
+    ]
+    assert "forward of the teacher" in browser.find_element(By.CSS_SELECTOR, ".legend").text

@@ -59,7 +59,7 @@ def test_show_draws_a_run_as_it_was_measured_and_predicted_at_one_scale(run, tmp
 def test_show_adds_a_teacher_and_reads_its_table(tmp_path):
     done = penstock("show", "1f1b", "--ranks", "2", "--teacher", "--csv", tmp_path / "taught.csv")
     again = penstock("show", tmp_path / "taught.csv")
-    assert done.stdout.splitlines()[0].startswith("proved: 1f1b with a teacher ahead over 2 ranks, 4 stages"), done.stderr
+    assert done.stdout.splitlines()[0].startswith("proved: 1f1b with a teacher ahead over 2 ranks, 6 stages"), done.stderr
     assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[1:-1], again.stderr
 
 

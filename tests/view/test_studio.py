@@ -216,6 +216,10 @@ def test_costs_of_a_run_that_cannot_be_are_refused_in_a_sentence(changed, senten
         ({"schedule": "1f1b", "ranks": 4, "microbatches": "8"}, "microbatches is '8'"),
         ({"schedule": "1f1b", "ranks": True, "microbatches": 8}, "ranks is True"),
         ({"schedule": "1f1b", "ranks": 4, "microbatches": 8, "stages_per_rank": 2}, "1f1b has one stage on each rank"),
+        (
+            {"csv": "1TEACHER,0F0,1F0,0B0\n"},
+            "table has a teacher, from stage 1 on, and the studio edits the table of one model",
+        ),
         ({"rows": [[f"{stage}F2100"] for stage in range(64)]}, "use 2048 microbatches or fewer"),
         ({"rows": CIRCLE, "costs": {"send": -1}}, "send is -1: a cost is a number from 0"),
         ({"rows": CIRCLE, "costs": {"forward": float("nan")}}, "forward of stage 0 is nan"),

@@ -70,7 +70,7 @@ class Page {
 
   /** Read the colours of the theme, and redraw. */
   applyTheme() {
-    const {hues} = this.options, kinds = hues ? [...Object.keys(KIND_NAMES), ...Object.values(HUE_PAINTS).flat()] : Object.values(SHADES).flat(), causes = Object.keys(CAUSE_TEXTS);
+    const {hues} = this.options, kinds = hues ? [...Object.keys(KIND_NAMES), ...Object.values(HUE_PAINTS).flat()] : [...Object.values(SHADES).flat(), "teacher"], causes = Object.keys(CAUSE_TEXTS);
     document.body.classList.toggle("hues", hues);
     this.colors = themeColors(hues);
     this.paintColors = Object.fromEntries([...kinds, ...causes].map((name) => [name, rgbOf(this.colors[name])]));

@@ -110,6 +110,11 @@ def _check_rank(rank: object, ranks: int) -> int:
 
 
 def _check_size(schedule: Schedule) -> None:
+    if schedule.teacher is not None:
+        raise ScheduleError(
+            f"{schedule.name} has a teacher, from stage {schedule.teacher} on, and the studio edits the table of one model: "
+            "draw it with `penstock show FILE --html`, or load the table without it"
+        )
     if schedule.ranks > MAX_RANKS:
         raise ScheduleError(f"{schedule.name} has {schedule.ranks} ranks: the studio takes up to {MAX_RANKS}")
     _check_microbatches(schedule.num_stages, schedule.microbatches)

@@ -1,21 +1,21 @@
 // Colours and hatches of the theme. A canvas cannot use variables of the style sheet, so they are read from it by name.
 
-const THEME_COLORS = ["ground", "panel", "ink", "muted", "line", "grid", "accent", "shade", ...Object.keys(KIND_NAMES).map((kind) => `letter-${kind}`)];
-const PAINTS = [...Object.keys(KIND_NAMES), ...Object.keys(CAUSE_TEXTS)];
+const THEME_COLORS = ["ground", "panel", "ink", "muted", "line", "grid", "accent", "shade", "teacher", ...Object.keys(KIND_NAMES).map((kind) => `letter-${kind}`)];
 const NUM_SHADES = 8; // of a kind, for the stages of a rank; they repeat after the eighth
 const SHADES = Object.fromEntries(Object.keys(KIND_NAMES).map((kind) => [kind, Array.from({length: NUM_SHADES}, (_, shade) => (shade ? `${kind} shade ${shade}` : kind))]));
 const FIRST_DARK_SHADES = {F: 3, B: 0, I: 0, W: 4}; // on which names are white
 const NUM_HUES = 12; // of microbatches
 const HUE_PAINTS = Object.fromEntries(Object.keys(KIND_NAMES).map((kind) => [kind, Array.from({length: NUM_HUES}, (_, hue) => `${kind} ${hue}`)]));
 
-/** Return the name of a block's colour: of its kind, in a shade for each stage of a rank; or the hue of its microbatch. */
-function paintOf({kind, microbatch, chunk}, hues) {
+/** Return the name of a block's colour: a teacher's; of its kind, in a shade for each stage of a rank; or the hue of its microbatch. */
+function paintOf({kind, microbatch, chunk, isTeacher}, hues) {
   if (hues) return HUE_PAINTS[kind][microbatch % NUM_HUES];
+  if (isTeacher) return "teacher";
   return SHADES[kind][chunk % NUM_SHADES];
 }
 
 /** Return the name of the colour of a block's text. */
-function letterOf({kind, chunk}, hues) { return !hues && chunk % NUM_SHADES >= FIRST_DARK_SHADES[kind] ? "letter-B" : `letter-${kind}`; }
+function letterOf({kind, chunk, isTeacher}, hues) { return !hues && !isTeacher && chunk % NUM_SHADES >= FIRST_DARK_SHADES[kind] ? "letter-B" : `letter-${kind}`; }
 
 /** Return name -> `rgb(1, 2, 3)`. `F shade 1` is for a rank's second stage, `F 3 second` for that in a hue, `fill ink` for a cause's hatch. */
 function themeColors(hues) {

@@ -44,12 +44,14 @@ class Timeline {
     const block = {
       text: event.action, stage: Number(stage), kind, part, microbatch: Number(microbatch), rank, index,
       start: event.start, end: event.end, sent: event.sent, held: event.held, waited: event.waited || 0, waitedFor: event.waited_for,
-      receives: event.receives || [], critical: path.has(event.action), half: null,
+      receives: event.receives || [], critical: path.has(event.action), half: null, isTeacher: Number(stage) >= this.firstTeacherStage,
     };
     this.blocks.set(block.text, block);
     return block;
   }
 
+  /** The stage with which a second, frozen model begins; infinity without one. */
+  get firstTeacherStage() { return this.data.chains?.teacher ?? Infinity; }
   get stages() { return this.data.counts ? this.data.counts.stages : 1 + Math.max(-1, ...this.ranks.flatMap(({stages}) => stages)); }
   get microbatches() { return this.data.counts ? this.data.counts.microbatches : 1 + Math.max(-1, ...new Set([...this.blocks.values()].map((block) => block.microbatch))); }
   get actions() { return this.data.counts ? this.data.counts.actions : this.blocks.size; }

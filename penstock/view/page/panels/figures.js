@@ -83,6 +83,7 @@ function legend(record) {
   const item = (paint, text, more, title) => element("li", title ? {title} : {}, element("span", {class: `swatch paint-${paint}`}), text, ...more);
   return element("ul", {class: "legend"},
     ...kindShares(timeline).map(([kind, share]) => item(kind, KIND_NAMES[kind], [element("b", {}, percent(share))])),
+    ...(timeline.firstTeacherStage < Infinity ? [item("teacher", "forward of the teacher", [])] : []),
     ...timeline.causes.filter((cause) => timeline.data.causes[cause] > 0).map((cause) => item(cause, `idle by ${cause}`, [element("b", {}, percent(timeline.data.causes[cause]))], CAUSE_TEXTS[cause])),
     ...(betweenSteps ? [item("between", "between steps, of all time", [element("b", {}, percent(betweenSteps))], BETWEEN_TEXT)] : []),
     ...(timeline.path.length ? [item("path", "critical path", [])] : []),

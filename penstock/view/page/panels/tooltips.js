@@ -25,7 +25,7 @@ function describeBlock(record, block) {
   if (record.timeline.data.memory_unit) rows.push(["memory held", `${record.timeline.formatMemory(block.held)} once it has ended`]);
   if (block.critical) rows.push(["critical path", "yes"], ["slack", "none: if it takes longer, so does the step"]);
   else if (record.timeline.blocks.get(block.text) === block) rows.push(["slack", slackText(record, block)]);
-  const title = element("h3", {}, element("span", {class: `swatch paint-${block.kind}`}), `${block.text} ${KIND_NAMES[block.kind]}`);
+  const title = element("h3", {}, element("span", {class: `swatch paint-${block.isTeacher ? "teacher" : block.kind}`}), `${block.text} ${KIND_NAMES[block.kind]}${block.isTeacher ? " of the teacher" : ""}`);
   const place = `stage ${block.stage}, microbatch ${block.part.replace(".", ", slice ")}, rank ${block.rank}`;
   return element("div", {}, title, element("div", {class: "muted"}, place), definitionList(rows));
 }

@@ -6,15 +6,15 @@ python benchmarks/teacher.py --gpt              a GPT and its teacher that compu
 
 Four emulated devices sleep: a rank's forward of a microbatch 10 ms, its backward 20 ms, and the teacher's forward 10 ms. Times
 are from the first rank's start, just after a barrier, to the last rank's end. They are predicted at these costs, and at those
-measured in one step of the model alone and one with the teacher, with what the model's own step takes outside its actions. With
+measured in steps of the model alone and steps with the teacher, with what the model's own step takes outside its actions. With
 `--gpt` two ranks compute, a thread each; beside them one process with one thread, while the other rank waits. It asserts no
 time.
 """
 
 import os
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -33,6 +33,7 @@ RANKS, MICROBATCHES = 4, 8
 SECONDS = 0.01  # of a rank's forward, of each half of its backward, and of the teacher's forward, for one microbatch
 PARAMETERS_PER_SECOND = 100_000  # by which a pipeline compares the sizes of the model and its teacher
 WARM_UP = 3  # steps of each kind
+MEASURED_STEPS = 3  # for predictions
 
 
 @dataclass
@@ -93,7 +94,11 @@ def run(options: TeacherOptions, name: str) -> list[Row]:
     seconds = measure(steps, options.rounds)
     fastest = {kind: min(values) for kind, values in seconds.items()}  # the least disturbed
     planned = simulated(table, ps.schedule.Costs(part, part, part), options.size, part * options.size)
-    costs, forward = measured_costs(alone.timeline(), ahead.timeline())
+    timelines: dict[str, list[Any]] = {kind: [] for kind in ("the model alone", "teacher ahead")}
+    for kind in [*timelines] * MEASURED_STEPS:
+        steps[kind]()
+        timelines[kind].append((alone if kind == "the model alone" else ahead).timeline())
+    costs, forward = measured_costs(*timelines.values())
     predicted = simulated(table, costs, options.size, forward)
     outside = fastest["the model alone"] - predicted["the model alone"]  # of the actions: what the ranks agree on
     return [
@@ -111,17 +116,15 @@ def run(options: TeacherOptions, name: str) -> list[Row]:
     ]
 
 
-def measured_costs(alone: Any, ahead: Any) -> tuple[ps.schedule.Costs, float]:
-    """Return the costs of the model in a step of its own, and of the forward of a stage of the teacher in another step."""
-    measured = ps.schedule.Measurement.from_timelines(alone)
-    teacher = ahead.stage_chains.teacher
-    longest = Counter[int]()  # of the teacher's stages; one that passes inputs on takes next to nothing
-    for event in ahead.events:
-        longest[event.action.stage] += (event.end - event.start) / MICROBATCHES if event.action.stage >= teacher else 0
+def measured_costs(alone: Sequence[Any], ahead: Sequence[Any]) -> tuple[ps.schedule.Costs, float]:
+    """Return the costs of the model in steps of its own, and the teacher's forward in other steps, by stage of the model."""
+    measured = ps.schedule.Measurement.from_timelines(*alone)
+    teacher = ahead[0].stage_chains.teacher
+    times = defaultdict[int, list[float]](list)
+    for event in (event for timeline in ahead for event in timeline.events if event.action.stage >= teacher):
+        times[event.action.stage].append(event.end - event.start)
     engine = median(measured.engine_seconds[ps.schedule.Kind.F])
-    num_stages = ahead.stage_chains.num_stages - teacher - (longest[teacher] < max(longest.values()) / 10)
-    forward = (sum(longest.values()) / num_stages + engine) * num_stages / measured.schedule.stages
-    return measured.costs, forward
+    return measured.costs, sum(median(values) + engine for values in times.values()) / measured.schedule.stages
 
 
 def simulated(table: ps.schedule.Schedule, costs: ps.schedule.Costs, size: float, forward: float) -> dict[str, float]:

@@ -10,7 +10,7 @@ from torch import nn
 import penstock as ps
 from penstock import checkpoint
 from penstock.commands.train.setup import token_loss
-from penstock.guards import digest
+from penstock.guards.equal_values import is_tied_comparison_due
 
 pytestmark = pytest.mark.ranks
 
@@ -215,7 +215,7 @@ def test_copies_are_looked_at_after_few_steps_and_then_every_64():
     for looked, what in ps.launch(rank_looks, 2, "tied"):
         assert looked == [0, 1, 2, 4, 8, 16, 32, 64, 128]
         assert what == []
-    assert [step for step in range(300) if digest.is_tied_comparison_due(step)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+    assert [step for step in range(300) if is_tied_comparison_due(step)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
 
 
 def rank_loads_alone(folder):

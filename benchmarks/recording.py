@@ -17,7 +17,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.engine import step
-from penstock.engine.clock import ActionClock, make_clock
+from penstock.engine.clock import ActionClock, ClockTotals, make_clock
 from penstock.learn.devices import DIM, EmulatedLayer
 
 CALLS = 100_000  # of the clock alone
@@ -42,9 +42,9 @@ class Silent(ActionClock):
 
     mark_stop = mark_sent = mark_start
 
-    def span_and_busy_seconds(self) -> tuple[float, float, float]:
+    def totals(self) -> ClockTotals:
         """First start, last end, and the time spent in actions: not known."""
-        return 0.0, 1.0, 1.0
+        return ClockTotals(0.0, 1.0, 1.0, 0.0, 0.0)
 
 
 def silent(device: torch.device, offset: float = 0.0, previous_end: object = None) -> ActionClock:

@@ -55,6 +55,8 @@ def require_equal(
     `values`: by rank, the same on every rank, so that all raise. `problem`: `do not save alike`. `form`: of a rank's value.
     `advice`: ends the sentence.
     """
+    if type(values) is list and values.count(values[0]) == len(values):  # the common case
+        return
     value_of_rank = values if isinstance(values, Mapping) else dict(enumerate(values))
     first_rank, expected = next(iter(value_of_rank.items()))
     for rank, value in value_of_rank.items():

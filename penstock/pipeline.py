@@ -535,7 +535,7 @@ class Pipeline(LastStep, PipelineParameters, ModuleMisuseHints):
         """Run one training step or evaluation on all ranks."""
         training = call.is_training
         last_result = self._engine.last_result
-        if training and last_result is not None and any(last_result.report.background_save_failed):
+        if training and last_result is not None and last_result.background_save_failed:
             self._engine.settle_background_save()
 
         is_evaluated = training and self._original.cuttable is not None and not self._original.cuttable.model.training

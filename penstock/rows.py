@@ -60,7 +60,7 @@ def _check_tensor(name: str, tensor: object) -> None:
 
 def unwrap(leaf: Any) -> Any:
     """Return the tensor inside a wrapper, anything else unchanged."""
-    return leaf.tensor if isinstance(leaf, Rows | Replicated) else leaf
+    return leaf.tensor if type(leaf) in (Rows, Replicated) else leaf
 
 
 def unwrap_tree(tree: Any) -> Any:
@@ -70,9 +70,9 @@ def unwrap_tree(tree: Any) -> Any:
 
 def rows_dim_of(leaf: Any, rows_dim: int) -> int | None:
     """Return the dimension of the leaf's rows; None for a leaf that goes whole to every microbatch."""
-    if isinstance(leaf, Rows):
-        return leaf.dim
-    return rows_dim if isinstance(leaf, Tensor) and leaf.dim() else None
+    if isinstance(leaf, Tensor):
+        return rows_dim if leaf.dim() else None
+    return leaf.dim if isinstance(leaf, Rows) else None
 
 
 def describe_rows_dim(rows_dim: int) -> str:

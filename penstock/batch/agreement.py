@@ -87,6 +87,7 @@ class Agreed(NamedTuple):
     in_batch_order: Sequence[int]  # the numbers of the pieces, in the order of the user's batch or list
     signatures: Sequence[str]  # of each microbatch: all that its messages depend on
     has_loss: bool
+    has_loss_weights: bool
     wants_losses: bool  # whether a rank wants the loss of each microbatch
     forward_only: frozenset[int]  # microbatches of share 0
     has_backward: bool  # whether any microbatch of any replica has another share
@@ -147,14 +148,17 @@ class Agreement:
         require_equal([row[3] for row in rows], "do not scale their gradients alike", "has scale={!r}")
         hashes = tuple([(row[0], row[1]) for row in rows])
 
-        is_known = hashes in self._conclusions
-        descriptions = self._descriptions_of_ranks(local, hashes, purpose)
-        if not is_known:
-            self._check(descriptions, local.describe_arguments, purpose)
-        if any(description.has_loss_weights for description in descriptions):
-            agreed = self._conclude(descriptions, hashes, self.control.all_gather_value(local.loss_weights, purpose))
+        agreed = self._conclusions.get(hashes)
+        if agreed is None or agreed.has_loss_weights:  # which differ from step to step
+            descriptions = self._descriptions_of_ranks(local, hashes, purpose)
+            if agreed is None:
+                self._check(descriptions, local.describe_arguments, purpose)
+            has_weights = any(description.has_loss_weights for description in descriptions)
+            loss_weights = self.control.all_gather_value(local.loss_weights, purpose) if has_weights else None
+            agreed = self._conclude(descriptions, hashes, loss_weights)
         else:
-            agreed = self._conclusions[hashes] if is_known else self._conclude(descriptions, hashes)
+            for known, key in zip(self._descriptions, hashes, strict=True):
+                known.add(key, known[key])  # is not forgotten before what follows from it
         self._conclusions.add(hashes, agreed)
 
         if agreed.step_kind not in self._kinds:
@@ -189,7 +193,7 @@ class Agreement:
         self,
         descriptions: Sequence[Description],
         hashes: Sequence[Hashes],
-        loss_weights: Sequence[Sequence[float]] | None = None,
+        loss_weights: Sequence[Sequence[float]] | None,
     ) -> Agreed:
         position, slices = self.position, self.programs.program.schedule.slices
         replicas = [_Replica.merge([descriptions[rank] for rank in ranks]) for ranks in position.replica_pipelines]
@@ -238,6 +242,7 @@ class Agreement:
             in_batch_order=sorted(range(len(pieces)), key=lambda number: pieces[number][:2]),
             signatures=signatures,
             has_loss=has_loss,
+            has_loss_weights=loss_weights is not None,
             wants_losses=any(row.wants_losses for row in descriptions),
             forward_only=skipped[index],
             has_backward=any(map(any, shares)),

@@ -8,7 +8,7 @@ Inputs and target are cut alike, each on the rank that reads it. Behind this mod
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -81,8 +81,7 @@ def take_entries(entries: Sequence[Any], name: str, layout: Layout) -> Microbatc
 
 
 def _count_entry_rows(entry: Any, what: str, layout: Layout) -> int | None:
-    check_dense(entry, what)
-    sizes = _leaf_rows(entry, layout.rows_dim)
+    sizes = _leaf_rows(entry, what, layout.rows_dim)
     if sizes == {0}:
         raise _no_rows_error(entry, what)
     if len(sizes) > 1 or WITHOUT_ROWS_DIM in sizes:
@@ -137,26 +136,27 @@ def count_rows(batch: Any, what: str = "batch", rows_dim: int = 0) -> int | None
     Numbers, None, strings, 0-dimensional tensors and `Replicated` ones go to every microbatch. Raises MismatchError if the
     sizes differ, and for tensors that cannot be split.
     """
-    check_dense(batch, what)
-    sizes = _leaf_rows(batch, rows_dim)
+    sizes = _leaf_rows(batch, what, rows_dim)
     if len(sizes) > 1 or WITHOUT_ROWS_DIM in sizes:
         shapes = describe_shapes(batch, what, rows_dim)
         raise MismatchError(f"the tensors of a batch must have the same number of rows: {shapes}; {rows_dim_hint(rows_dim)}")
     return next(iter(sizes), None)
 
 
-def check_dense(batch: Any, what: str) -> None:
-    """Raise MismatchError for tensors that are sparse, nested or on the meta device."""
-    for leaf in map(unwrap, leaves(batch)):
-        if isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested or leaf.is_meta):
-            kind = "nested" if leaf.is_nested else "meta" if leaf.is_meta else leaf.layout
+def _leaf_rows(batch: Any, what: str, rows_dim: int) -> set[int]:
+    """Return the different rows that tensors of `batch` have; WITHOUT_ROWS_DIM for one that lacks the dimension.
+
+    Raises MismatchError for tensors that are sparse, nested or on the meta device.
+    """
+    rows = set[int]()
+    for leaf in flatten(batch)[0]:
+        tensor = unwrap(leaf)
+        if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta):
+            kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else tensor.layout
             raise MismatchError(f"{what} has a {kind} tensor, which is not split into microbatches: give dense tensors")
-
-
-def _leaf_rows(batch: Any, rows_dim: int) -> set[int]:
-    """Return the different rows that tensors of `batch` have; WITHOUT_ROWS_DIM for one that lacks the dimension."""
-    rows = (_count_leaf_rows(leaf, rows_dim) for leaf in flatten(batch)[0])
-    return {count for count in rows if count is not None}
+        if (count := _count_leaf_rows(leaf, rows_dim)) is not None:
+            rows.add(count)
+    return rows
 
 
 def rows_dim_hint(rows_dim: int) -> str:
@@ -209,7 +209,7 @@ def _copy_to_device(leaf: Tensor, device: torch.device) -> Tensor:
     """Copy to `device`. A GPU copies while it computes only from pinned memory in one piece."""
     if device.type == "cuda" and leaf.is_cpu and leaf.layout == torch.strided and not (leaf.requires_grad or leaf.is_pinned()):
         leaf = torch.empty_like(leaf, pin_memory=True).copy_(leaf)
-    return leaf.to(device, non_blocking=True)
+    return leaf if leaf.device == device else leaf.to(device, non_blocking=True)
 
 
 # -- by tokens ---------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def count_elements(batch: Any, rows_dim: int) -> int:
 def batch_signature(batch: Any) -> str:
     """Return the structure, shapes and dtypes of `batch` as a text, the same in every process."""
     if isinstance(batch, Tensor):  # the common case
-        return f"{tuple(batch.shape)} {batch.dtype}"
+        return _tensor_signature(batch.shape, batch.dtype)
     batch_leaves, structure = flatten(batch)
     return f"{structure} {[*map(_leaf_signature, batch_leaves)]}"
 
@@ -306,7 +306,12 @@ def batch_signature(batch: Any) -> str:
 def _leaf_signature(leaf: Any) -> str:
     if isinstance(leaf, Rows | Replicated):
         return repr(leaf)
-    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__qualname__
+    return _tensor_signature(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__qualname__
+
+
+@lru_cache(256)  # data that repeats from step to step
+def _tensor_signature(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{tuple(shape)} {dtype}"
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from penstock.batch.pieces import (
 )
 from penstock.comms.wait_errors import WaitError, is_transport_error
 from penstock.engine.loss import TargetWithTeacher
-from penstock.engine.report import MicrobatchLosses
+from penstock.engine.report import NO_MICROBATCH_LOSSES, MicrobatchLosses
 from penstock.errors import MismatchError, NonFiniteError, PenstockError, StageError
 from penstock.mesh.context_parallel import ContextParallelAttention
 from penstock.randomness import mix_in
@@ -239,6 +239,8 @@ class StepActions:
 
         Microbatches have the numbers that they have in the user's batch or list.
         """
+        if not self.agreed.wants_losses and not self.auxiliary_losses:  # the common case
+            return NO_MICROBATCH_LOSSES
         pieces = self.agreed.pieces
         own_losses: dict[int, float] = {}
         if self.agreed.wants_losses:

@@ -72,6 +72,16 @@ def _receive_number(control: ControlGroup, peer: int) -> float:
 Interval = tuple[float, float, float]  # start and end of an action, and when its messages were sent
 
 
+class ClockTotals(NamedTuple):
+    """When a step's actions ran on one rank, and what came before and after them, in seconds."""
+
+    start: float  # of the first action, on the clock that all ranks share
+    end: float  # of the last action, on that clock; 0: it ran none
+    busy: float  # in actions
+    between: float  # from the end of the last step to the begin of this one; 0 in the first
+    averaging: float  # from the last action until gradients were averaged
+
+
 class ActionClock:
     """Records the start and end of every action and the end of its sends, in seconds of this machine's monotonic clock."""
 
@@ -103,20 +113,17 @@ class ActionClock:
         ends = times[1::3]
         return list(zip(times[::3], ends, ends[: self.num_before_rows] + times[2::3][self.num_before_rows :], strict=True))
 
-    def span_and_busy_seconds(self) -> tuple[float, float, float]:
-        """Return the first start, the last end, and the seconds spent in actions."""
-        times = self._times(self._marks)
+    def totals(self) -> ClockTotals:
+        """Return the times of the whole step, once its gradients are averaged."""
+        previous_end = self._began if self.previous_end is None else self.previous_end
+        previous_end, began, *times, averaged = self._times([previous_end, self._began, *self._marks, self._averaged])
+        between = began - previous_end
         if not times:
-            return 0.0, 0.0, 0.0
-        starts, ends = times[::3], times[1::3]
-        return starts[0] + self.offset, ends[-1] + self.offset, sum(map(sub, ends, starts))
+            return ClockTotals(0.0, 0.0, 0.0, between, averaged - began)
 
-    def seconds_between_steps_and_averaging(self) -> tuple[float, float]:
-        """Return the seconds from the last step's end to this one's begin (0 in the first), and those spent averaging."""
-        last_action = self._marks[-1] if self._marks else self._began
-        marks = [*filter(None, [self.previous_end]), self._began, last_action, self._averaged]
-        *previous_end, began, last_action, averaged = self._times(marks)
-        return began - (previous_end or [began])[0], averaged - last_action
+        starts, ends = times[::3], times[1::3]
+        start, end = starts[0] + self.offset, ends[-1] + self.offset
+        return ClockTotals(start, end, sum(map(sub, ends, starts)), between, averaged - times[-1])
 
     _mark: Callable[..., Any] = staticmethod(time.perf_counter)
 

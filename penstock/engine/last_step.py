@@ -78,17 +78,17 @@ def gather_timeline(engine: Engine, control: ControlGroup, memory: MemoryObserve
     # 1. This rank's events, at times of rank 0's clock.
     engine.clock_skew = measure_own_clock_skew(control, engine.clock_ids)  # anew: clocks drift apart
     result.clock.offset = engine.clock_skew.offset
-    intervals = zip(result.actions, result.clock.intervals(), strict=True)
+    intervals = zip(result.agreed.program.actions, result.clock.intervals(), strict=True)
     events = tuple(Event(position.pipeline.rank, action, *times) for action, times in intervals)
 
     # 2. Those of all ranks of this pipeline.
-    message = events, engine.clock_skew.error, memory.sizes_of(result.step_kind)
+    message = events, engine.clock_skew.error, memory.sizes_of(result.agreed.step_kind)
     messages = control.all_gather_value(message, "to tell their timelines")
     ranks = [position.pipeline.get_global_rank(rank) for rank in range(position.pipeline.world_size)]
     rows, errors, sizes = zip(*[messages[rank] for rank in ranks], strict=True)
     engine.clock_error = max(errors)
 
-    table, report, chains = engine.schedule, result.report, result.chains
+    table, report, chains = engine.schedule, result.report, result.agreed.chains
     size_of_stage = {stage: size for rank_sizes in sizes for stage, size in rank_sizes.items()}
     all_measured = len(size_of_stage) == table.stages
     return MeasuredTimeline(
@@ -101,7 +101,7 @@ def gather_timeline(engine: Engine, control: ControlGroup, memory: MemoryObserve
         memory_unit="bytes" if all_measured else "",
         between_steps=tuple([report.between[rank] for rank in ranks]),
         averaging=tuple([report.averaging[rank] for rank in ranks]) if position.num_ranks_per_stage > 1 else (),
-        microbatch_sizes=result.microbatch_sizes,
+        microbatch_sizes=result.agreed.microbatch_sizes,
         skips=dict.fromkeys(engine.programs.program.skips, MessageCost()),
         recut_call=recut_call,
     )

@@ -18,7 +18,7 @@ from penstock.batch.call import Call, LocalBatch
 from penstock.comms.control_group import MAX_ROW_NUMBERS
 from penstock.engine.actions import ActionFunctions, StepActions
 from penstock.engine.clock import ActionClock
-from penstock.engine.report import RankSummary, StepReport
+from penstock.engine.report import RankSummary
 from penstock.schedule.program import Transfer
 
 Rows = Sequence[Sequence[float]]  # numbers of every rank
@@ -42,7 +42,6 @@ class ObservedStep:
     clock: ActionClock
     actions: StepActions
     agreed: Agreed = field(init=False)  # from `compare` on
-    report: StepReport = field(init=False)  # from `after` on
 
     @property
     def has_agreed(self) -> bool:
@@ -87,10 +86,11 @@ class Observers:
 
     def start(self, step: ObservedStep) -> list[float]:
         """Return all numbers for the first row."""
-        moments = self._in_new_steps if step.is_new_on_rank else self._in_old_steps
-        numbers = [(observer, observer.start(step)) for observer in moments.start]
-        assert all(len(row) == observer.num_numbers for observer, row in numbers)  # else they would be read as others'
-        return [number for _, row in numbers for number in row]
+        moments, numbers = self._moments(step), list[float]()
+        for observer in moments.start:
+            numbers += observer.start(step)
+        assert len(numbers) == moments.num_numbers  # else they would be read as others'
+        return numbers
 
     def compare(self, step: ObservedStep, rows: Rows) -> None:
         """Give each observer its numbers of every rank."""
@@ -109,8 +109,9 @@ class Observers:
 
     def after(self, step: ObservedStep, rows: Rows) -> None:
         """Give each observer its number of every rank."""
+        zeros = [0.0] * len(rows)
         for observer, index in self._moments(step).after:
-            observer.after(step, [0.0 if index is None else row[index] for row in rows])
+            observer.after(step, zeros if index is None else [row[index] for row in rows])
 
     def _moments(self, step: ObservedStep) -> "_Moments":
         is_new = step.agreed.is_new_kind if step.has_agreed else step.is_new_on_rank
@@ -135,4 +136,5 @@ class _Moments:
             first = numbers.stop
             if observer in comparing:
                 self.compare.append((observer, numbers))
+        self.num_numbers = first
         assert max(NUMBERS + first, len(RankSummary._fields) + len(self.end)) <= MAX_ROW_NUMBERS  # of the two rows of a step

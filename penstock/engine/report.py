@@ -3,7 +3,8 @@
 import math
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_float
 from functools import reduce
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
@@ -11,11 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from penstock.batch.agreement import Agreed
 from penstock.batch.pieces import Piece, join
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.clock import ActionClock
 from penstock.mesh.position import MeshPosition
-from penstock.schedule.table import Action, Chains
 from penstock.torch_private import foreach_multiply
 
 NO_LOSS = -1  # in place of a dtype
@@ -46,24 +47,6 @@ class StepReport(NamedTuple):
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
 
 
-class StepResult(NamedTuple):
-    """The result of a step for the pipeline."""
-
-    loss: Tensor  # of the whole batch, a scalar, the same on every rank
-    losses: Sequence[Tensor]  # of each microbatch of this pipeline, if a rank wants them
-    outputs: Sequence[Any]  # of each microbatch, on the last stage's rank if it wants them
-    report: StepReport
-    actions: Sequence[Action]  # what this rank ran
-    clock: ActionClock  # and when
-    step_kind: Any  # as all ranks know it
-    microbatch_sizes: tuple[int, ...]  # elements of each microbatch's largest input, in the order that runs
-    chains: Chains  # of the table that ran
-
-    def joined_outputs(self, rows_dim: int) -> Any:
-        """Return the outputs of the whole batch, joined along its rows; None if there are none."""
-        return join(self.outputs, rows_dim) if self.outputs else None
-
-
 class BackgroundSave(Protocol):
     """A checkpoint that is written in the background. It fails on all ranks or none, though ranks notice at different times."""
 
@@ -80,19 +63,48 @@ class RankSummary(NamedTuple):
 
     loss: float  # what its microbatches add to the loss
     loss_dtype: float  # index in LOSS_DTYPES; NO_LOSS if no microbatch ended here
-    start: float  # seconds of the shared clock
-    end: float  # seconds of the shared clock; 0: it ran no action
+    start: float  # as in ClockTotals, up to `averaging`
+    end: float
     busy: float
-    memory: float  # bytes
-    num_auxiliary_losses: float
     between: float
     averaging: float
+    memory: float  # bytes
+    num_auxiliary_losses: float
     background_save_failed: float
     preempted: float
 
 
 # Fields of a RankSummary, in the order of StepReport.
 _REPORT_FIELDS = attrgetter("busy", "memory", "between", "averaging", "background_save_failed", "preempted")
+
+
+class StepResult(NamedTuple):
+    """The result of a step for the pipeline."""
+
+    loss: Tensor  # of the whole batch, a scalar, the same on every rank
+    losses: Sequence[Tensor]  # of each microbatch of this pipeline, if a rank wants them
+    outputs: Sequence[Any]  # of each microbatch, on the last stage's rank if it wants them
+    agreed: Agreed  # what this rank ran
+    clock: ActionClock  # and when
+    summaries: Sequence[RankSummary]  # of all ranks
+    nonfinite: str = ""  # what was not finite, and where, if the step was skipped
+
+    def joined_outputs(self, rows_dim: int) -> Any:
+        """Return the outputs of the whole batch, joined along its rows; None if there are none."""
+        return join(self.outputs, rows_dim) if self.outputs else None
+
+    @property
+    def background_save_failed(self) -> bool:
+        """Whether a rank knows that a checkpoint in the background failed."""
+        return any(summary.background_save_failed for summary in self.summaries)
+
+    @property
+    def report(self) -> StepReport:
+        """The step's times and memory, made when it is read. A rank without a stage has run nothing."""
+        active = [summary for summary in self.summaries if summary.end]
+        makespan = max(summary.end for summary in active) - min(summary.start for summary in active)
+        columns = zip(*map(_REPORT_FIELDS, self.summaries), strict=True)
+        return StepReport._make([makespan, *columns, bool(self.nonfinite), self.nonfinite])
 
 
 class MicrobatchLosses(NamedTuple):
@@ -102,7 +114,10 @@ class MicrobatchLosses(NamedTuple):
     auxiliary: Sequence[tuple[int, float, float]]  # microbatch, one of its auxiliary losses, the microbatch's share
 
 
-def gather_step_report(
+NO_MICROBATCH_LOSSES = MicrobatchLosses({}, ())
+
+
+def gather_summaries(
     control: ControlGroup,
     position: MeshPosition,
     last_rank: int,
@@ -111,10 +126,10 @@ def gather_step_report(
     losses: MicrobatchLosses,
     num_losses: int,
     wait_reason: str,
-) -> tuple[Tensor, list[Tensor], StepReport, Sequence[Sequence[float]]]:
+) -> tuple[Tensor, list[Tensor], Sequence[RankSummary], Sequence[Sequence[float]]]:
     """Exchange all ranks' summaries.
 
-    Return the loss, the losses of the first `num_losses` microbatches, the report, and what each rank has given as `numbers`.
+    Return the loss, the losses of the first `num_losses` microbatches, the summaries, and each rank's `numbers`.
     `last_rank`: the one of each pipeline that has the last stage. All ranks call it, and get the same.
     """
     rows = control.all_gather_row([*summary, *numbers], wait_reason)
@@ -136,13 +151,8 @@ def gather_step_report(
     dtypes = [LOSS_DTYPES[int(row.loss_dtype)] for row in last_summaries if row.loss_dtype != NO_LOSS] or [LOSS_DTYPES[0]]
     dtype = reduce(torch.promote_types, dtypes)
     values = math.fsum(terms), *microbatch_losses
-    loss, *loss_list = (torch.full((), value, dtype=dtype, device=control.topology.device) for value in values)
-
-    # 3. Times. A rank without a stage has run nothing.
-    active = [row for row in summaries if row.end]
-    makespan = max(row.end for row in active) - min(row.start for row in active)
-    report = StepReport._make([makespan, *zip(*map(_REPORT_FIELDS, summaries), strict=True), False, ""])
-    return loss, loss_list, report, [row[len(summary) :] for row in rows]
+    loss, *loss_list = [torch.full((), value, dtype=dtype, device=control.topology.device) for value in values]
+    return loss, loss_list, summaries, [row[len(summary) :] for row in rows]
 
 
 def _microbatch_loss(rank_losses: Sequence[MicrobatchLosses], number: int) -> float:
@@ -156,9 +166,33 @@ def local_loss_and_dtype(losses: Mapping[int, Tensor], pieces: Sequence[Piece], 
     numbers = [number for number in order if number in losses]
     if not numbers:
         return 0.0, NO_LOSS
-    terms = foreach_multiply([losses[number] for number in numbers], [pieces[number].share for number in numbers])
-    loss = sum(terms[1:], terms[0])
-    return loss.item(), LOSS_DTYPES.index(loss.dtype) if loss.dtype in LOSS_DTYPES else NO_LOSS
+    loss, dtype = weighted_sum([losses[number] for number in numbers], [pieces[number].share for number in numbers])
+    return loss, LOSS_DTYPES.index(dtype) if dtype in LOSS_DTYPES else NO_LOSS
+
+
+def weighted_sum(losses: Sequence[Tensor], shares: Sequence[float]) -> tuple[float, torch.dtype]:
+    """Return the sum of losses, each times its share, and its dtype: bit for bit as tensors are multiplied and added in order.
+
+    Python does it in a tenth of the time. A product or sum of two float32 that is computed in float64, and then rounded, has
+    the bits of one that is computed in float32 (Figueroa, "When is double rounding innocuous?", 1995).
+    """
+    dtype, shape = losses[0].dtype, losses[0].shape
+    round_to_dtype = _ROUNDING.get(dtype)
+    if round_to_dtype is None or any(loss.dtype != dtype or loss.shape != shape for loss in losses):
+        terms = foreach_multiply(list(losses), list(shares))
+        loss = sum(terms[1:], terms[0])
+        return loss.item(), loss.dtype
+
+    values = torch.stack(list(losses)).flatten().tolist()
+    terms_in_dtype = [round_to_dtype(value * round_to_dtype(share)) for value, share in zip(values, shares, strict=True)]
+    return reduce(lambda total, term: round_to_dtype(total + term), terms_in_dtype), dtype
+
+
+def _round_to_float32(value: float) -> float:
+    return c_float(value).value
+
+
+_ROUNDING: dict[torch.dtype, Callable[[float], float]] = {torch.float32: _round_to_float32, torch.float64: float}
 
 
 def reset_peak_memory(device: torch.device) -> None:

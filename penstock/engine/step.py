@@ -47,7 +47,7 @@ from penstock.engine.report import (
     BackgroundSave,
     RankSummary,
     StepResult,
-    gather_step_report,
+    gather_summaries,
     local_loss_and_dtype,
     peak_process_memory,
     reset_peak_memory,
@@ -257,18 +257,16 @@ class Engine:
     def _exchange_results(self, step: ObservedStep) -> StepResult:
         """Exchange losses, times and what observers tell. The host waits for its GPU here, with NCCL for the first time."""
         agreed, actions, clock = step.agreed, step.actions, step.clock
-        ran = agreed.program.actions
 
         # 1. This rank's summary. Observers may look at gradients: they are complete now.
         losses = actions.microbatch_losses()
         loss_and_dtype = local_loss_and_dtype(actions.losses, agreed.pieces, agreed.in_batch_order)
         save_failed = self.background_save is not None and self.background_save.has_unreported_error
-        memory, seconds = peak_process_memory(self.device), clock.seconds_between_steps_and_averaging()
-        times = (*clock.span_and_busy_seconds(), memory, len(losses.auxiliary), *seconds)
-        summary = RankSummary(*loss_and_dtype, *times, save_failed, preempted())
+        memory, num_auxiliary = peak_process_memory(self.device), len(losses.auxiliary)
+        summary = RankSummary(*loss_and_dtype, *clock.totals(), memory, num_auxiliary, save_failed, preempted())
 
         # 2. All ranks' summaries.
-        loss, loss_list, step.report, rows = gather_step_report(
+        loss, loss_list, summaries, rows = gather_summaries(
             self.control,
             self.position,
             self.schedule.placement[-1],
@@ -276,20 +274,10 @@ class Engine:
             self.observers.end(step),
             losses,
             agreed.num_microbatches if agreed.wants_losses and agreed.has_loss else 0,
-            f"to end the step, after {ran[-1] if ran else 'nothing'}",
+            f"to end the step, after {agreed.program.last_action_text}",
         )
         self.observers.after(step, rows)
-        return StepResult(
-            loss,
-            loss_list,
-            actions.joined_outputs(),
-            step.report,
-            ran,
-            clock,
-            agreed.step_kind,
-            agreed.microbatch_sizes,
-            agreed.chains,
-        )
+        return StepResult(loss, loss_list, actions.joined_outputs(), agreed, clock, summaries)
 
     # -- between steps -------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,11 @@ def describe_ranks_by_digest(digests: Mapping[str, str]) -> str:
     return ", ".join(f"rank{'s' * (len(ranks) > 1)} {'/'.join(ranks)} {digest}" for digest, ranks in ranks_by_digest.items())
 
 
+def has_several_readers(position: MeshPosition, placement: Sequence[int]) -> bool:
+    """Whether several ranks of a replica read the inputs or the target. `placement`: stage -> rank of a pipeline."""
+    return placement[0] != placement[-1] or len(position.pipelines[0]) > 1
+
+
 class BatchComparison(Observer):
     """Compares some values of the batches that several ranks were given: inputs must meet the target of the same rows.
 
@@ -81,8 +86,7 @@ class BatchComparison(Observer):
 
     def __init__(self, position: MeshPosition, placement: Sequence[int]) -> None:
         self._position, self._first_rank = position, placement[0]
-        several = placement[0] != placement[-1] or len(position.pipelines[0]) > 1
-        self._is_compared = several and position.pipeline.rank in (placement[0], placement[-1])
+        self._is_compared = position.pipeline.rank in (placement[0], placement[-1])
 
     def start(self, step: ObservedStep) -> Sequence[float]:
         """Return hashes of inputs and target; 0 if they are not taken."""

@@ -4,7 +4,8 @@ A list of parameters is this rank's, and so is their norm: every rank would trai
 a shared parameter would drift apart. So some small gradients are remembered at the end of a step. When the next one begins, a
 rank sends the number by which all of them were multiplied since; it must be the same on all ranks.
 
-The first weight that has a gradient is remembered too: while it is unchanged, the gradients await the optimizer.
+The first weight that has a gradient is remembered too: while it is unchanged, the gradients await the optimizer. So are some of
+its values, since some optimizers change `.data`, without a new version of the tensor; but no longer once it has a new version.
 
 So are all weights, for some steps: those of an optimizer that are unchanged while another rank's change lack a call of
 `optimizer.step()`. Two optimizers that take turns, as a GAN's, may have their weights on different ranks; so it is some steps.
@@ -19,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.comms.encoding import sample_bytes
 from penstock.engine.observers import ObservedStep, Observer, Rows
 from penstock.errors import warn_user
 from penstock.guards import is_power_of_two_or_zero
-from penstock.guards.outdated_weights import sample_bytes
 from penstock.stage.dtensor import local_shard
 from penstock.stage.stage import Stage
 from penstock.torch_private import tensor_version
@@ -30,6 +31,7 @@ from penstock.torch_private import tensor_version
 MAX_GRADIENTS, MAX_GRADIENT_ELEMENTS = 4, 2**16  # how many gradients are remembered, and up to which size
 TOLERANCE = 0.02  # relative: bfloat16 has three digits
 UNKNOWN = math.nan
+NO_VALUES = torch.empty(0, dtype=torch.uint8, device="cpu")
 MIN_STEPS_UNCHANGED = 8  # of weights that an optimizer has: more than the turns of a GAN's other optimizer
 
 
@@ -39,6 +41,10 @@ class TensorSnapshot(NamedTuple):
     tensor: Tensor
     version: int
     values: Tensor
+
+    def has_new_version(self) -> bool:
+        """Whether autograd knows of a change since."""
+        return tensor_version(self.tensor) != self.version
 
 
 class GradientFactorCheck(Observer):
@@ -57,14 +63,20 @@ class GradientFactorCheck(Observer):
         self._num_changes = 0
         self._weight_versions: list[tuple[nn.Parameter, int]] = []  # of all that had a gradient, after steps 1, 9, 17, 33, ..
         self._num_steps = 0  # of training that have ended
-        self._first_weight: TensorSnapshot | None = None  # that has a gradient
+        self._first_weight: TensorSnapshot | None = None  # that has a gradient; without values if versions show its changes
+        self._versions_show_changes = False  # of the first weight, as when the last step began
 
     def start(self, step: ObservedStep) -> Sequence[float]:
         """Return the factor, and whether weights have changed."""
-        return (self.measure_factor(), self.weights_changed()) if step.call.is_training else (UNKNOWN, UNKNOWN)
+        if not step.call.is_training:
+            return UNKNOWN, UNKNOWN
+        self._versions_show_changes = self._first_weight is not None and self._first_weight.has_new_version()
+        return self.measure_factor(), self.weights_changed()
 
     def compare(self, step: ObservedStep, rows: Rows) -> None:
         """Warn, once, if ranks have multiplied gradients by different numbers, or only some have changed their weights."""
+        if self._num_ranks == 1:
+            return
         factors = {rank: factor for rank, (factor, _) in enumerate(rows) if factor == factor}
         if factors and max(factors.values()) > min(factors.values()) * (1 + 2 * TOLERANCE):
             factor_list = ", ".join(f"by {factor:.3g} on rank {rank}" for rank, factor in factors.items())
@@ -104,7 +116,11 @@ class GradientFactorCheck(Observer):
     def record_gradients(self) -> None:
         """Record gradients and weights. Called when a step has ended, or the pipeline has clipped the gradients."""
         first = next(filter(_has_gradient, self._parameters()), None)
-        self._first_weight = None if first is None else TensorSnapshot(first, tensor_version(first), sample_bytes(first))
+        if first is not None:
+            values = NO_VALUES if self._versions_show_changes else sample_bytes(local_shard(first.detach()))
+            self._first_weight = TensorSnapshot(first, tensor_version(first), values)
+        else:
+            self._first_weight = None
         if self._num_ranks == 1:
             return
 
@@ -130,14 +146,12 @@ class GradientFactorCheck(Observer):
         return self._compare_values() if is_power_of_two_or_zero(self._num_changes) else UNKNOWN
 
     def awaits_optimizer_step(self) -> bool:
-        """Whether the last step has left gradients, and no optimizer has changed a weight since.
-
-        Values are compared as well: some optimizers change `.data`, of which autograd does not know.
-        """
-        if self._first_weight is None:
+        """Whether the last step has left gradients, and no optimizer has changed a weight since."""
+        if self._first_weight is None or self._first_weight.has_new_version():
             return False
-        weight, version, values = self._first_weight
-        return weight.grad is not None and tensor_version(weight) == version and torch.equal(sample_bytes(weight), values)
+        weight, _, values = self._first_weight
+        is_unchanged = values is NO_VALUES or torch.equal(sample_bytes(local_shard(weight.detach())), values)
+        return weight.grad is not None and is_unchanged
 
     def weights_changed(self) -> float:
         """Return 1 if a weight that had a gradient has changed, 0 if none of an optimizer has; else UNKNOWN."""

@@ -342,4 +342,4 @@ class NonFinitePolicy:
 
         if engine.position.world.rank == 0:
             warn_user(f"{prefix}, and the step is skipped: {origin.text}", RuntimeWarning)
-        return result._replace(report=result.report._replace(skipped=True, nonfinite=origin.text))
+        return result._replace(nonfinite=origin.text)

@@ -9,7 +9,7 @@ from penstock.engine.model_partition import AllStages, ModelPartition
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.engine.profiling import ProfilerRanges
 from penstock.engine.step import Engine
-from penstock.guards.equal_values import BatchComparison, TiedCopiesCheck
+from penstock.guards.equal_values import BatchComparison, TiedCopiesCheck, has_several_readers
 from penstock.guards.frozen_stages import FrozenStageCheck
 from penstock.guards.gradient_factor import GradientFactorCheck
 from penstock.guards.loss import LossChecks
@@ -65,7 +65,7 @@ def make_observers(
         AttributeCheck(config.cuttable.attributes) if config.cuttable else None,
         FrozenStageCheck(engine.stages, names, table.name) if table.forward_only else None,
         shared_tensors,
-        BatchComparison(position, table.placement),
+        BatchComparison(position, table.placement) if has_several_readers(position, table.placement) else None,
         gradient_factor,
         TiedCopiesCheck(control, engine.tied) if engine.tied.owners else None,
         RemoteParameterUseCheck(rank, modules, remote_parameters),

@@ -35,6 +35,11 @@ class RankProgram:
         return [line.action for line in self.lines]
 
     @cached_property
+    def last_action_text(self) -> str:
+        """The last action, for an error about what comes after it."""
+        return str(self.actions[-1]) if self.actions else "nothing"
+
+    @cached_property
     def stages(self) -> list[int]:
         """The rank's stages, in the order of their first actions."""
         return list(dict.fromkeys(action.stage for action in self.actions))

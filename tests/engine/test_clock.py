@@ -111,13 +111,12 @@ def test_a_gpus_clock_counts_from_the_end_of_the_step_before_and_waits_for_nothi
     for value in (first.mark_start, first.mark_stop, first.mark_sent, first.mark_averaged):
         value()
     assert device.waits == 1
-    begin, end, busy = first.span_and_busy_seconds()
-    assert (end - begin, busy, device.waits) == (1, 1, 2)
-    assert first.seconds_between_steps_and_averaging() == (0, 1)
+    begin, end, *totals = first.totals()
+    assert (end - begin, totals, device.waits) == (1, [1, 0, 1], 2)
     before = device.waits
     second = clock.make_clock(torch.device("cuda"), 5.0, first.mark_end())
     second.mark_start(), second.mark_stop(), second.mark_sent(), second.mark_averaged()
     assert device.waits == before + 1  # at the end of the step, when there is nothing to wait for
-    assert second.seconds_between_steps_and_averaging() == (11, 1)  # it was idle for 10, until it was told of the step
+    assert second.totals()[3:] == (11, 1)  # it was idle for 10, until it was told of the step
     [(start, *_)] = second.intervals()
     assert start - 5 - begin > end - begin

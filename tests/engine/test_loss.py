@@ -1,5 +1,6 @@
 """What a loss may be: a mean over rows, a weighted mean, a sum; and what is said of any other."""
 
+import math
 import re
 import warnings
 from functools import partial
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import penstock as ps
+from penstock.engine import report
 from penstock.guards.loss import UnequalWeightsCheck
 
 F = nn.functional
@@ -505,3 +507,28 @@ def test_a_loss_that_counts_its_calls_is_called_as_often_as_by_one_process(form)
     for _ in range(3):
         pipe.step(torch.ones(8, 2), target=torch.zeros(8, 2))
     assert (loss.calls, loss.seen, loss.settings) == (6, [4] * 6, {"weight": 1})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_the_sum_of_losses_has_the_bits_of_tensors_that_are_multiplied_and_added_in_order(dtype):
+    generator = torch.Generator().manual_seed(1)
+    for exponent in (0, 4, -30, 30):
+        for count in (1, 2, 7, 40):
+            values = torch.randn(count, generator=generator, dtype=torch.float64) * 10.0**exponent
+            losses = list(values.to(dtype))
+            shares = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+            expected = losses[0] * shares[0]
+            for loss, share in zip(losses[1:], shares[1:], strict=True):
+                expected = expected + loss * share
+            total, found = report.weighted_sum(losses, shares)
+            assert found == dtype
+            assert torch.equal(torch.tensor(total, dtype=dtype), expected) or expected.isnan()
+    for losses in ([torch.ones(1), torch.ones(())], [torch.ones(()), torch.ones((), dtype=torch.float64)]):
+        assert report.weighted_sum(losses, [0.5, 0.25]) == (0.75, losses[1].dtype)
+
+
+def test_a_sum_of_losses_that_overflows_or_is_no_number_is_so_in_its_dtype():
+    largest = torch.finfo(torch.float32).max
+    assert report.weighted_sum([torch.tensor(largest)] * 2, [1.0, 1.0]) == (math.inf, torch.float32)
+    assert math.isnan(report.weighted_sum([torch.tensor(math.nan), torch.ones(())], [0.5, 0.5])[0])
+    assert report.weighted_sum([torch.tensor(math.inf), torch.ones(())], [0.5, 0.5])[0] == math.inf

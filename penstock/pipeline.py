@@ -301,6 +301,8 @@ class Pipeline(LastStep, PipelineParameters, ModuleMisuseHints):
 
     def _run_with_teacher(self, call: Call, next_args: Sequence[Any], next_kwargs: Mapping[str, Any]) -> StepResult:
         """Run a training step, in which the teacher may run for the next batch; before the first such step, for its own."""
+        if self._announced is None and not next_args and not next_kwargs:
+            return self._run(call)
         batch, self._announced = self._announced, None
         next_batch = AheadBatch(next_args, next_kwargs) if next_args or next_kwargs else None
         if next_batch is not None and batch is None:
@@ -562,7 +564,8 @@ class Pipeline(LastStep, PipelineParameters, ModuleMisuseHints):
 
         if call.next_batch is not None:
             call.next_batch.teacher_state = self._engine.reader.teacher_state()
-        self._engine.last_result = result._replace(outputs=())  # not kept alive: they are the caller's
+        # Outputs are not kept alive: they are the caller's.
+        self._engine.last_result = result._replace(outputs=()) if result.outputs else result
         if call.losses is not None:
             call.losses[:] = result.losses
         return result

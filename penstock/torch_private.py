@@ -272,8 +272,8 @@ def causal_bias(queries: int, keys: int) -> Tensor:
 _AUTOGRAD_LOG = logging.getLogger("torch.autograd.graph")
 
 
-def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> None:
-    """Run `torch.autograd.backward(edges, gradients)` without its checks of shapes, which the caller has made.
+def run_backward(roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Run `torch.autograd.backward(roots, gradients)` without its checks of shapes, which the caller has made.
 
     For a small stage these checks take as long as the backward. They also import sympy, which takes half a second.
     """
@@ -281,7 +281,7 @@ def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | Non
     on_cpu = all(gradient is not None and gradient.is_cpu for gradient in gradients)
     logs_graph = _AUTOGRAD_LOG.isEnabledFor(logging.DEBUG)
     run = Variable._execution_engine.run_backward if on_cpu and not logs_graph else _engine_run_backward
-    run(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    run(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -99,7 +99,8 @@ def _copy_whole(entry: Any, layout: Layout) -> Any:
 
 def split_sizes(rows: int, microbatches: int) -> list[int]:
     """Return the rows of each microbatch: as equal as can be, the larger ones first; some are 0 if there are fewer rows."""
-    return [rows // microbatches + (microbatch < rows % microbatches) for microbatch in range(microbatches)]
+    smaller, num_larger = divmod(rows, microbatches)
+    return [smaller + 1] * num_larger + [smaller] * (microbatches - num_larger)
 
 
 def nonempty_split_sizes(batch: Any, what: str, microbatches: int, rows_dim: int = 0, rows_per_sample: int = 1) -> list[int]:
@@ -148,7 +149,7 @@ def _leaf_rows(batch: Any, what: str, rows_dim: int) -> set[int]:
 
     Raises MismatchError for tensors that are sparse, nested or on the meta device.
     """
-    rows = set[int]()
+    rows: set[int] = set()
     for leaf in flatten(batch)[0]:
         tensor = unwrap(leaf)
         if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta):
@@ -188,6 +189,8 @@ def split(batch: Any, sizes: Sequence[int], device: torch.device | None = None, 
     """Split `batch` along dimension `rows_dim` into microbatches of these `sizes`, on `device`; along the first as views."""
     batch_leaves, structure = flatten(batch)
     columns = [_split_leaf(leaf, sizes, device, rows_dim) for leaf in batch_leaves]
+    if isinstance(batch, Tensor):  # the common case
+        return list(columns[0])
     return [unflatten(microbatch, structure) for microbatch in zip(*columns, strict=True)]
 
 
@@ -391,7 +394,9 @@ def microbatch_weights(targets: Sequence[Any], loss_weight: Callable[[Any], Any]
 
 
 def scalars_to_floats(scalars: Sequence[Any]) -> list[float]:
-    """Return numbers and scalar tensors as floats, with one transfer from the device for all tensors."""
+    """Return numbers and scalar tensors as floats, with one transfer from a device for all its tensors."""
+    if all(isinstance(scalar, Tensor) and scalar.is_cpu for scalar in scalars):  # the common case
+        return [scalar.item() for scalar in scalars]
     tensors = [scalar.detach().reshape(()) for scalar in scalars if isinstance(scalar, Tensor)]
     values = iter(torch.stack(tensors).tolist() if tensors else ())
     return [float(next(values) if isinstance(scalar, Tensor) else scalar) for scalar in scalars]

@@ -148,7 +148,7 @@ def sample_bytes(tensor: Tensor) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     step = -(-tensor.numel() // MAX_SAMPLED_VALUES)
     if tensor.is_contiguous():  # the common case, in a quarter of the time
-        return tensor.as_strided((-(-tensor.numel() // step),), (step,)).clone().view(torch.uint8)
+        return torch.as_strided_copy(tensor, (-(-tensor.numel() // step),), (step,)).view(torch.uint8)
     return view_as_bytes(tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device)))
 
 

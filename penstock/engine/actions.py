@@ -72,6 +72,7 @@ class StepActions:
         self.outputs: dict[int, Any] = {}  # if the call wants them
         self.auxiliary_losses: list[tuple[int, Tensor]] = []
         self._seeds: dict[Any, Tensor] = {}  # of backwards, by weight and kind of loss
+        self._teacher_outputs = call.teacher_batch.outputs if call.teacher_batch else {}  # that a step before has computed
 
     @property
     def functions(self) -> ActionFunctions:
@@ -103,7 +104,7 @@ class StepActions:
 
     def begin(self, agreed: Agreed, first_forward: FirstForward | None) -> None:
         """Take what all ranks know, and what has run before."""
-        self.agreed = agreed
+        self.agreed, self._loss_waits = agreed, agreed.chains.loss_waits
         in_use = [self.stages[index].data_parallel for index in sorted(agreed.program.stages)]
         for hooks in in_use:
             hooks.backwards_match, hooks.in_use = agreed.same_on_replicas, in_use
@@ -117,8 +118,8 @@ class StepActions:
         if action.stage > self.last_stage:
             return self._teacher_forward(action, values)
         agreed, number = self.agreed, action.index_among_slices(self.batch.num_slices)
-        teacher_outputs = self.call.teacher_batch.outputs if self.call.teacher_batch else {}
-        if action.stage == self.last_stage and agreed.chains.loss_waits:
+        is_last_stage, teacher_outputs = action.stage == self.last_stage, self._teacher_outputs
+        if is_last_stage and self._loss_waits:
             *values, teacher_output = values
             teacher_outputs = {number: teacher_output}
         stage, piece, counts = self.stages[action.stage], agreed.pieces[number], action.microbatch not in agreed.forward_only
@@ -132,7 +133,7 @@ class StepActions:
             )
         if stage.auxiliary_losses and counts:
             self.auxiliary_losses += [(number, loss) for loss in stage.auxiliary_losses]
-        if action.stage < self.last_stage:
+        if not is_last_stage:
             return messages_of(stage, output)
 
         if self.call.wants_outputs:
@@ -199,7 +200,7 @@ class StepActions:
 
         if action.stage == self.last_stage:  # the only place where gradients are scaled
             seed = self._seed(self.losses[number], weight)
-            gradients: Sequence[Tensor | None] = [seed for _ in stage.in_flight[number].edges]  # none if everything is frozen
+            gradients: Sequence[Tensor | None] = [seed for _ in stage.in_flight[number].roots]  # none if everything is frozen
         else:
             gradients = flatten_gradients(values)
 

@@ -86,7 +86,8 @@ class Observers:
 
     def start(self, step: ObservedStep) -> list[float]:
         """Return all numbers for the first row."""
-        moments, numbers = self._moments(step), list[float]()
+        moments = self._moments(step)
+        numbers: list[float] = []
         for observer in moments.start:
             numbers += observer.start(step)
         assert len(numbers) == moments.num_numbers  # else they would be read as others'

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.batch.agreement import Agreed
-from penstock.batch.pieces import Piece, join
+from penstock.batch.pieces import Piece, join, scalars_to_floats
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.clock import ActionClock
 from penstock.mesh.position import MeshPosition
@@ -137,7 +137,8 @@ def gather_summaries(
     last_summaries = [summaries[ranks[last_rank]] for ranks in position.batch_parts]
 
     # 1. The terms of the loss. `fsum` is exact, so the result does not depend on which rank has which term.
-    terms, microbatch_losses = [row.loss for row in last_summaries], list[float]()
+    terms = [row.loss for row in last_summaries]
+    microbatch_losses: list[float] = []
     if num_losses or any(row.num_auxiliary_losses for row in summaries):
         rank_losses: list[MicrobatchLosses] = control.all_gather_value(losses, wait_reason)
         counted_ranks = [rank for ranks in position.batch_parts for rank in ranks]
@@ -176,16 +177,17 @@ def weighted_sum(losses: Sequence[Tensor], shares: Sequence[float]) -> tuple[flo
     Python does it in a tenth of the time. A product or sum of two float32 that is computed in float64, and then rounded, has
     the bits of one that is computed in float32 (Figueroa, "When is double rounding innocuous?", 1995).
     """
-    dtype, shape = losses[0].dtype, losses[0].shape
+    dtype = losses[0].dtype
     round_to_dtype = _ROUNDING.get(dtype)
-    if round_to_dtype is None or any(loss.dtype != dtype or loss.shape != shape for loss in losses):
+    if round_to_dtype is None or any(loss.dtype != dtype for loss in losses):
         terms = foreach_multiply(list(losses), list(shares))
         loss = sum(terms[1:], terms[0])
         return loss.item(), loss.dtype
 
-    values = torch.stack(list(losses)).flatten().tolist()
-    terms_in_dtype = [round_to_dtype(value * round_to_dtype(share)) for value, share in zip(values, shares, strict=True)]
-    return reduce(lambda total, term: round_to_dtype(total + term), terms_in_dtype), dtype
+    total = -0.0  # plus any number that is this number, zeros too
+    for value, share in zip(scalars_to_floats(losses), shares, strict=True):
+        total = round_to_dtype(total + round_to_dtype(value * round_to_dtype(share)))
+    return total, dtype
 
 
 def _round_to_float32(value: float) -> float:

@@ -223,7 +223,7 @@ class Engine:
     ) -> None:
         """Run the lines of a program: for each, post its receives, wait for its inputs, run its action, send what it made."""
         (actions, receive, send), incoming = functions, channels.incoming
-        local_values = dict[Transfer, Any]()  # between two stages of this rank
+        local_values: dict[Transfer, Any] = {}  # between two stages of this rank
         waits_for_parameters = not all(stage.data_parallel.parameters_ready for stage in self.stages.values())
         messages: Any = first_forward.take_messages() if first_forward else None  # of the first line, which has run
         try:
@@ -242,7 +242,7 @@ class Engine:
                     self.activity.end_action()
                     del values
 
-                for transfer, value in zip(outputs, messages, strict=True):
+                for transfer, value in zip(outputs, messages, strict=True) if outputs else ():
                     if transfer.is_remote:
                         send(transfer, value)
                     else:

@@ -60,11 +60,22 @@ class ModuleRunner:
         plain_sequential = type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
         is_known = layer_numbers is not None and plain_sequential
         self._layers = tuple(zip(layer_numbers or (), children_by_name(module).values(), strict=True)) if is_known else None
+        self._read_module()
 
     def begin_step(self) -> None:
-        """Forget what was learned of the module in the last step."""
+        """Forget what was learned of the module in the last step, and look at it anew."""
         if self.recompute is not None:
             self._recomputer.begin_step()
+        self._read_module()
+
+    def _read_module(self) -> None:
+        """Find how the module is run, once a step: a user may have compiled it since, or added hooks."""
+        self._is_compiled, is_sharded = is_compiled(self.module), self._is_sharded
+        # Hooks of `fully_shard` make zeros of a gradient that is None in a backward: `FSDPHooks` does all that they do.
+        skips_hooks = is_sharded and not self._has_hooks_to_run() and not self._is_compiled
+        self._call_module: Callable[..., Any] = self.module.forward if skips_hooks else self.module
+        self._module_may_draw = _may_draw_random_numbers(self.module)
+        self._drawing_layers = {number for number, layer in self._layers or () if _may_draw_random_numbers(layer)}
 
     def run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the module's output. `seed`: of this step and microbatch; it moves the device's generator."""
@@ -79,7 +90,7 @@ class ModuleRunner:
     def _run_module(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         # Nothing has to be done between the layers.
         if seed is None and self.recompute != "block":
-            return self._call_module(args, kwargs)
+            return self._call_module(*args, **kwargs)
 
         # The layers are not known: the module is one layer.
         run_layers = self._find_layer_by_layer_method(args, kwargs)
@@ -101,7 +112,7 @@ class ModuleRunner:
 
     def _find_layer_by_layer_method(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
         """Return the method that runs the module's layers one by one; None if it has to be called as a whole."""
-        if is_compiled(self.module):
+        if self._is_compiled:
             return None
         if isinstance(self.module, GraphStage):
             return self._run_graph
@@ -117,12 +128,6 @@ class ModuleRunner:
     def _is_sharded(self) -> bool:
         return hasattr(type(self.module), "unshard")  # of the instance, nn.Module would look among its parameters
 
-    def _call_module(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the module, without `fully_shard`'s hooks: in a backward they make zeros of a gradient that is None."""
-        if self._is_sharded and not self._has_hooks_to_run() and not is_compiled(self.module):
-            return self.module.forward(*args, **kwargs)
-        return self.module(*args, **kwargs)
-
     def _run_graph(self, seed: int | None, *args: Any, **kwargs: Any) -> Any:
         return self.module.penstock(args, kwargs, partial(self._run_layer, seed))  # type: ignore[operator]
 
@@ -131,7 +136,7 @@ class ModuleRunner:
             if self.recompute == "block":
                 value = self._run_layer(seed, number, layer, (value,), {})
             else:  # `_run_seeded`, written out: this runs for every layer and microbatch
-                if seed is not None and _may_draw_random_numbers(layer):
+                if seed is not None and number in self._drawing_layers:
                     self.generator.manual_seed(mix_in(seed, number))
                 value = layer(value)
         return value
@@ -146,9 +151,10 @@ class ModuleRunner:
     def _run_seeded(
         self, seed: int | None, number: int, layer: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if seed is not None and _may_draw_random_numbers(layer):
+        is_module = layer is self.module
+        if seed is not None and (self._module_may_draw if is_module else _may_draw_random_numbers(layer)):
             self.generator.manual_seed(mix_in(seed, number))
-        return self._call_module(args, kwargs) if layer is self.module else layer(*args, **kwargs)
+        return self._call_module(*args, **kwargs) if is_module else layer(*args, **kwargs)
 
 
 @contextmanager

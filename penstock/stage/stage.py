@@ -40,7 +40,7 @@ class InFlightMicrobatch:
     """What a microbatch or slice keeps from its forward to its backward, besides the tensors that autograd saves."""
 
     received: ReceivedInputs
-    edges: tuple[GradientEdge, ...]  # of the outputs: an output itself is freed as soon as it is sent
+    roots: tuple[GradientEdge | Tensor, ...]  # of the backward: the loss, or edges of outputs, which are freed once sent
     graph_ends: tuple[Tensor, ...]  # for `DataParallelHooks.before_last_backward`
     auxiliary: Sequence[tuple[GradientEdge, Tensor]]  # auxiliary losses of the forward
     deferred: DeferredGradients | None  # if the backward is split
@@ -253,7 +253,8 @@ class Stage:
                     "the output, or nothing is learned"
                 )
             in_flight = self.in_flight[microbatch]
-            in_flight.edges, in_flight.graph_ends = self._graph_outputs([loss])
+            if loss.requires_grad:  # not if everything is frozen
+                in_flight.roots, in_flight.graph_ends = (loss,), self.data_parallel.graph_ends([loss])
         return loss.detach()
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -269,31 +270,33 @@ class Stage:
         `auxiliary_weight`: the gradient of the microbatch's auxiliary losses.
         """
         in_flight = self.in_flight.pop(microbatch)
-        received, edges, deferred, attention = in_flight.received, in_flight.edges, in_flight.deferred, in_flight.attention
+        received, roots, deferred, attention = in_flight.received, in_flight.roots, in_flight.deferred, in_flight.attention
         if deferred is not None:
             deferred.check_no_inner_backward()
             self._deferred[microbatch] = deferred
-        if len(edges) != len(gradients):
+        if len(roots) != len(gradients):
             raise MismatchError(
-                f"stage {self.index} gets {len(gradients)} gradients for {len(edges)} values: freeze or train a parameter that "
+                f"stage {self.index} gets {len(gradients)} gradients for {len(roots)} values: freeze or train a parameter that "
                 "stages share on all ranks that have it"
             )
 
         from_later_slices = () if attention is None else attention.begin_backward(in_flight.slice)
         if in_flight.auxiliary or from_later_slices or len(gradients) != 1 or gradients[0] is None:  # not in the common case
-            pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+            pairs = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if gradient is not None]
             pairs += [(edge, torch.full_like(loss, auxiliary_weight)) for edge, loss in in_flight.auxiliary]
             pairs += from_later_slices
-            edges, gradients = tuple(edge for edge, _ in pairs), [gradient for _, gradient in pairs]
+            roots, gradients = tuple(root for root, _ in pairs), [gradient for _, gradient in pairs]
 
         with self._outside_autocast, _NOTHING if attention is None else attention_context(attention):
             if is_last:
                 self.data_parallel.before_last_backward(in_flight.graph_ends)
-            if edges:
+            if roots:
                 with _parameter_replacement(deferred, received):
-                    run_backward(edges, gradients)
+                    run_backward(roots, gradients)
             self._after_backward(is_last)
-        sources = zip(self.connections.sources, received.inputs, strict=False)  # the first stage has neither
+        if not received.inputs:  # of the first stage
+            return []
+        sources = zip(self.connections.sources, received.inputs, strict=True)
         return [stage_input.gradients for source, stage_input in sources if source not in self.connections.frozen_sources]
 
     def backward_weight(self, microbatch: int, is_last: bool = False) -> None:

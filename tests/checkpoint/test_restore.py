@@ -371,6 +371,28 @@ def test_weights_that_are_resumed_without_an_optimizer_are_not_told(tmp_path):
         checkpoint.resume(tmp_path, ps.Pipeline([torch.nn.Linear(4, 4)], topology=ps.Topology()))
 
 
+class DataSGD(torch.optim.SGD):
+    """Changes `.data`, of which autograd does not know."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= 0.1 * parameter.grad
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, DataSGD])
+def test_gradients_await_the_optimizer_until_its_step_however_it_changes_weights(optimizer_class):
+    pipe = ps.Pipeline([torch.nn.Linear(4, 4)], torch.nn.functional.mse_loss, microbatches=2, topology=ps.Topology())
+    optimizer, awaited = optimizer_class(pipe.parameters(), lr=0.1), []
+    for _ in range(4):
+        pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+        awaited.append(pipe._gradient_factor.awaits_optimizer_step())
+        optimizer.step()
+        awaited.append(pipe._gradient_factor.awaits_optimizer_step())
+        optimizer.zero_grad()
+    assert awaited == [True, False] * 4
+
+
 def rank_saves_between(folder):
     """How often a save warned: in the middle of an accumulation, at its end, with gradients that have been used, in float16."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))

@@ -10,7 +10,8 @@
 
 Sockets would take two copies instead of one, and wake two threads instead of one process.
 
-The pipe also says whether a block has the description of a message that the receiver does not expect: see `channels.py`.
+If the receiver does not expect such a message (see `channels.py`), its description is in a block of its own, and the pipe gets
+both blocks at once: the receiver wakes up once.
 
 Messages of all sizes share the blocks (shared_memory.py), so there is one mapping, whatever the number of messages. Neither
 the memory nor the pipe has a name: the sender sends its pid and descriptors, and the receiver opens them through the sender's
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.comms.encoding import tensor_bytes, tensor_of_bytes
 from penstock.comms.process_groups import ProcessGroups
 from penstock.comms.time_limits import ABORT_CHECK_MILLISECONDS
 from penstock.comms.topology import CPU
@@ -176,7 +178,8 @@ class MemorySender(_OsPipeEnd):
 
     def __init__(self, memory: mmap.mmap, pipe_fd: int, failure: SendFailure) -> None:
         super().__init__(pipe_fd)
-        self.allocator, self._views, self._failure = BlockAllocator(memory), BlockViews(memory), failure
+        self._memory, self.allocator, self._views = memory, BlockAllocator(memory), BlockViews(memory)
+        self._failure = failure
         self._thread: TaskThread | None = None
         self._pipe_lock, self._closed = threading.Lock(), threading.Event()
 
@@ -187,44 +190,49 @@ class MemorySender(_OsPipeEnd):
 
         `expected`: what the receiver expects, `spec` itself if that is what it gets. `message`: its name, for errors.
         """
-        if spec is not expected:
-            packed = message_spec.pack_spec(spec)
-            self._send(packed, message_spec.tensor_spec_of(packed), "description", packed.numel())
+        description = b"" if spec is expected else tensor_bytes(message_spec.pack_spec(spec))
         for tensor, part in zip(tensors, spec.parts, strict=True):
-            self._send(tensor, part, message)
+            self._send(tensor, part, description, message)
+            description = b""
 
-    def _send(self, tensor: Tensor, spec: TensorSpec, message: object, description_bytes: int = 0) -> None:
+    def _send(self, tensor: Tensor, spec: TensorSpec, description: bytes, message: object) -> None:
         if self._thread is None and spec.bytes > MIN_THREAD_BYTES:
             self._thread = TaskThread("penstock-copy")
         if self._thread is None:
-            self._send_now(tensor, spec, description_bytes)
+            self._send_now(tensor, spec, description)
         else:
-            self._thread.enqueue(self._send_in_thread, tensor.detach(), spec, message, description_bytes)
+            self._thread.enqueue(self._send_in_thread, tensor.detach(), spec, description, message)
 
-    def _send_now(self, tensor: Tensor, spec: TensorSpec, description_bytes: int = 0) -> None:
-        self._write_to_pipe(self._copy_into_block(tensor, spec), description_bytes)
+    def _send_now(self, tensor: Tensor, spec: TensorSpec, description: bytes = b"") -> None:
+        self._write_to_pipe(self._copy_into_blocks(tensor, spec, description))
 
-    def _copy_into_block(self, tensor: Tensor, spec: TensorSpec) -> int:
-        """Copy `tensor` into a free block, and return the block's start."""
+    def _copy_into_blocks(self, tensor: Tensor, spec: TensorSpec, description: bytes) -> bytes:
+        """Copy `tensor`, and a `description` unless it is empty, into free blocks. Return their records for the pipe."""
+        records = b""
+        if description:
+            start = self.allocator.allocate(len(description))
+            self._memory[start + HEADER_BYTES : start + HEADER_BYTES + len(description)] = description
+            records = PIPE_RECORD.pack(start, len(description))
+
         start = self.allocator.allocate(spec.bytes)
         self._views.view(start, spec).copy_(tensor.detach() if tensor.requires_grad else tensor)
-        return start
+        return records + PIPE_RECORD.pack(start, 0)
 
-    def _write_to_pipe(self, start: int, description_bytes: int) -> None:
-        """Tell the receiver that there is a message in the block at `start`. If it is gone, a later wait will show that."""
+    def _write_to_pipe(self, records: bytes) -> None:
+        """Tell the receiver that there is a message in these blocks. If it is gone, a later wait will show that."""
         try:  # noqa: SIM105 - this runs for every message
-            os.write(self._pipe_fd, PIPE_RECORD.pack(start, description_bytes))
+            os.write(self._pipe_fd, records)
         except BrokenPipeError:
             pass
 
-    def _send_in_thread(self, tensor: Tensor, spec: TensorSpec, message: object, description_bytes: int) -> None:
+    def _send_in_thread(self, tensor: Tensor, spec: TensorSpec, description: bytes, message: object) -> None:
         """Do as `_send_now` unless the transport is closed; publish an error instead of raising it."""
         try:
             if not self._closed.is_set():
-                start = self._copy_into_block(tensor, spec)
+                records = self._copy_into_blocks(tensor, spec, description)
                 with self._pipe_lock:
                     if not self._closed.is_set():
-                        self._write_to_pipe(start, description_bytes)
+                        self._write_to_pipe(records)
                 if self._closed.is_set():
                     self.close_pipe()
         except Exception as error:
@@ -260,8 +268,9 @@ class MemoryReceiver(_OsPipeEnd):
         start, description_bytes = self._read_from_pipe()
         spec = expected
         if description_bytes:
-            packed = TensorSpec((description_bytes,), (1,), torch.uint8, False, description_bytes)
-            spec = message_spec.unpack_spec(self._take_message(start, packed))
+            description = self._memory[start + HEADER_BYTES : start + HEADER_BYTES + description_bytes]
+            self._memory[start] = FREE
+            spec = message_spec.unpack_spec(tensor_of_bytes(description))
             start, _ = self._read_from_pipe()
         elif spec is None:
             raise message_spec.invalid_description_error()

@@ -5,7 +5,7 @@ A microbatch whose signature is None, as in a pass of `generate` that will not c
 Both ends of a channel find the same specs here, because they begin and end the same steps, and look at the same messages.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 
 from penstock.comms.transport.message_spec import MessageSpec
 from penstock.recent import RecentDict
@@ -13,13 +13,13 @@ from penstock.schedule.program import Transfer
 
 MAX_SIGNATURES = 1024  # signatures of microbatches whose messages are remembered
 
-LinkSpecs = dict[Transfer, MessageSpec]  # transfer of microbatch 0, for all of its link -> spec
+LinkSpecs = dict[Hashable, MessageSpec]  # link -> spec
 
 
 class StepSpecs(dict[Transfer, MessageSpec | None]):
     """The known spec of each message of a step, None if there is none; looked up at its first use."""
 
-    def __init__(self, specs_of_microbatch: Sequence[Mapping[Transfer, MessageSpec]]) -> None:
+    def __init__(self, specs_of_microbatch: Sequence[LinkSpecs]) -> None:
         super().__init__()
         self._specs_of_microbatch = specs_of_microbatch
 
@@ -64,6 +64,7 @@ class MessageSpecCache:
             self.has_changed = False
 
 
-def _link(transfer: Transfer) -> Transfer:
-    """Return the key of all transfers between the same stages: that of microbatch 0."""
-    return transfer._replace(action=transfer.action._replace(microbatch=0))
+def _link(transfer: Transfer) -> Hashable:
+    """Return the key of the transfers between the same stages, of one slice of any microbatch."""
+    (kind, stage, _, slice_), *ends = transfer
+    return kind, stage, slice_, *ends

@@ -176,9 +176,10 @@ STAYS = {name: mark for name, marks in _MARKS.items() for mark in marks if isins
 
 
 @cache
-def option_names() -> list[str]:
+@cache
+def option_names() -> tuple[str, ...]:
     """Return the names of all options, of any family of schedules too."""
-    return [*_MARKS, *all_build_options()]
+    return (*_MARKS, *all_build_options())
 
 
 def is_family_name(schedule: object) -> TypeGuard[str]:

@@ -34,7 +34,7 @@ class ModuleMisuseHints:
 
         def __setattr__(self, name: str, value: Any) -> None:
             """Raise AttributeError for an option of the pipeline, or for a new name that is nearly one."""
-            is_known, names = name.startswith("_") or name in vars(self), option_names() if self._is_built else []
+            is_known, names = name.startswith("_") or name in vars(self), option_names() if self._is_built else ()
             matches = [name] if is_known else difflib.get_close_matches(name, names, 1, MIN_SIMILARITY)
             if matches and (option := matches[0]) in names:
                 remedy = f"make a new Pipeline(.., {option}=..)" if option in STAYS else f"pipe.rebuild({option}=..)"

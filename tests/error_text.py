@@ -24,3 +24,12 @@ def outcome(call: Callable[[], Any], kind: type[ps.PenstockError] = ps.PenstockE
     except kind as error:
         return str(error)
     return NO_ERROR
+
+
+def named_outcome(call: Callable[..., Any], *args: Any) -> str:
+    """The name and the text of the PenstockError that `call(*args)` raises; NO_ERROR if it raises none."""
+    try:
+        call(*args)
+    except ps.PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return NO_ERROR

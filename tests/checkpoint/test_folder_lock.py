@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from error_text import error_text
 from torch import nn
 
 import penstock as ps
@@ -32,9 +33,7 @@ def alone(step=0):
 
 
 def refusal(folder, pipe, **options):
-    with pytest.raises(ps.PenstockError) as caught:
-        checkpoint.save(folder, pipe, **options)
-    return str(caught.value)
+    return error_text(lambda: checkpoint.save(folder, pipe, **options), ps.PenstockError)
 
 
 def contents(folder):

@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from error_text import error_text, outcome
 from reference import assert_same
 from torch import nn
 
@@ -206,10 +207,8 @@ def rank_resume(folder):
         warnings.simplefilter("always")
         checkpoint.resume(folder, pipe, torch.optim.Adam(pipe.parameters()))
         texts = [str(warning.message) for warning in caught]
-    try:
-        checkpoint.resume(folder / "step-00000003", pipe)
-    except ps.MismatchError as error:
-        return pipe.step_count, holds(pipe, pipe.step_count), texts, str(error)
+    text = error_text(lambda: checkpoint.resume(folder / "step-00000003", pipe))
+    return pipe.step_count, holds(pipe, pipe.step_count), texts, text
 
 
 def test_all_ranks_agree_whichever_of_them_looked_at_the_damaged_file(copy):
@@ -336,13 +335,6 @@ def test_the_next_save_waits_for_the_one_before_and_tells_its_error_once(tmp_pat
 # ---- what cannot be written
 
 
-def error_of(work):
-    try:
-        work()
-    except ps.PenstockError as error:
-        return str(error)
-
-
 def rank_cannot_write(folder):
     pipe = pipeline(1)
     rank = pipe.topology.rank
@@ -353,21 +345,21 @@ def rank_cannot_write(folder):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # its disk is full after 100 bytes
-    errors.append(error_of(lambda: checkpoint.save(folder, pipe, optimizer)))
-    errors.append(error_of(checkpoint.save(folder, pipe, optimizer, wait=False).wait))
-    errors.append(error_of(lambda: checkpoint.export(pipe, folder / "out.safetensors")))
+    errors.append(outcome(lambda: checkpoint.save(folder, pipe, optimizer)))
+    errors.append(outcome(checkpoint.save(folder, pipe, optimizer, wait=False).wait))
+    errors.append(outcome(lambda: checkpoint.export(pipe, folder / "out.safetensors")))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     files = sorted(path.name for path in folder.iterdir())
-    errors.append(error_of(lambda: checkpoint.save(folder.parent / "file", pipe)))
-    errors.append(error_of(lambda: checkpoint.save(folder, pipe, extra={"what": object()})))
+    errors.append(outcome(lambda: checkpoint.save(folder.parent / "file", pipe)))
+    errors.append(outcome(lambda: checkpoint.save(folder, pipe, extra={"what": object()})))
     pipe.step_count += rank
-    errors.append(error_of(lambda: checkpoint.save(folder, pipe)))
+    errors.append(outcome(lambda: checkpoint.save(folder, pipe)))
     pipe.step_count = 1
-    errors.append(error_of(lambda: checkpoint.save(folder, pipe, optimizer if rank else None)))
-    errors.append(error_of(lambda: checkpoint.save(folder, pipe, optimizer, keep=1 + rank)))
-    errors.append(error_of(lambda: checkpoint.save(folder.parent / f"per{rank}", pipe)))
-    errors.append(error_of(lambda: checkpoint.save(folder, pipe, torch.optim.Adam(pipe.parameters(), lr=1e-3 * (rank + 1)))))
-    errors.append(error_of(lambda: checkpoint.save(folder, pipe, torch.optim.SGD([nn.Parameter(torch.zeros(2))]))))
+    errors.append(outcome(lambda: checkpoint.save(folder, pipe, optimizer if rank else None)))
+    errors.append(outcome(lambda: checkpoint.save(folder, pipe, optimizer, keep=1 + rank)))
+    errors.append(outcome(lambda: checkpoint.save(folder.parent / f"per{rank}", pipe)))
+    errors.append(outcome(lambda: checkpoint.save(folder, pipe, torch.optim.Adam(pipe.parameters(), lr=1e-3 * (rank + 1)))))
+    errors.append(outcome(lambda: checkpoint.save(folder, pipe, torch.optim.SGD([nn.Parameter(torch.zeros(2))]))))
     checkpoint.save(folder, pipe, optimizer)
     checkpoint.resume(folder, pipe, optimizer)
     return errors, files, pipe.step_count

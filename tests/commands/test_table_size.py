@@ -1,6 +1,7 @@
 """A table, a plan and a run have their own numbers of ranks and microbatches: others beside them are refused."""
 
 import pytest
+from error_text import error_text
 
 from penstock.commands.compare import CompareCommand
 from penstock.commands.machine.command import BenchStepsCommand
@@ -59,9 +60,7 @@ WIDE = {"layers": 1, "schedule": "interleaved-1f1b"}  # a GPT of one block has 4
 
 
 def refusal(**options):
-    with pytest.raises(PenstockError) as error:
-        TrainConfig(**options).check()
-    return str(error.value)
+    return error_text(TrainConfig(**options).check, PenstockError)
 
 
 def test_advice_on_ranks_names_fewer_than_were_typed(tmp_path):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from error_text import NO_ERROR, named_outcome
 from torch import nn
 
 import penstock as ps
@@ -81,21 +82,13 @@ CASES = {
 }
 
 
-def error_of(call, *args):
-    try:
-        call(*args)
-    except ps.PenstockError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def rank_differs(folder):
     """To each case the error, and whether the next step has the loss of the first."""
     made = Made(folder)
     results = {}
     for number, (case, (first, others)) in enumerate(CASES.items()):
         name = others if made.pipe.topology.rank else first
-        results[case] = error_of(CALLS[name], made), number % 2 == 0 or torch.equal(made.step(), made.loss)
+        results[case] = named_outcome(CALLS[name], made), number % 2 == 0 or torch.equal(made.step(), made.loss)
     return results
 
 
@@ -116,7 +109,7 @@ def rank_differs_otherwise(folder):
     rank, results = made.pipe.topology.rank, {}
 
     order = [made.pipe, made.other] if rank else [made.other, made.pipe]
-    results["two pipelines"] = error_of(lambda: [index.step(TOKENS, target=TOKENS) for index in order])
+    results["two pipelines"] = named_outcome(lambda: [index.step(TOKENS, target=TOKENS) for index in order])
     results["the next step of either"] = (
         torch.equal(made.step(), made.loss),
         torch.equal(made.other.step(TOKENS, target=TOKENS), made.loss),
@@ -125,25 +118,29 @@ def rank_differs_otherwise(folder):
     made.step()
     if rank == 1:
         time.sleep(1)  # it is slow, and not wrong
-    results["a rank that comes late"] = error_of(checkpoint.save, made.folder / "late", made.pipe)
+    results["a rank that comes late"] = named_outcome(checkpoint.save, made.folder / "late", made.pipe)
 
     saving = checkpoint.save(made.folder / "in a thread", made.pipe, wait=False)
     results["a step while a save goes on"] = torch.equal(made.step(), made.loss)
-    results["a call of the ranks while a save goes on"] = error_of(CALLS["metrics()" if rank else "checkpoint.save()"], made)
+    results["a call of the ranks while a save goes on"] = named_outcome(
+        CALLS["metrics()" if rank else "checkpoint.save()"], made
+    )
     results["that save"] = saving.wait().name
 
     name = "again" if rank else "first"  # rank 0 alone called export for the first
-    results["an export of one rank alone, then of all"] = error_of(checkpoint.export, made.pipe, made.folder / name)
+    results["an export of one rank alone, then of all"] = named_outcome(checkpoint.export, made.pipe, made.folder / name)
 
-    results["an argument that one rank has wrong"] = error_of(checkpoint.save, made.folder, made.pipe, None, None, None, rank)
+    results["an argument that one rank has wrong"] = named_outcome(
+        checkpoint.save, made.folder, made.pipe, None, None, None, rank
+    )
     every = 0 if rank == 1 else 5
-    results["a trail that one rank has wrong"] = error_of(checkpoint.DigestLog, made.folder, made.pipe, None, every)
-    results["another maximum norm on one rank"] = error_of(made.pipe.clip_grad_norm_, 0.5 if rank == 2 else 1.0)
-    results["one that differs in its ninth digit"] = error_of(made.pipe.clip_grad_norm_, 1.00000001 if rank == 2 else 1.0)
+    results["a trail that one rank has wrong"] = named_outcome(checkpoint.DigestLog, made.folder, made.pipe, None, every)
+    results["another maximum norm on one rank"] = named_outcome(made.pipe.clip_grad_norm_, 0.5 if rank == 2 else 1.0)
+    results["one that differs in its ninth digit"] = named_outcome(made.pipe.clip_grad_norm_, 1.00000001 if rank == 2 else 1.0)
     made.model.train(rank != 1)
-    results["evaluation mode on one rank"] = error_of(made.step)
+    results["evaluation mode on one rank"] = named_outcome(made.step)
     made.model.train()
-    results["a mesh that one rank has wrong"] = error_of(ps.comms.init_mesh, *([2] if rank == 2 else []))
+    results["a mesh that one rank has wrong"] = named_outcome(ps.comms.init_mesh, *([2] if rank == 2 else []))
 
     seen = []
     made.pipe.generate(TOKENS, max_new_tokens=2, on_token=lambda _: seen.append(made.other.eval(TOKENS)))
@@ -160,7 +157,7 @@ def test_what_else_ranks_may_do_differently(tmp_path):
     assert everyone[0] == {
         "two pipelines": f"MismatchError: the ranks do different things: {calls}{WHAT_TO_DO}",
         "the next step of either": (True, True),
-        "a rank that comes late": "nothing was raised",
+        "a rank that comes late": NO_ERROR,
         "a step while a save goes on": True,
         "a call of the ranks while a save goes on": "MismatchError: the ranks do different things: "
         f"rank 0 calls checkpoint.save(), ranks 1/2 call metrics(){WHAT_TO_DO}",
@@ -188,8 +185,8 @@ def rank_differs_on_a_mesh(folder, pp, data_parallel, name):
     pipe = build(mesh=ps.comms.init_mesh(pp, 2), data_parallel=data_parallel)
     made = SimpleNamespace(pipe=pipe, folder=Path(folder))
     pipe.step(TOKENS, target=TOKENS)
-    results = [error_of(CALLS["step()" if pipe.position.world.rank else name], made), error_of(CALLS["step()"], made)]
-    return [*results, error_of(CALLS["checkpoint.save()"], made)] if data_parallel == "ddp" else results
+    results = [named_outcome(CALLS["step()" if pipe.position.world.rank else name], made), named_outcome(CALLS["step()"], made)]
+    return [*results, named_outcome(CALLS["checkpoint.save()"], made)] if data_parallel == "ddp" else results
 
 
 @pytest.mark.parametrize(
@@ -203,7 +200,7 @@ def test_on_a_mesh_too_where_it_is_the_last_step_of_the_pipeline(pp, data_parall
     for result, after, *saved in everyone:
         assert result == f"MismatchError: {words}"
         assert after == f"LostRankError: this pipeline ended when {words}: start the ranks again"
-        assert saved in ([], ["nothing was raised"])
+        assert saved in ([], [NO_ERROR])
 
 
 def rank_is_alone(folder, name):

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from batched_launch import together
+from error_text import outcome
 from reference import accumulate, assert_same, data, gradients, make, merged
 from slow_cases import slow_except
 from torch import nn
@@ -266,11 +267,7 @@ def rank_disagrees(options):
     mine = {"schedule": "1f1b", "microbatches": 8}
     if ps.comms.init_distributed().rank == 2:
         mine |= options
-    try:
-        build(**mine)
-    except ps.MismatchError as error:
-        return str(error)
-    return "no error"
+    return outcome(lambda: build(**mine), ps.MismatchError)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from error_text import named_outcome
+from models import MLPBlock
 from torch import Tensor, nn
 
 import penstock as ps
@@ -23,22 +25,9 @@ TUTORIAL, FEW = Path(__file__).parents[2] / "examples" / "tutorial.py", ("--step
 SMALL = {"steps": 3, "batch": 8, "width": 16, "context": 16, "layers": 2, "microbatches": 4, "dropout": 0}
 
 
-class ParallelProducts(nn.Module):
-    """The products that tensor parallel shares, between others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
-
-
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(6, WIDTH), ParallelProducts(), ParallelProducts(), ParallelProducts(), nn.Linear(WIDTH, 3)
-    ).double()
+    return nn.Sequential(nn.Linear(6, WIDTH), MLPBlock(WIDTH), MLPBlock(WIDTH), MLPBlock(WIDTH), nn.Linear(WIDTH, 3)).double()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -150,12 +139,12 @@ def failed() -> list[str]:
     pipe = ps.Pipeline(model(), nn.functional.mse_loss, microbatches=4)
     inputs, target = batch(0)
     hooks = [stage[-1].register_forward_pre_hook(lambda *_: 1 / 0) for stage in pipe.stages.values() if pipe.topology.rank == 1]
-    expected_message = [message(lambda: pipe.step(inputs, target=target))]
+    expected_message = [named_outcome(lambda: pipe.step(inputs, target=target))]
     for hook in hooks:
         hook.remove()
     pipe.step(inputs, target=target)  # works again
     schedule = "1f1b" if pipe.topology.rank else "gpipe"
-    return [*expected_message, message(lambda: ps.Pipeline(model(), nn.functional.mse_loss, schedule, 4))]
+    return [*expected_message, named_outcome(lambda: ps.Pipeline(model(), nn.functional.mse_loss, schedule, 4))]
 
 
 def differed(folder: Path) -> list[str]:
@@ -168,8 +157,8 @@ def differed(folder: Path) -> list[str]:
         if saves:
             checkpoint.save(folder / "alone", pipe, optimizer)
 
-    expected_message = [message(lambda: train_and_save(1 + rank, saves=rank == 0))]
-    return [*expected_message, message(lambda: train_and_save(3 - rank, saves=rank == 1))]
+    expected_message = [named_outcome(lambda: train_and_save(1 + rank, saves=rank == 0))]
+    return [*expected_message, named_outcome(lambda: train_and_save(3 - rank, saves=rank == 1))]
 
 
 def own_stages() -> Any:
@@ -180,15 +169,7 @@ def own_stages() -> Any:
     pipe = ps.Pipeline(own, nn.functional.mse_loss, table)
     inputs, target = batch(0)
     loss = pipe.step(inputs, target=target)
-    return loss, gradients(pipe), message(lambda: ps.Pipeline(ParallelProducts(), nn.functional.mse_loss, table))
-
-
-def message(work: Callable[[], Any]) -> str:
-    try:
-        work()
-    except ps.PenstockError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+    return loss, gradients(pipe), named_outcome(lambda: ps.Pipeline(MLPBlock(WIDTH), nn.functional.mse_loss, table))
 
 
 def said(program: Callable[[], Any], *words: object) -> str:
@@ -214,7 +195,7 @@ def summed() -> Any:
     loss_fn = nn.MSELoss(reduction="sum")
     pipe = ps.Pipeline(model(), loss_fn, "1f1b", 4, reduction="sum")
     inputs, target = batch(0)
-    return pipe.step(inputs, target=target), gradients(pipe), message(lambda: ps.Pipeline(model(), loss_fn))
+    return pipe.step(inputs, target=target), gradients(pipe), named_outcome(lambda: ps.Pipeline(model(), loss_fn))
 
 
 LABELS = torch.tensor([2, -100, 0, -100, -100, -100, 1, 2])  # 1, 1, 0 and 2 count in four microbatches
@@ -247,7 +228,12 @@ def clipped() -> Any:
         for _ in range(2):
             pipe.step(batch(0)[0], target=batch(0)[1])
             nn.utils.clip_grad_norm_(list(pipe.parameters()), 0.05)
-    return norms, state, [str(warning.message) for warning in caught], message(lambda: torch.optim.LBFGS(pipe.parameters()))
+    return (
+        norms,
+        state,
+        [str(warning.message) for warning in caught],
+        named_outcome(lambda: torch.optim.LBFGS(pipe.parameters())),
+    )
 
 
 CASES: dict[str, Callable[[Path], Any]] = {

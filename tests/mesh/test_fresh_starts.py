@@ -117,7 +117,7 @@ def test_fsdp_and_a_split_backward_have_the_bits_of_one_process(started: Any, ca
 
 def test_own_stages_have_the_bits_of_one_process_and_a_bare_one_is_refused(started: Any) -> None:
     loss, gradients = expected()
-    message = "MismatchError: zb-v has 4 stages, and ParallelProducts is no nn.Sequential, cut between its layers: give cuts="
+    message = "MismatchError: zb-v has 4 stages, and MLPBlock is no nn.Sequential, cut between its layers: give cuts="
     for everyone in results(started, "own stages"):
         assert all(torch.equal(ours, loss) for ours, _, _ in everyone)
         assert_same(merged([mine for _, mine, _ in everyone]), gradients)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from error_text import error_text
 from models import CASES, Batch, ModelCase, accumulate, by_hand, differing, evaluate
 from reference import assert_same, gradients, merged, same
 from slow_cases import slow_except
@@ -301,11 +302,7 @@ def rank_keywords(schedule):
     pipe = ps.Pipeline(stages_with_keywords(), keyword_loss, schedule, microbatches=3)
     hidden, target = torch.linspace(-1, 1, 42).view(7, 6), torch.ones(7, 6)
     losses = [pipe.step(hidden, target=target, **KEYWORDS) for _ in STEPS]
-    message = ""
-    try:
-        pipe.step(hidden, target=target, **KEYWORDS, maks=1)
-    except ps.PenstockError as error:
-        message = str(error)
+    message = error_text(lambda: pipe.step(hidden, target=target, **KEYWORDS, maks=1), ps.PenstockError)
     losses.append(pipe.step(hidden, target=target, **KEYWORDS))
     return losses, gradients(pipe.named_parameters()), message
 

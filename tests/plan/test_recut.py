@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from batched_launch import together
+from error_text import error_text
 from reference import merged
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -142,19 +143,13 @@ def test_a_slow_rank_gets_fewer_layers_and_the_training_keeps_its_bits():
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def refusal(work: Any) -> str:
-    with pytest.raises(ps.PenstockError) as caught:
-        work()
-    return str(caught.value)
-
-
 def rank_asks() -> Any:
     """What is said before two steps, of stages that were given, and of other calls; then a cut that cannot gain."""
     layers, rows = [nn.Sequential(nn.Linear(4, 4), SlowerOnRank1()) for _ in range(2)], torch.ones(4, 4)
     pipe, given = (ps.Pipeline(model, nn.functional.mse_loss, microbatches=2) for model in (nn.Sequential(*layers), layers))
     pipe.step(rows, target=rows), given.step(rows, target=rows)
-    said = [refusal(partial(value.rebuild, cuts="measured")) for value in (pipe, given)]
-    said.append(refusal(lambda: pipe.rebuild(cuts="measured" if pipe.topology.rank else ["1"])))
+    said = [error_text(partial(value.rebuild, cuts="measured"), ps.PenstockError) for value in (pipe, given)]
+    said.append(error_text(lambda: pipe.rebuild(cuts="measured" if pipe.topology.rank else ["1"]), ps.PenstockError))
     for _ in range(2):
         pipe.step(rows, target=rows)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)

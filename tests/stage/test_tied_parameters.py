@@ -3,6 +3,7 @@
 import pytest
 import torch
 from batched_launch import together
+from error_text import NO_ERROR, outcome
 from models import CASES, RepeatedBlockModel, TiedModel, accumulate, tied, token_batch
 from reference import assert_same, merged
 from torch import nn
@@ -139,25 +140,18 @@ def scale_gradients(pipe, factor):
 PARTS = {"by kind": by_kind, "own rate": own_rate, "own clip": own_clip}
 
 
-def error_of(work):
-    try:
-        work()
-    except ps.MismatchError as error:
-        return str(error)
-
-
 def rank_parts(part, folder):
     """What steps, a save and an export raise; and the loss of a step after the checkpoint before has been resumed."""
     args, target, _ = token_batch(ROWS, 0)
     pipe = ps.Pipeline(CASES["tied"].model(), token_loss, "1f1b", M, cuts=["blocks.1", "head"])  # the middle rank has no copy
     checkpoint.save(folder, pipe)
     optimizer = PARTS[part](pipe)
-    steps = [error_of(lambda: pipe.step(*args, target=target))]
+    steps = [outcome(lambda: pipe.step(*args, target=target))]
     optimizer.step()
-    steps += [error_of(lambda: pipe.step(*args, target=target)) for _ in range(2)]
+    steps += [outcome(lambda: pipe.step(*args, target=target)) for _ in range(2)]
     refused = [
-        error_of(lambda: checkpoint.save(folder, pipe)),
-        error_of(lambda: checkpoint.export(pipe, folder / "out.safetensors")),
+        outcome(lambda: checkpoint.save(folder, pipe)),
+        outcome(lambda: checkpoint.export(pipe, folder / "out.safetensors")),
     ]
     optimizer.zero_grad()
     checkpoint.resume(folder, pipe)
@@ -174,7 +168,7 @@ def parted(tmp_path_factory):
 @pytest.mark.parametrize("part", PARTS)
 def test_copies_that_part_are_told_at_the_next_step_by_name_and_with_the_usual_causes(parted, part):
     for steps, *_ in parted[part]:
-        assert steps == [None, *parted[part][0][0][1:]]
+        assert steps == [NO_ERROR, *parted[part][0][0][1:]]
         assert steps[1] == steps[2]
         assert steps[1].startswith("after 1 steps token.weight is not the same on the ranks that share it (rank 0 ")
         assert ", rank 2 " in steps[1]
@@ -227,7 +221,7 @@ def rank_loads_alone(folder):
     if other.topology.rank == 0:
         with torch.no_grad():
             next(p for name, p in other.named_parameters() if name == "block.linear1.weight").add_(1)
-    return error_of(lambda: pipe.step(*args, target=target)), error_of(lambda: checkpoint.save(folder, other))
+    return outcome(lambda: pipe.step(*args, target=target)), outcome(lambda: checkpoint.save(folder, other))
 
 
 def test_weights_loaded_on_one_rank_only_are_told_by_the_first_step(tmp_path):
@@ -244,7 +238,7 @@ def rank_in_replicas():
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1 + pipe.position.replica)  # each replica its own
     pipe.step(inputs[rows], target=target[rows])
     optimizer.step()
-    return error_of(lambda: pipe.step(inputs[rows], target=target[rows]))
+    return outcome(lambda: pipe.step(inputs[rows], target=target[rows]))
 
 
 def test_copies_in_replicas_are_compared_too():
@@ -260,7 +254,7 @@ def rank_in_two_groups(folder):
     optimizer = torch.optim.SGD(
         [{"params": first}, {"params": [p for _, p in named if not any(p is q for q in first)]}], lr=0.1
     )
-    return error_of(lambda: checkpoint.save(folder, pipe, optimizer))
+    return outcome(lambda: checkpoint.save(folder, pipe, optimizer))
 
 
 def test_a_tied_weight_in_another_group_on_another_rank_is_not_saved(tmp_path):

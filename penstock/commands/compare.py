@@ -13,6 +13,7 @@ from penstock.commands.options import command
 from penstock.commands.show import METAVARS, SimulationOptions, is_timeline_source, load_record
 from penstock.errors import PenstockError
 from penstock.schedule import Measurement
+from penstock.timing.replay import without_teacher
 from penstock.view.comparison import Case, csv_table, json_table, latex_table, plot, require_same_unit, text_table
 from penstock.view.differences import differences
 from penstock.view.files import report_write_errors, write, write_figure
@@ -205,9 +206,10 @@ def _measurement(record: Record) -> Measurement:
 def _self_prediction(measured: Record) -> str:
     """Return the prediction of the measured step itself: other predictions may be as far off."""
     measurement = _measurement(measured)
-    predicted = measurement.predict(measurement.schedule).makespan
+    predicted, alone = measurement.predict(measurement.schedule).makespan, without_teacher(measured.usual)
+    without = "" if alone is measured.usual else f" without its teacher took {1e3 * alone.makespan:.4g} ms, and"
     return (
-        f"{measured.name}, is itself predicted to take {1e3 * predicted:.4g} ms, {predicted / measured.usual.makespan - 1:+.1%}"
+        f"{measured.name},{without} is itself predicted to take {1e3 * predicted:.4g} ms, {predicted / alone.makespan - 1:+.1%}"
     )
 
 

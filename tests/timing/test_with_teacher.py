@@ -58,10 +58,10 @@ def test_the_step_grows_by_little_of_what_the_teacher_takes(name: str, ahead: bo
     ("name", "size", "ahead", "now", "own"),
     [
         ("1f1b", 1, 35, 37, 33),  # of the model's own: 1.06 and 1.12
-        ("interleaved-1f1b", 1, 67, 71, 57),  # 1.175, and 1.12 for the work alone
+        pytest.param("interleaved-1f1b", 1, 67, 71, 57, marks=pytest.mark.slow),  # 1.175, and 1.12 for the work alone
         ("zb-h1", 1, 33.5, 33.5, 27),  # 1.24, and 1.19
         ("zb-v", 1, 67, 67, 51),  # 1.31, and 1.25: where the model's stages are
-        ("zb-h1", 2, 41, 41, 27),  # 1.52, and 1.48
+        pytest.param("zb-h1", 2, 41, 41, 27, marks=pytest.mark.slow),  # 1.52, and 1.48
     ],
 )
 def test_a_teacher_in_a_v_works_from_the_beginning(name: str, size: float, ahead: float, now: float, own: float) -> None:
@@ -82,8 +82,8 @@ def test_a_v_needs_layers_and_messages_that_are_fast() -> None:
     assert teacher_ranks(build("1f1b", 1, 4)) == (0,)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "zb-h1")) for name in names()])
 def test_inputs_are_passed_on_before_they_are_needed(name: str, ahead: bool) -> None:
     for ranks, microbatches in ((2, 4), (3, 3)):
         own = build(name, ranks, microbatches)

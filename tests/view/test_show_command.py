@@ -1,6 +1,7 @@
 """`penstock show` and `penstock compare`, run as a person would."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import prompt
@@ -9,8 +10,8 @@ from timelines import COSTS, measured
 
 from penstock.commands.train.config import TrainConfig
 from penstock.plan import LayerCost, ModelProfile, plan
-from penstock.schedule import build, simulate
-from penstock.view.record import save
+from penstock.schedule import Costs, build, simulate, with_teacher
+from penstock.view.record import Record, save
 
 pytestmark = pytest.mark.ranks
 
@@ -143,6 +144,13 @@ def test_a_schedule_beside_a_run_is_predicted_at_its_costs(run):
     assert "gpipe, predicted  1f1b, measured" in output
     assert "1f1b, measured, is itself predicted to take 1" in output
     assert "differ in" not in output  # it has the run's ranks and microbatches
+
+
+def test_a_run_with_a_teacher_is_compared_without_it(tmp_path):
+    table = with_teacher(build("1f1b", ranks=2, microbatches=4), "V")
+    Record((replace(simulate(table, Costs(0.01, 0.01, 0.01)), name="1f1b, measured"),), None, "s").save(tmp_path / "run.json")
+    output = penstock("compare", "gpipe", tmp_path / "run.json").stdout
+    assert "1f1b, measured, without its teacher took 150 ms, and is itself predicted to take 150 ms, +0.0%" in output
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The command line and its jobs. All options are checked before anything is started.
 
 `cli`       lists the commands; parses and runs the typed one
-`options`   makes a dataclass a command, and parses its options
+`command_options` makes a dataclass a command, and parses its options
 `source`    loads the schedule of a name or file
 `learn`     `penstock lab` and `penstock puzzle`
 `show`      `penstock schedules`, `penstock show` and `penstock compare`

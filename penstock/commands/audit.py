@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from penstock.commands.options import command
+from penstock.commands.command_options import command
 from penstock.commands.source import nearest_path
 from penstock.errors import PenstockError
 

@@ -105,7 +105,7 @@ def _class_of(name: str) -> Any:
 
 def _parse(words: Sequence[str]) -> Any:
     """Return the typed command with its options. Raises PenstockError if there is no such command."""
-    from penstock.commands.options import parse_options
+    from penstock.commands.command_options import parse_options
 
     name = _command_name(words)
     command = _class_of(name)

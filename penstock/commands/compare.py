@@ -9,7 +9,7 @@ from typing import Any, Literal, Optional  # not `| None`, for which tyro import
 
 import tyro
 
-from penstock.commands.options import command
+from penstock.commands.command_options import command
 from penstock.commands.show import METAVARS, SimulationOptions, is_timeline_source, load_record
 from penstock.errors import PenstockError
 from penstock.schedule import Measurement

@@ -7,7 +7,7 @@ from typing import Literal, Optional  # not `| None`: see show.py
 
 import tyro
 
-from penstock.commands.options import command
+from penstock.commands.command_options import command
 from penstock.errors import PenstockError
 from penstock.learn.puzzles.check_helpers import CheckFailed
 from penstock.learn.puzzles.puzzle_files import FAST_TRACK, PUZZLE_NUMBERS, LearnerFolder, Puzzle, load_puzzle

@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from penstock.commands.options import command
+from penstock.commands.command_options import command
 from penstock.commands.source import nearest_path
 from penstock.commands.traces import layer_costs, read_traces
 from penstock.errors import PenstockError

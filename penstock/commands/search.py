@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from penstock.commands.options import command
+from penstock.commands.command_options import command
 from penstock.commands.plan import SearchBar, check_writable
 from penstock.errors import PenstockError
 from penstock.partition.balance import balanced_starts

@@ -11,7 +11,7 @@ from typing import Literal, Optional  # not `| None`, for which tyro imports typ
 
 import tyro
 
-from penstock.commands.options import command
+from penstock.commands.command_options import command
 from penstock.commands.source import check_file, check_size, default_size, table_from_python, table_of
 from penstock.commands.traces import read_traces
 from penstock.errors import PenstockError

@@ -7,7 +7,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
-from penstock.commands.options import command
+from penstock.commands.command_options import command
 from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces, read_record, trace_files
 from penstock.plan import LayerCost, ModelProfile

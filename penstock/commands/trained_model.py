@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from penstock.commands.options import command
+from penstock.commands.command_options import command
 from penstock.commands.source import nearest_path
 from penstock.commands.train.config import SETTINGS, TrainConfig, saved_options
 from penstock.errors import PenstockError

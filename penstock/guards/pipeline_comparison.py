@@ -15,7 +15,7 @@ from penstock.errors import MismatchError, require_equal, warn_user
 from penstock.guards import outdated_weights
 from penstock.mesh.position import MeshPosition
 from penstock.schedule.schedule import Schedule
-from penstock.stage.arguments import keyword_names
+from penstock.stage.forward_arguments import keyword_names
 
 
 class RankDescription(NamedTuple):

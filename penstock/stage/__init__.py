@@ -1,7 +1,7 @@
 """One stage of a model: its forward and backward, a microbatch at a time, and what these need from the stage's module.
 
 `stage`            the forward, the backward whole or in two, and what a microbatch in flight keeps alive
-`arguments`        what the module's forward is called with
+`forward_arguments` what the module's forward is called with
 `messages`         what a stage exchanges with other stages
 `connections`      which stages these are, and which parameters it shares with them
 `aliasing`         in-place changes that would be lost where values no longer share memory

@@ -18,7 +18,6 @@ from penstock.stage.aliasing import (
     record_versions,
     unwrap_aliased_messages,
 )
-from penstock.stage.arguments import ForwardSignature
 from penstock.stage.attention import attention_context
 from penstock.stage.auxiliary import AuxiliaryLossCollector
 from penstock.stage.backward.autograd_edges import Gradients, gradient_edge
@@ -26,6 +25,7 @@ from penstock.stage.backward.deferred import DeferredGradients
 from penstock.stage.backward.parameter_slot import ParameterReader, ParameterSlot, replace_temporarily
 from penstock.stage.backward.split import BackwardSplitter
 from penstock.stage.connections import StageConnections
+from penstock.stage.forward_arguments import ForwardSignature
 from penstock.stage.hooks import DataParallelHooks, NoDataParallelHooks
 from penstock.stage.messages import ReceivedInputs, StageMessages
 from penstock.stage.module_runner import DETERMINISTIC_LOSSES, ModuleRunner

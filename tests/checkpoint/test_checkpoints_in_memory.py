@@ -15,8 +15,8 @@ from torch import nn
 import penstock as ps
 from penstock import checkpoint
 from penstock.checkpoint.files import disk, tensor_files
-from penstock.commands.train import memory as train_memory
-from penstock.commands.train.memory import has_room, memory_of_agent, memory_of_launch
+from penstock.commands.train import memory_folder as train_memory
+from penstock.commands.train.memory_folder import has_room, memory_of_agent, memory_of_launch
 from penstock.comms.control_group import ControlGroup
 
 SHARED = Path("/dev/shm")

@@ -26,7 +26,7 @@ import penstock as ps
 from penstock import checkpoint
 from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.job import train_rank
-from penstock.commands.train.memory import memory_of_launch
+from penstock.commands.train.memory_folder import memory_of_launch
 from penstock.commands.train.restarts import resize_for_processes
 from penstock.comms.process import SUSPENDED, read_process
 from penstock.comms.status import error_of, status_of_error

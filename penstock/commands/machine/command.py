@@ -4,7 +4,7 @@ import math
 import re
 from pathlib import Path
 
-from penstock.commands.options import command
+from penstock.commands.command_options import command
 from penstock.commands.source import table_of
 from penstock.errors import PenstockError
 from penstock.launcher.forkserver import start_forkserver_early

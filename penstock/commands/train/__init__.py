@@ -5,11 +5,10 @@
 `data`       bytes of text, or images of digits
 `job`        the work of every rank, from its setup to the run's results
 `restarts`   options for the ranks that are left after a failure
-`memory`     a folder in memory for a checkpoint after each step
+`memory_folder` a folder in memory for a checkpoint after each step
 `planning`   --plan: measure the layers, plan, try the best plans
 `setup`      data, model and optimizer of a rank
-`evaluation` the loss on the held-out part, and a sample of text
 `metrics`    a line of JSON for each step, and TensorBoard
-`result`     the result of a training
+`result`     the result of a training, its held-out loss and a sample of its text
 `progress`   the output, while it runs and at its end
 """

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from penstock.commands.options import command
+from penstock.commands.command_options import command
 from penstock.commands.source import table_of
 from penstock.commands.train.config import PLAN, TrainConfig, saved_options
 from penstock.commands.train.restarts import may_restart, resize_for_processes

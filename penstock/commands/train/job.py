@@ -16,13 +16,12 @@ from penstock import checkpoint, comms
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.saving import lock_run_folder
 from penstock.commands.train.config import FIXED_OPTIONS, REPORT, SETTINGS, TrainConfig
-from penstock.commands.train.evaluation import sample, validation_loss
-from penstock.commands.train.memory import memory_of_agent, memory_of_launch
+from penstock.commands.train.memory_folder import memory_of_agent, memory_of_launch
 from penstock.commands.train.metrics import Metrics, read_records
 from penstock.commands.train.planning import advice, apply_plan, compare_with_plan, save_plan
 from penstock.commands.train.progress import Progress, print_result
 from penstock.commands.train.restarts import job_name, may_restart, resize_for_processes
-from penstock.commands.train.result import TrainResult
+from penstock.commands.train.result import TrainResult, sample, validation_loss
 from penstock.commands.train.setup import Setup, set_up
 from penstock.comms.system import count_cores
 from penstock.errors import PenstockError

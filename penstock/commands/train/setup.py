@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock import checkpoint, comms
 from penstock.commands.train import data
 from penstock.commands.train.config import HEADS, TrainConfig
-from penstock.commands.train.memory import has_room
+from penstock.commands.train.memory_folder import has_room
 from penstock.comms.encoding import all_gather_values
 from penstock.comms.topology import Topology
 from penstock.model import GPT, GPTConfig, mlp

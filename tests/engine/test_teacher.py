@@ -13,6 +13,9 @@ from slow_cases import slow_except
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.engine.teacher import PassInputs
+from penstock.stage.connections import StageConnections
+from penstock.stage.stage import Stage
 
 pytestmark = pytest.mark.ranks
 
@@ -102,6 +105,14 @@ def test_losses_gradients_and_weights_are_those_of_one_process(ranks: int, case:
         assert all(map(torch.equal, result["losses"], expected["losses"]))
     assert_same(merged([result["gradients"] for result in results]), expected["gradients"])
     assert_same(merged([result["state"] for result in results]), expected["state"])
+
+
+def test_the_stage_that_passes_inputs_on_returns_their_args_and_keywords() -> None:
+    stage = Stage(0, PassInputs(), torch.device("cpu"), connections=StageConnections((), (1,)))
+    args, kwargs = (torch.ones(2), 3), {"mask": torch.zeros(2), "names": None}
+    stage.begin_step()
+    assert stage.forward(0, (args, kwargs), with_backward=False) == (args, kwargs)
+    assert not stage.in_flight
 
 
 # -- what runs when ------------------------------------------------------------------------------------------------------

@@ -286,7 +286,7 @@ class Pipeline(LastStep, PipelineParameters, ModuleMisuseHints):
         """
         used = {
             "target": target is not None,
-            "scale": scale != 1,
+            "scale": not isinstance(scale, int | float) or scale != 1,
             "losses": losses is not None,
             "return_outputs": return_outputs,
             "next_args": bool(next_args),

@@ -463,7 +463,8 @@ def check_options(call: Call) -> None:
     """Raise MismatchError for options out of range."""
     if not isinstance(call.scale, int | float) or not math.isfinite(call.scale):
         raise MismatchError(
-            f"{call.name} cannot scale gradients by {call.scale!r}: give a number, 1/k for the mean over k batches"
+            f"{call.name} cannot scale gradients by {call.scale!r}: give a number, 1/k for the mean over k batches. "
+            "An argument `scale` of the model is given by its position"
         )
     if call.losses is not None and not isinstance(call.losses, list):
         raise MismatchError(f"{call.name.removesuffix(')')}.., losses=[]) fills a list, and cannot fill {call.losses!r}")

@@ -265,6 +265,26 @@ def test_a_table_is_saved_and_loaded(studio):
     assert [row(studio, rank) for rank in range(4)] == before
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rows",
+    [
+        build("1f1b", ranks=2, microbatches=2, slices=2).csv_rows(),
+        [["0FROZEN", "0F0", "0F1"], ["1F0", "1B0", "1F1", "1B1"]],
+    ],
+    ids=["slices", "frozen"],
+)
+def test_a_link_has_the_slices_and_the_frozen_stages_of_a_table(studio, tmp_path, rows):
+    (tmp_path / "mine.csv").write_text("\n".join(map(",".join, rows)))
+    studio.find_element("id", "load-csv-file").send_keys(str(tmp_path / "mine.csv"))
+    until(lambda: proof(studio).startswith("proved: mine.csv"))
+    before = [proof(studio), *(row(studio, rank) for rank in range(2))]
+    studio.get(studio.current_url)
+    until(lambda: proof(studio))
+    settle(studio)
+    assert [proof(studio), *(row(studio, rank) for rank in range(2))] == before
+
+
 def test_a_measured_run_is_laid_over_what_is_predicted(studio, tmp_path):
     load_run(studio, tmp_path)
     assert studio.find_element("id", "forward").get_attribute("value") != "1"

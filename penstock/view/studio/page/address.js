@@ -34,11 +34,12 @@ function stateFromAddress(address) {
   }
 }
 
-// Rows are joined by `_`, cells by `.`, the two actions of an overlapped pair by `~`.
+// Rows are joined by `_`, cells by `.`, the two actions of an overlapped pair by `~`. A cell begins with a stage and a letter:
+// an action, of a slice `0F1.2`, or the mark of a frozen stage, `0FROZEN`.
 
-function packRows(rows) { return rows.map((row) => row.map((cell) => (cell.match(/\d+[FBIW]\d+(?:\.\d+)?/g) || []).join("~")).join(".")).join("_"); }
+function packRows(rows) { return rows.map((row) => row.map((cell) => (cell.match(/\d+(?:FROZEN|[FBIW]\d+(?:\.\d+)?)/g) || []).join("~")).join(".")).join("_"); }
 
 function unpackRows(text) {
   const cell = (name) => (name.includes("~") ? `(${name.replace("~", ";")})OVERLAP_F_B` : name);
-  return text.split("_").map((row) => row.split(".").filter(Boolean).map(cell));
+  return text.split("_").map((row) => row.split(/\.(?=\d+[A-Z])/).filter(Boolean).map(cell));
 }

@@ -185,6 +185,14 @@ def forward_hooks(module: nn.Module) -> list[Any]:
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
+def backward_hooks(module: nn.Module) -> list[Any]:
+    """Return the backward hooks of `module`, and those on the gradients of its own parameters."""
+    hooks = [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+    for parameter in module.parameters(recurse=False):
+        hooks += [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
+    return hooks
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether `module` has forward or backward hooks or pre-hooks."""
     forward_hooks = module._forward_pre_hooks or module._backward_pre_hooks
@@ -196,6 +204,26 @@ def has_hooks_of_user(module: nn.Module) -> bool:
     names = [str(getattr(hook, "__module__", "")) for hook in forward_hooks(module)]
     own_forward_hooks = any(not name.startswith("torch.distributed.") for name in names)
     return own_forward_hooks or bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+@contextmanager
+def without_fsdp_hooks(module: nn.Module) -> Iterator[None]:
+    """Take the hooks of `fully_shard` from `module` for a while: it runs those of the user alone."""
+    registries: list[Any] = [module._forward_pre_hooks, module._forward_hooks]
+    hidden = [
+        (registry, key, hook)
+        for registry in registries
+        for key, hook in registry.items()
+        if str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+    ]
+    for registry, key, _ in hidden:
+        del registry[key]
+    try:
+        yield
+    finally:
+        for registry, key, hook in reversed(hidden):
+            registry[key] = hook
+            registry.move_to_end(key, last=False)
 
 
 def has_hooks_or_patched_forward(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ frozen_stages        stages without a backward: nothing in them may be trained a
 unregistered_uses    parameters that a stage uses but does not register
 reachable_objects    Python objects that several stages can reach
 shared_state         those that a forward changes: layers of several stages that talk through Python, or a layer and the loss
+changed_weights      weights and buffers that a forward changes through `.data`, while a backward needs them
 attention            kinds of layers that mix tokens otherwise than by `ps.attention`, where tokens are to be cut
 token_mixing         in the first step: layers that mix tokens in their own code, found by running half of the tokens
 outdated_weights     parts of a model, or of two pipelines, that other ranks have trained since

@@ -9,6 +9,7 @@ from penstock.engine.model_partition import AllStages, ModelPartition
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.engine.profiling import ProfilerRanges
 from penstock.engine.step import Engine
+from penstock.guards.changed_weights import ChangedWeightsCheck
 from penstock.guards.equal_values import BatchComparison, TiedCopiesCheck, has_several_readers
 from penstock.guards.frozen_stages import FrozenStageCheck
 from penstock.guards.gradient_factor import GradientFactorCheck
@@ -71,6 +72,7 @@ def make_observers(
         RemoteParameterUseCheck(rank, modules, remote_parameters),
         monitor,
         memory,
+        ChangedWeightsCheck(control, stages, names, recomputes=options.recompute is not None),
         SharedStateCheck(control, shared_objects, position, table.placement, stages),
         TokenMixingCheck(stages, engine.device, engine.layout, cp_index) if config.cut_context is not None else None,
         samples,

@@ -1,11 +1,15 @@
 """The Python objects that several stages can reach: layers may pass values through them, which does not work across ranks.
 
-Found by identity, before any step: from each module of a stage along its attributes, buffers and forward hooks, and from the
-functions of its class along closures and globals; from the loss, as a part of the last stage. `shared_state.py` finds out
-which of them a forward changes. Two references between stages stay unseen: through a layer's reference to a module around it
-(a `root.layers[0].x`), and what is reached only through an object of the standard library, torch or NumPy.
+Found by identity, before any step: from each module of a stage along its attributes, buffers and hooks, those on gradients of
+parameters too, and from the functions of its class along closures and globals; from the loss, as a part of the last stage.
+`shared_state.py` finds out which of them a forward or a backward changes. Of modules of the standard library, torch and NumPy
+only `os.environ` is looked at, and variables that are no functions, if they exist before (`torch.scale = ..`).
+
+Two references between stages stay unseen: through a layer's reference to a module around it (a `root.layers[0].x`), and what is
+reached only through an object of these libraries.
 """
 
+import os
 import random
 import threading
 import types
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.python_objects import CONTAINERS, has_attributes, is_of_framework, module_attributes, object_attributes
-from penstock.torch_private import forward_hooks
+from penstock.torch_private import backward_hooks, forward_hooks
 
 LOSS_PATH = "the loss"  # in the path of what only the loss has
 MAX_OBJECTS_PER_STAGE = 10_000
@@ -36,6 +40,7 @@ except ModuleNotFoundError:  # torch runs without it
     NUMPY_GENERATORS: tuple[Any, ...] = ()
 else:
     ARRAYS, NUMPY_GENERATORS = (np.ndarray,), (np.random.Generator, np.random.RandomState)
+ENVIRONMENT = os.environ
 CONTEXTS: tuple[Any, ...] = (ContextVar, threading.local)
 GENERATORS: tuple[Any, ...] = (torch.Generator, random.Random, count, *NUMPY_GENERATORS)
 
@@ -131,7 +136,9 @@ class _Walk:
 
     def _children(self, stage: int, value: Any, path: str, calls: int) -> Iterator[tuple[Any, str, int]]:
         """Record `value` if it can be changed. Yield what it refers to."""
-        if isinstance(value, Tensor):
+        if value is ENVIRONMENT or value is os.getenv:
+            self._record(stage, ENVIRONMENT, f"os.environ of {path}", "os.environ")
+        elif isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter):
                 self._record(stage, value, path)
         elif isinstance(value, nn.Module):
@@ -180,7 +187,7 @@ class _Walk:
             yield value, f"{path}.{name}", 0
         for name, buffer in module.named_buffers(recurse=False) if with_buffers else ():
             self._record(stage, buffer, f"{path}.{name}").slots.setdefault(stage, (module, name))
-        for hook in forward_hooks(module):
+        for hook in [*forward_hooks(module), *backward_hooks(module)]:
             yield hook, f"a hook of {path}", 0
         for cls in type(module).__mro__:
             if not is_of_framework(cls.__module__):
@@ -228,11 +235,22 @@ class _Walk:
         if function not in self._globals_of_function:
             names, namespace = function.__code__.co_names, function.__globals__
             modules = [namespace[name] for name in names if isinstance(namespace.get(name), types.ModuleType)]
-            namespaces = [namespace, *(vars(module) for module in modules if not is_of_framework(module.__name__))]
-            self._globals_of_function[function] = [
-                GlobalVariable(variables, name) for variables in namespaces for name in names if name in variables
-            ]
+            variables = [GlobalVariable(namespace, name) for name in names if name in namespace]
+            variables += [GlobalVariable(vars(module), name) for module in modules for name in names if _may_talk(module, name)]
+            self._globals_of_function[function] = variables
         return self._globals_of_function[function]
+
+
+def _may_talk(module: types.ModuleType, name: str) -> bool:
+    """Whether a variable of a Python module is looked at: of a framework's no functions, classes and modules."""
+    if name not in vars(module):
+        return False
+    value = vars(module)[name]
+    return (
+        not is_of_framework(module.__name__)
+        or value is os.getenv
+        or not (callable(value) or isinstance(value, types.ModuleType))
+    )
 
 
 def context_variables(context: Any) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 In one process a layer may leave a value in an object, and a later layer may read it. In a pipeline the other layer has its own
 copy of the object on another rank; on the same rank, other microbatches run in between. `reachable_objects.py` finds the
 objects by identity. In the first training step and the first evaluation their contents are compared before and after every
-forward. If one has changed, all ranks exchange what they saw, and raise the same error. What is only read raises nothing.
+forward, and every backward, in which hooks run. If one has changed, all ranks exchange what they saw, and raise the same error.
+What is only read raises nothing.
 
 A change is allowed that is the same on every rank and happens once for each shape of microbatch: tables that are filled when
 they are needed. Where every stage leaves values of its own, as hooks that collect outputs do, it is a warning.
@@ -30,6 +31,7 @@ from penstock.errors import MismatchError
 from penstock.guards.reachable_objects import (
     ARRAYS,
     CONTEXTS,
+    ENVIRONMENT,
     GENERATORS,
     LOSS_PATH,
     NUMPY_GENERATORS,
@@ -57,6 +59,9 @@ COUNTER_ADVICE = (
     "; if no layer reads it, as a counter or a log, have one in each layer, self.calls += 1, and get them with "
     "pipe.gather(lambda: [..])"
 )
+GRADIENT_ADVICE = (
+    "let hooks leave values in an object of each layer, self.norms.append(..), and get them with pipe.gather(lambda: [..])"
+)
 LOSS_ADVICE = (
     "return the value with the layer's output, as far as the loss, or add it to the loss where it is made: "
     "ps.auxiliary_loss(value)"
@@ -69,6 +74,7 @@ class ObjectReport(NamedTuple):
     kind: str  # "dict", "class", ..
     paths: Mapping[int, str]  # stage -> where it has the object
     changes: Mapping[int, Mapping[str, bool]]  # stage -> entry that its forwards changed -> whether a value was replaced
+    in_backward: bool  # whether only backwards changed it
     repeats: bool  # changed by two microbatches of one shape
     digest: int  # of the contents, at the end
 
@@ -107,6 +113,8 @@ class SharedStateCheck(Observer):
         self._batch: LocalBatch | None = None  # of this step
         self._shapes: dict[tuple[bool, int], list[Any]] = defaultdict(list)  # of microbatches, by kind of step and stage
         self._changes: dict[int, dict[int, dict[str, bool]]] = {}  # number -> stage -> entry -> whether a value was replaced
+        self._changed_in_forward = set[int]()  # numbers
+        self._piece_shapes: dict[tuple[int, int, int], Any] = {}  # stage, microbatch and slice, in this step
         self._changing_shapes: dict[tuple[int, int], list[Any]] = defaultdict(list)  # number, stage
 
         self._loss_stage = (
@@ -133,33 +141,48 @@ class SharedStateCheck(Observer):
         return self._training is not None
 
     def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
-        """Compare around each forward."""
+        """Compare around each action."""
         if not self.is_observing:
             return functions
-        forward = partial(self._forward, functions.actions[Kind.F])
-        return functions._replace(actions={**functions.actions, Kind.F: forward})
+        actions = {kind: partial(self._action, run) for kind, run in functions.actions.items()}
+        return functions._replace(actions=actions)
 
-    def _forward(self, run: ActionFunction, action: Action, values: Sequence[Any]) -> Any:
+    def _action(self, run: ActionFunction, action: Action, values: Sequence[Any]) -> Any:
         numbers = [number for number, found in enumerate(self._objects) if action.stage in found.paths]
         entries_before = [self._entries(number, action.stage) for number in numbers]
-        assert self._batch is not None
-        shape = _shapes(values if action.stage else [self._batch.inputs_of(action)])
-        with self._record_loss_call(action.stage):
+        shape = self._shape(action, values)
+        with self._record_loss_call(action):
             messages = run(action, values)
 
-        assert self._training is not None
-        self._shapes[self._training, action.stage].append(shape)
         for number, before in zip(numbers, entries_before, strict=True):
             if changes := _changes(before, self._entries(number, action.stage)):
+                if action.kind is Kind.F:
+                    self._changed_in_forward.add(number)
                 self._changing_shapes[number, action.stage].append(shape)
                 self._changes.setdefault(number, {}).setdefault(action.stage, {}).update(changes)
         return messages
 
+    def _shape(self, action: Action, values: Sequence[Any]) -> Any:
+        """Return the shape of the microbatch's inputs; that of its forward, if this is a backward."""
+        assert self._batch is not None
+        assert self._training is not None
+        piece = action.stage, action.microbatch, action.slice
+        if action.kind is Kind.F:
+            self._piece_shapes[piece] = _shapes(values if action.stage else [self._batch.inputs_of(action)])
+            self._shapes[self._training, action.stage].append(self._piece_shapes[piece])
+        return action.kind, self._piece_shapes.get(piece)
+
     @contextmanager
-    def _record_loss_call(self, stage: int) -> Iterator[None]:
+    def _record_loss_call(self, action: Action) -> Iterator[None]:
         """Record the loss' arguments of a first microbatch, to call it once more in `_loss_reads`."""
         loss_stage, loss_call = self._loss_stage, self._loss_call
-        if stage != self._last_stage or loss_stage is None or loss_stage.loss_fn is None or loss_call is not None:
+        if (
+            action.kind is not Kind.F
+            or action.stage != self._last_stage
+            or loss_stage is None
+            or loss_stage.loss_fn is None
+            or loss_call is not None
+        ):
             yield
             return
         loss_fn = loss_stage.loss_fn
@@ -175,11 +198,11 @@ class SharedStateCheck(Observer):
             loss_stage.loss_fn = loss_fn
 
     def end(self, step: ObservedStep) -> float:
-        """Return 1 if a forward of this rank has changed an object that another stage uses, else 0."""
+        """Return 1 if an action of this rank has changed an object that another stage uses, else 0."""
         return float(self.is_observing and bool(self._changes))
 
     def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
-        """Raise MismatchError, the same on every rank, if a stage uses what another one's forward changes.
+        """Raise MismatchError, the same on every rank, if a stage uses what another one's action changes.
 
         `numbers`: what `end` has returned on every rank. No further step is observed once each stage has run one shape twice.
         """
@@ -190,6 +213,7 @@ class SharedStateCheck(Observer):
         has_repeated = all(_repeats(shapes) for (training, _), shapes in self._shapes.items() if training == self._training)
         self._steps_observed[self._training] += MAX_STEPS_OBSERVED if has_repeated else 1
         self._training, self._batch, self._numbers, self._loss_call = None, None, {}, None
+        self._piece_shapes.clear()
         if all(steps >= MAX_STEPS_OBSERVED for steps in self._steps_observed.values()):
             self._objects = []  # no longer kept alive
 
@@ -253,7 +277,8 @@ class SharedStateCheck(Observer):
             if value is not None and stage is not None:
                 repeats = any(_repeats(self._changing_shapes[number, stage]) for stage in changes)
                 digest = hash_bytes(repr(sorted(self._entries(number, stage).items())).encode())
-                reports[found.label] = ObjectReport(_kind(value), dict(found.paths), changes, repeats, digest)
+                in_backward = bool(changes) and number not in self._changed_in_forward
+                reports[found.label] = ObjectReport(_kind(value), dict(found.paths), changes, in_backward, repeats, digest)
         return reports
 
     def _find(self, label: str, reports: Mapping[int, ObjectReport]) -> Finding | None:
@@ -279,10 +304,12 @@ class SharedStateCheck(Observer):
             for entry in entries:
                 num_writers[entry] += 1
         replaced = {entry for entries in changes.values() for entry, is_replaced in entries.items() if is_replaced}
+        replaced |= {entry for entry in num_writers if not entry.startswith("[")}  # not what stages append to a list
         is_collected = reader in changes and not any(num_writers[entry] > 1 for entry in replaced)
         names = [*changes[writer]]
         kind = next(iter(reports.values())).kind
-        text = self._text(kind, paths, writer, reader, names, is_collected)
+        in_backward = all(report.in_backward for report in reports.values() if report.changes)
+        text = self._text(kind, paths, writer, reader, names, is_collected, "backward" if in_backward else "forward")
         return Finding(label, names, paths[reader], is_collected, text)
 
     def _is_equal_in_each_pipeline(self, reports: Mapping[int, ObjectReport]) -> bool:
@@ -290,7 +317,14 @@ class SharedStateCheck(Observer):
         return all(len({reports[rank].digest for rank in ranks if rank in reports}) <= 1 for ranks in pipelines)
 
     def _text(
-        self, kind: str, paths: Mapping[int, str], writer: int, reader: int, entries: Sequence[str], is_collected: bool
+        self,
+        kind: str,
+        paths: Mapping[int, str],
+        writer: int,
+        reader: int,
+        entries: Sequence[str],
+        is_collected: bool,
+        direction: str,
     ) -> str:
         names = ", ".join(entries[:3]) + ", .." * (len(entries) > 3)
         if LOSS_PATH in paths[reader]:
@@ -300,14 +334,15 @@ class SharedStateCheck(Observer):
         places = f"{paths[writer]} of stage {writer} and {paths[reader]} of stage {reader} use one {kind}"
         if is_collected:
             return (
-                f"{places}, in which the forwards of each stage leave values of their own{which}, and a rank has those of its "
-                f"own stages only: if a layer or the loss reads them, {ADVICE}; if only you do, pipe.gather(..) gets them"
+                f"{places}, in which the {direction}s of each stage leave values of their own{which}, and a rank has those of "
+                f"its own stages only: if a layer or the loss reads them, {ADVICE}; if only you do, pipe.gather(..) gets them"
             )
         if self._placement[writer] == self._placement[reader]:
             reason = f"other microbatches run before stage {reader} would read it"
         else:
             reason = f"stage {reader} is on another rank, which has a copy of its own"
-        return f"{places}, and a forward of stage {writer} changes it{which}, but {reason}: {ADVICE}{COUNTER_ADVICE}"
+        advice = GRADIENT_ADVICE if direction == "backward" else ADVICE + COUNTER_ADVICE
+        return f"{places}, and a {direction} of stage {writer} changes it{which}, but {reason}: {advice}"
 
     def _loss_reads(self, finding: Finding) -> bool:
         """Whether the loss, called once more, uses what another stage has changed."""
@@ -334,7 +369,9 @@ _MISSING = object()
 
 def _items(value: Any, with_buffers: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield what an object holds, by name; a tensor, an array or a generator itself."""
-    if isinstance(value, (Tensor, *ARRAYS, *GENERATORS)):
+    if value is ENVIRONMENT:
+        yield from ENVIRONMENT.items()
+    elif isinstance(value, (Tensor, *ARRAYS, *GENERATORS)):
         yield "", value
     elif isinstance(value, GlobalVariable):
         yield value.name, value.namespace.get(value.name)
@@ -391,6 +428,8 @@ def _generator_state(generator: Any) -> str:
 
 
 def _kind(value: Any) -> str:
+    if value is ENVIRONMENT:
+        return "environment"
     if isinstance(value, GlobalVariable):
         return f"global variable {value.name}"
     if isinstance(value, CellType):

@@ -4,6 +4,7 @@ import contextvars
 import enum
 import functools
 import json
+import os
 import random
 import threading
 import types
@@ -278,6 +279,39 @@ def through_functions_of_another_module():
     )
 
 
+def through_the_environment():
+    os.environ["PENSTOCK_TEST_SCALE"] = "1.0"
+    return writer_and_reader(
+        lambda layer, hidden: os.environ.__setitem__("PENSTOCK_TEST_SCALE", str(magnitude(hidden))),
+        lambda layer, hidden: hidden * float(os.getenv("PENSTOCK_TEST_SCALE")),
+    )
+
+
+def through_a_variable_of_torch():
+    torch.penstock_test_scale = 1.0
+
+    def write(layer, hidden):
+        torch.penstock_test_scale = magnitude(hidden)
+
+    return writer_and_reader(write, lambda layer, hidden: hidden * torch.penstock_test_scale)
+
+
+class Residual:
+    last = None
+
+
+def through_a_tensor_in_a_class():
+    """Each layer leaves a tensor there, and adds that of the layer before it."""
+    Residual.last = torch.zeros(1)
+
+    def add(layer, hidden):
+        hidden = hidden + Residual.last
+        Residual.last = hidden.detach()
+        return hidden
+
+    return [Layer(add) for _ in range(4)]
+
+
 def through_a_count_of_all():
     shared = types.SimpleNamespace(count=0)
 
@@ -313,6 +347,9 @@ REFUSED = {  # -> what is told of it
     through_an_attribute_of_a_function: "use one function write, and a forward of stage 0 changes it (scale)",
     through_a_variable_of_another_module: "use one global variable scale, and a forward of stage 0 changes it (scale)",
     through_functions_of_another_module: "of stage 0 and the global SCALE of 3.function of stage {last} use one dict",
+    through_the_environment: "use one environment, and a forward of stage 0 changes it (PENSTOCK_TEST_SCALE)",
+    through_a_variable_of_torch: "use one global variable penstock_test_scale, and a forward of stage 0 changes it",
+    through_a_tensor_in_a_class: "use one class Residual, and a forward of stage 0 changes it (last)",
     through_a_count_of_all: "use one SimpleNamespace, and a forward of stage 0 changes it (count)",
 }
 
@@ -612,3 +649,73 @@ def rank_own_stage():
 @pytest.mark.ranks
 def test_a_class_that_a_forward_changes_is_told_where_each_rank_gives_its_own_stages():
     assert ps.launch(rank_own_stage, 2) == [True, True]
+
+
+# -- gradients
+
+
+def hooks_that_count():
+    norms = types.SimpleNamespace(count=0)
+    layers = [Layer() for _ in range(4)]
+    for layer in layers:
+        layer.linear.weight.register_hook(lambda gradient: setattr(norms, "count", norms.count + 1))
+    return layers
+
+
+def hooks_of_modules_that_sum():
+    norms = {"sum": 0.0}
+    layers = [Layer() for _ in range(4)]
+    for layer in layers:
+        layer.register_full_backward_hook(
+            lambda layer, *_: norms.__setitem__("sum", norms["sum"] + layer.linear.weight[0, 0].item())
+        )
+    return layers
+
+
+def hooks_that_leave_the_last_gradient():
+    last = {}
+    layers = [Layer() for _ in range(4)]
+    for layer in layers:
+        layer.linear.weight.register_post_accumulate_grad_hook(lambda weight: last.__setitem__("gradient", weight.grad))
+    return layers
+
+
+GRADIENT_HOOKS = {
+    hooks_that_count: "use one SimpleNamespace, and a backward of stage 0 changes it (count)",
+    hooks_of_modules_that_sum: "use one dict, and a backward of stage 0 changes it ('sum')",
+    hooks_that_leave_the_last_gradient: "use one dict, and a backward of stage 0 changes it ('gradient')",
+}
+
+
+def hooks_that_collect():
+    norms = {}
+    layers = [Layer() for _ in range(4)]
+    for name, layer in enumerate(layers):
+        layer.linear.weight.register_hook(functools.partial(lambda name, grad: norms.__setitem__(name, grad.norm()), name))
+    return layers
+
+
+def rank_gradient_hooks(schedule):
+    texts = []
+    for make in (*GRADIENT_HOOKS, hooks_that_collect):
+        pipe = ps.Pipeline(model_of(make), mse, schedule, 4)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                pipe.step(X, target=Y)
+                texts.append([str(warning.message) for warning in caught if warning.category is RuntimeWarning])
+            except ps.MismatchError as error:
+                texts.append(str(error))
+    return texts
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
+def test_gradient_hooks_of_several_stages_that_change_one_object_are_told(schedule):
+    first, second = ps.launch(rank_gradient_hooks, 2, schedule)
+    assert first[:-1] == second[:-1]
+    for text, expected in zip(first, GRADIENT_HOOKS.values(), strict=False):
+        assert expected in text
+        assert text.endswith("self.norms.append(..), and get them with pipe.gather(lambda: [..])")
+    (text,) = first[-1]  # of hooks that collect, each under a name of its own
+    assert "use one dict, in which the backwards of each stage leave values of their own (1, 0)" in text

@@ -1,0 +1,127 @@
+"""Weights and buffers that a forward changes through `.data`, of which autograd does not know.
+
+Autograd raises an error if a forward changes a weight that a backward needs, but not if it changes the weight's `.data`. In a
+pipeline other microbatches are in flight then, whose backwards would use the changed weight; in one process each backward comes
+before the next forward. With `recompute=` the backward runs the forward once more, which would change the weight once more,
+and would begin with a buffer that is changed already. Only some values of each tensor are compared, in new kinds of steps.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.comms.control_group import ControlGroup
+from penstock.engine.observers import ObservedStep, Observer, StepFunctions
+from penstock.errors import MismatchError
+from penstock.guards.outdated_weights import sample_bytes
+from penstock.schedule.table import Action, Kind
+from penstock.stage.stage import Stage
+from penstock.torch_private import buffer_slots, tensor_version
+
+ActionFunction = Callable[..., Any]
+ADVICE = "change it between steps, as optimizers do"
+
+
+class _TensorState(NamedTuple):
+    tensor: Tensor
+    version: int
+    values: Tensor  # some
+
+
+class ChangedWeightsCheck(Observer):
+    """Refuses a training step in which a forward of this rank's `stages` has changed what a backward needs.
+
+    `names`: of each stage: its own name of each entry of its state -> the name in the uncut model.
+    """
+
+    only_in_new_steps = True
+
+    def __init__(
+        self, control: ControlGroup, stages: Mapping[int, Stage], names: Sequence[Mapping[str, str]], recomputes: bool
+    ) -> None:
+        self._control, self._stages, self._names, self._recomputes = control, stages, names, recomputes
+        self._in_flight: dict[int, set[tuple[int, int]]] = defaultdict(set)  # stage -> microbatches and slices
+        self._finding = ""
+
+    def start(self, step: ObservedStep) -> Sequence[float]:
+        """Prepare for a step."""
+        self._in_flight.clear()
+        self._finding = ""
+        return ()
+
+    def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
+        """Compare around each forward, and around what recomputes one."""
+        if not step.call.is_training:
+            return functions
+        actions = {**functions.actions, Kind.F: partial(self._forward, functions.actions[Kind.F])}
+        for kind in {Kind.B, Kind.I} & actions.keys():
+            actions[kind] = partial(self._backward, actions[kind])
+        return functions._replace(actions=actions)
+
+    def _forward(self, run: ActionFunction, action: Action, values: Sequence[Any]) -> Any:
+        parameters, buffers = self._parameters(action.stage), self._buffers(action.stage)
+        messages = run(action, values)
+        others_in_flight = bool(self._in_flight[action.stage])
+        self._in_flight[action.stage].add((action.microbatch, action.slice))
+
+        for name, state in parameters.items():
+            if others_in_flight and state.tensor.requires_grad and _is_changed_unseen(state):
+                self._finding = self._finding or self._text(action.stage, f"weight {name}", "while other microbatches need it")
+        for name, state in buffers.items():
+            if _is_changed_unseen(state):
+                reason = "where recompute= does not see it, and would begin with the changed one"
+                text = self._text(action.stage, f"buffer {name}", reason, "leave out .data, under torch.no_grad()")
+                self._finding = self._finding or text
+        return messages
+
+    def _backward(self, run: ActionFunction, action: Action, values: Sequence[Any]) -> Any:
+        parameters = self._parameters(action.stage) if self._recomputes else {}
+        messages = run(action, values)
+        self._in_flight[action.stage].discard((action.microbatch, action.slice))
+        for name, state in parameters.items():
+            if _is_changed(state):
+                text = self._text(action.stage, f"weight {name}", "and recompute= runs it, and changes it, twice")
+                self._finding = self._finding or text
+        return messages
+
+    def _parameters(self, stage: int) -> dict[str, _TensorState]:
+        return self._states(stage, self._stages[stage].module.named_parameters())
+
+    def _buffers(self, stage: int) -> dict[str, _TensorState]:
+        if not self._recomputes:
+            return {}
+        return self._states(stage, ((slot.name, slot.tensor) for slot in buffer_slots(self._stages[stage].module)))
+
+    def _states(self, stage: int, named_tensors: Any) -> dict[str, _TensorState]:
+        names = self._names[stage]
+        return {
+            names.get(name, name): _TensorState(tensor, tensor_version(tensor), sample_bytes(tensor).clone())
+            for name, tensor in named_tensors
+            if not (hasattr(tensor, "placements") or tensor.is_meta or tensor.is_inference() or tensor.layout != torch.strided)
+        }
+
+    def _text(self, stage: int, what: str, reason: str, advice: str = ADVICE) -> str:
+        return f"a forward of stage {stage} changes its {what} in place, through .data, {reason}: {advice}"
+
+    def end(self, step: ObservedStep) -> float:
+        """Return 1 if something was found on this rank."""
+        return float(bool(self._finding))
+
+    def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
+        """Raise MismatchError, the same on every rank, if something was found."""
+        if any(numbers):
+            findings = self._control.all_gather_value(self._finding, "to compare changed weights")
+            raise MismatchError(next(filter(None, findings)))
+
+
+def _is_changed(state: _TensorState) -> bool:
+    return not torch.equal(sample_bytes(state.tensor), state.values)
+
+
+def _is_changed_unseen(state: _TensorState) -> bool:
+    """Whether values have changed and autograd's version has not."""
+    return tensor_version(state.tensor) == state.version and _is_changed(state)

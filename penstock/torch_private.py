@@ -206,26 +206,6 @@ def has_hooks_of_user(module: nn.Module) -> bool:
     return own_forward_hooks or bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-@contextmanager
-def without_fsdp_hooks(module: nn.Module) -> Iterator[None]:
-    """Take the hooks of `fully_shard` from `module` for a while: it runs those of the user alone."""
-    registries: list[Any] = [module._forward_pre_hooks, module._forward_hooks]
-    hidden = [
-        (registry, key, hook)
-        for registry in registries
-        for key, hook in registry.items()
-        if str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
-    ]
-    for registry, key, _ in hidden:
-        del registry[key]
-    try:
-        yield
-    finally:
-        for registry, key, hook in reversed(hidden):
-            registry[key] = hook
-            registry.move_to_end(key, last=False)
-
-
 def has_hooks_or_patched_forward(module: nn.Module) -> bool:
     """Return whether `module` has forward hooks, or a forward that was set on the instance."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in module.__dict__

@@ -57,7 +57,7 @@ class ChangedWeightsCheck(Observer):
         """Compare around each forward, and around what recomputes one."""
         if not step.call.is_training:
             return functions
-        actions = {**functions.actions, Kind.F: partial(self._forward, functions.actions[Kind.F])}
+        actions: dict[Kind, ActionFunction] = {**functions.actions, Kind.F: partial(self._forward, functions.actions[Kind.F])}
         for kind in {Kind.B, Kind.I} & actions.keys():
             actions[kind] = partial(self._backward, actions[kind])
         return functions._replace(actions=actions)
@@ -94,7 +94,9 @@ class ChangedWeightsCheck(Observer):
     def _buffers(self, stage: int) -> dict[str, _TensorState]:
         if not self._recomputes:
             return {}
-        return self._states(stage, ((slot.name, slot.tensor) for slot in buffer_slots(self._stages[stage].module)))
+        slots = buffer_slots(self._stages[stage].module)  # running statistics of torch's own layers are not read in training
+        own_slots = (slot for slot in slots if not type(slot.owner).__module__.startswith("torch.nn."))
+        return self._states(stage, ((slot.name, slot.tensor) for slot in own_slots))
 
     def _states(self, stage: int, named_tensors: Any) -> dict[str, _TensorState]:
         names = self._names[stage]

@@ -292,6 +292,9 @@ class SharedStateCheck(Observer):
             return None
         if not any(report.repeats for report in reports.values()) and self._is_equal_in_each_pipeline(reports):
             return None  # a table, filled where it is needed
+        in_backward = all(report.in_backward for report in reports.values() if report.changes)
+        if in_backward and len({self._placement[stage] for stage in paths}) == 1:
+            return None  # what hooks count or collect on one rank
 
         writer = min(changes)
         readers = [stage for stage in paths if stage not in changes] or [stage for stage in changes if stage != writer]
@@ -308,7 +311,6 @@ class SharedStateCheck(Observer):
         is_collected = reader in changes and not any(num_writers[entry] > 1 for entry in replaced)
         names = [*changes[writer]]
         kind = next(iter(reports.values())).kind
-        in_backward = all(report.in_backward for report in reports.values() if report.changes)
         text = self._text(kind, paths, writer, reader, names, is_collected, "backward" if in_backward else "forward")
         return Finding(label, names, paths[reader], is_collected, text)
 

@@ -18,7 +18,6 @@ from penstock.torch_private import (
     has_hooks_of_user,
     has_hooks_or_patched_forward,
     is_compiled,
-    without_fsdp_hooks,
 )
 
 LOSS_NUMBER = 2**32  # no layer has this number
@@ -73,9 +72,8 @@ class ModuleRunner:
         """Find how the module is run, once a step: a user may have compiled it since, or added hooks."""
         self._is_compiled, is_sharded = is_compiled(self.module), self._is_sharded
         # Hooks of `fully_shard` make zeros of a gradient that is None in a backward: `FSDPHooks` does all that they do.
-        self._call_module: Callable[..., Any] = self.module
-        if is_sharded and not self._is_compiled and not fsdp_casts_inputs_or_outputs(self.module):
-            self._call_module = self._call_with_hooks_of_user if self._has_hooks_to_run() else self.module.forward
+        skips_hooks = is_sharded and not self._has_hooks_to_run() and not self._is_compiled
+        self._call_module: Callable[..., Any] = self.module.forward if skips_hooks else self.module
         self._module_may_draw = _may_draw_random_numbers(self.module)
         self._drawing_layers = {number for number, layer in self._layers or () if _may_draw_random_numbers(layer)}
 
@@ -108,7 +106,7 @@ class ModuleRunner:
             self.generator.manual_seed(mix_in(seed, ~self.index))  # no layer has this number
         self.module.forward = partial(run_layers, seed)
         try:
-            return self._call_module(*args, **kwargs)
+            return self.module(*args, **kwargs)
         finally:
             del self.module.forward
 
@@ -129,10 +127,6 @@ class ModuleRunner:
     @property
     def _is_sharded(self) -> bool:
         return hasattr(type(self.module), "unshard")  # of the instance, nn.Module would look among its parameters
-
-    def _call_with_hooks_of_user(self, *args: Any, **kwargs: Any) -> Any:
-        with without_fsdp_hooks(self.module):
-            return self.module(*args, **kwargs)
 
     def _run_graph(self, seed: int | None, *args: Any, **kwargs: Any) -> Any:
         return self.module.penstock(args, kwargs, partial(self._run_layer, seed))  # type: ignore[operator]

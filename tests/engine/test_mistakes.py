@@ -154,7 +154,7 @@ REFUSED = {
     "a number as extra": (lambda: checkpoint.save("runs", pipe(), extra=5), "save() takes a dict as extra, not a int"),
     "keep=None": (lambda: checkpoint.save("runs", pipe(), keep=None), "keep=None would keep no checkpoint: use a whole number"),
     "losses=True": (lambda: pipe().step(X, target=X, losses=True), "step(.., losses=[]) fills a list, and cannot fill True"),
-    "scale of the model": (lambda: pipe().step(X, target=X, scale=torch.ones(2)), "`scale` of the model is given by its position"),
+    "scale of the model": (lambda: pipe().step(X, scale=torch.ones(2)), "`scale` of the model is given by its position"),
     "scale of text": (lambda: pipe().step(X, target=X, scale="half"), "step() cannot scale gradients by 'half'"),
 }
 

@@ -13,7 +13,7 @@ setup: $(VENV)/ready
 train: $(VENV)/ready
 	$(RUN)/penstock train --ranks 4 --plan auto --compare
 
-# What starts no process and takes no second, and one pipeline on two ranks: under a minute.
+# What starts no process and takes less than a quarter of a second, and one pipeline on two ranks: half a minute.
 quick: $(VENV)/ready
 	$(PYTEST) -n 2 --dist loadfile --hypothesis-profile=quick -m "smoke or not (ranks or fresh or slow or costly or neighbours or nccl)"
 

@@ -268,6 +268,7 @@ def mutations(data: bytes, seed: int) -> bytes:
 OPCODES = [code.code.encode("latin-1") for code in pickletools.opcodes]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_changed_bytes_are_a_sentence_or_other_values_and_nothing_else(copy: Path, count: int) -> None:
     sentences = 0

@@ -103,6 +103,7 @@ def test_memory_that_is_not_dense_is_sent_dense(name):
     )
 
 
+@pytest.mark.costly
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=4), st.data())
 def test_a_tensor_of_any_shape_order_and_step_arrives(shape, data):

@@ -91,6 +91,7 @@ def test_time_for_a_message_is_not_the_engines():
 # ---- who holds it up
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive", "zb-h1"])
 @pytest.mark.parametrize("rank", range(4))
 def test_the_slow_rank_is_named_with_what_the_step_loses_by_it(name, rank):
@@ -131,6 +132,7 @@ def test_the_slower_of_two_slow_ranks_is_named():
     assert straggler.rank == 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", names())
 def test_where_all_ranks_take_the_same_none_is_named(name):
     schedule = runs(name, 4, 8)

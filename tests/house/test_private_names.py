@@ -87,6 +87,7 @@ def test_what_goes_past_the_door_is_seen(source):
     assert [name for node in ast.walk(ast.parse(source)) for name in torchs(node, set())]
 
 
+@pytest.mark.costly
 def test_no_hash_is_taken_since_ranks_compare_values_and_each_process_has_other_hashes():
     calls = [f"{module}, line {node.lineno}" for module in MODULES for node in nodes_of(module) if is_hash(node)]
     assert not calls, "compare a digest, or the value itself"

@@ -130,6 +130,7 @@ def test_views_of_one_memory_have_its_key():
     assert torch_private.storage_key(tensor) != torch_private.storage_key(other)
 
 
+@pytest.mark.costly
 def test_forward_hooks_are_seen_and_what_is_compiled_too():
     layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
     assert not torch_private.has_hooks(layer)

@@ -109,12 +109,14 @@ def start_method_of_children() -> str:
     return multiprocessing.get_start_method()
 
 
+@pytest.mark.costly
 def test_processes_that_a_rank_starts_begin_as_in_a_program_without_ranks(monkeypatch):
     assert ps.launch(start_method_of_children, 1) == [multiprocessing.get_all_start_methods()[0]]
     monkeypatch.setattr(launch.multiprocessing, "get_start_method", lambda allow_none: "spawn")
     assert ps.launch(start_method_of_children, 1) == ["spawn"]
 
 
+@pytest.mark.costly
 def test_the_others_of_a_rank_that_ends_with_an_error_of_its_own_are_told_which(tmp_path):
     with pytest.raises(ValueError, match="its own\ntrouble"):
         ps.launch(rank_leaves, 3, "with an error", tmp_path)

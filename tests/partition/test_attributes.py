@@ -106,6 +106,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("what", MEASURED)
 def test_layers_that_initialise_themselves_by_their_first_batch_are_as_before_once_they_are_cut_and_measured(what):
     model, before = InitialisedNet(), InitialisedNet()
@@ -323,6 +324,7 @@ READS_STATE_IN_CUTS = [(function, cut) for function in READS_STATE for cut in CU
 QUICK = [(function, "by names") for function in READS_STATE] + [(adds_the_last_hidden, "by an example")]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("function", "cut"), slow_except(QUICK, READS_STATE_IN_CUTS))
 def test_a_cut_forward_that_reads_what_its_last_call_has_left_is_refused(function, cut):
     with pytest.raises(ps.MismatchError, match=f"^the forward of Stateful sets {READS_STATE[function]}, and reads it in"):
@@ -417,6 +419,7 @@ def test_a_cut_forward_that_leaves_values_and_does_not_read_them_is_that_of_the_
 TRACES = {(fills_a_table, "by an example"): 1, (fills_tables, "by an example"): 1, (sets_a_flag, "by names"): 2}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("function", "cut"), TRACES)
 def test_a_forward_is_traced_again_only_if_it_left_something_that_may_differ_in_the_next_call(function, cut, monkeypatch):
     traces = []

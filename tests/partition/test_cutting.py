@@ -35,6 +35,7 @@ def order_of(model: nn.Module, cuts: tuple[str, ...] = ()) -> list[str]:
 # -- a Sequential -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([None, 1, 2, 5]), min_size=1, max_size=12), st.data())
 def test_every_layer_is_kept_once_in_order_under_its_name(widths, data):
@@ -213,6 +214,7 @@ def test_what_a_sequential_has_besides_its_layers_is_not_lost_in_silence():
         split(model, 2)
 
 
+@pytest.mark.costly
 def test_no_name_of_a_model_is_in_the_way():
     class Named(nn.Module):
         def __init__(self):
@@ -233,6 +235,7 @@ def test_no_name_of_a_model_is_in_the_way():
         assert {name for stage in stages for name in stage.state_dict()} == set(model.state_dict())
 
 
+@pytest.mark.costly
 def test_stages_are_in_the_mode_of_the_model():
     model = DecoderModel()
     assert all(stage.training for stage in split(model, 2))

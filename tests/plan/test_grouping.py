@@ -181,6 +181,7 @@ def test_twenty_thousand_rows_need_few_costs() -> None:
     assert calls < 1_000_000  # of 200 million runs
 
 
+@pytest.mark.costly
 def test_many_rows_within_a_limit_are_refused_only_where_they_do_not_fit() -> None:
     lengths = _lengths(3000)
     limit = max(lengths)

@@ -139,6 +139,7 @@ ROW = torch.randn(4, 2)
 PAIR = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("model", "args", "message"),
     [

@@ -127,6 +127,7 @@ def test_what_the_engine_takes_counts_once_for_each_action():
         assert sum(taken.busy) == pytest.approx(sum(free.busy) + 4 * actions * 0.001)
 
 
+@pytest.mark.costly
 def test_a_backward_in_two_takes_as_much_longer_as_the_layers_say():
     def seconds(name, split=0.0):
         every = [layer._replace(split=split) for layer in layers()]

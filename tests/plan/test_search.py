@@ -106,6 +106,7 @@ def test_a_search_ends_where_it_is_proven_that_there_is_nothing_shorter():
     assert max(results) < 0.1
 
 
+@pytest.mark.costly
 def test_a_table_that_meets_the_bound_of_its_memory_is_proven():
     results: list[float] = []
     found = search(Costs(), (0, 1), 2, limit=1, effort="quick", progress=lambda done, makespan: results.append(done))
@@ -188,6 +189,7 @@ def test_any_pipeline_is_searched_within_its_memory_and_none_comes_out_longer_th
     assert found.makespan <= min(fit, default=INFINITE)
 
 
+@pytest.mark.costly
 def test_what_repeats_for_every_microbatch_is_far_shorter_than_v_min_in_its_memory():
     costs, ranks, microbatches = Costs(30, 40, 20, act=0.5), 4, 32
     published = simulate(build("v-min", ranks, microbatches), costs)

@@ -164,6 +164,7 @@ def test_every_rule_of_the_catalog_is_held_to_its_memory():
 OVERLAPS = [0, 0.25, 0.5, 1]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_dualpipes_bubble_shrinks_with_the_time_of_a_pair(overlap):
     for F, I, W in [(1, 1, 1), (4, 4, 2), (8, 4, 4), (8, 4, 2)]:  # noqa: E741 - the field's letter

@@ -340,6 +340,7 @@ def test_the_last_row_of_pytorchs_1f1b_is_refused(peer):
         verify(from_rows("peer", [row(" ".join(cells)) for cells in rows], "loop"))
 
 
+@pytest.mark.costly
 @given(st.text(max_size=8))
 @settings(max_examples=200, deadline=None)
 def test_any_text_is_an_action_or_refused(text):

@@ -282,6 +282,7 @@ class DrawsFrom(nn.Module):
 SOURCES = ["random", "numpy.random", "torch.Generator", "random.Random", "numpy.random.Generator", "numpy.random.RandomState"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("source", "schedule"),
     [*((source, "1f1b") for source in SOURCES), *(("random", other) for other in ("gpipe", "zb-h1", one_rank(2)))],

@@ -563,6 +563,7 @@ def test_a_compiled_stage_does_all_of_it_in_i() -> None:
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(compiled.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.costly
 def test_around_a_compiled_layer_the_others_are_split() -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     compiled, plain = copy.deepcopy(module), copy.deepcopy(module)

@@ -35,6 +35,7 @@ def test_of_equal_priorities_the_lowest_microbatch_goes_first_then_the_lowest_st
     assert table.csv_rows() == [["0F0", "1F0", "2F0", "2B0", "1B0", "0B0", "0F1", "1F1", "2F1", "2B1", "1B1", "0B1"]]
 
 
+@pytest.mark.costly
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_priority_any_placement_and_any_limit_give_a_proved_table_within_the_limit(data) -> None:

@@ -54,6 +54,7 @@ def test_the_step_grows_by_little_of_what_the_teacher_takes(name: str, ahead: bo
     assert simulate(with_teacher(table, ahead=ahead)).makespan == makespan
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "size", "ahead", "now", "own"),
     [
@@ -74,6 +75,7 @@ def test_a_teacher_in_a_v_works_from_the_beginning(name: str, size: float, ahead
     assert simulate(with_teacher(table, placement, False, costs), costs).makespan == now
 
 
+@pytest.mark.costly
 def test_a_v_needs_layers_and_messages_that_are_fast() -> None:
     table = build("zb-h1", ranks=4, microbatches=8)
     assert with_teacher(table, "V").placement[4:] == (3, 2, 1, 0, 0, 1, 2, 3)
@@ -82,6 +84,7 @@ def test_a_v_needs_layers_and_messages_that_are_fast() -> None:
     assert teacher_ranks(build("1f1b", 1, 4)) == (0,)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "zb-h1")) for name in names()])
 def test_inputs_are_passed_on_before_they_are_needed(name: str, ahead: bool) -> None:
@@ -100,6 +103,7 @@ def test_inputs_are_passed_on_before_they_are_needed(name: str, ahead: bool) -> 
         assert simulate(passing, Costs(forwards, backwards, backwards)).makespan == simulate(table, costs).makespan
 
 
+@pytest.mark.costly
 def test_costs_of_a_teacher_follow_the_models() -> None:
     costs = costs_with_teacher(Costs([1, 3], 1, 2, send=[0.5], act=[1, 2], keep=1, backward=[4, 5]), 2, 4, size=2)
     assert costs.forward == [1, 3, 2, 2, 2, 2]
@@ -110,6 +114,7 @@ def test_costs_of_a_teacher_follow_the_models() -> None:
     assert simulate(table, costs).makespan >= 2 * (3 + 5 + 4)
 
 
+@pytest.mark.costly
 def test_costs_decide_where_the_forwards_are() -> None:
     own = build("1f1b", ranks=2, microbatches=4)
     costs = Costs(forward=[1, 1, 5, 0.5], send=0.5)

@@ -213,6 +213,7 @@ def test_a_file_that_is_not_there_or_not_json_is_told(tmp_path):
         load(tmp_path / "x.json")
 
 
+@pytest.mark.costly
 def test_the_verdict_in_the_file_is_that_of_the_explanation_and_is_worked_out_again(tmp_path):
     schedule = build("1f1b", ranks=4, microbatches=8)
     save([measured(schedule, seed, slow=1) for seed in range(3)], None, tmp_path / "timeline.json", layers=[1, 1, 1, 1])

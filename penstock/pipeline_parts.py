@@ -11,6 +11,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.comms.topology import Topology
 from penstock.engine.build import PipelineConfig, build_engine, complete_options, materialise_stages
 from penstock.engine.model_partition import ModelPartition, OriginalModel, partition_model
+from penstock.engine.optimizers import check_scaler
 from penstock.engine.step import Engine
 from penstock.engine.teacher import build_teacher
 from penstock.guards import outdated_weights
@@ -96,6 +97,7 @@ def build_parts(options: PipelineOptions, source: StageSource, control: ControlG
     # 2. Check the options, then partition the model as rank 0 chooses (a message).
     config = complete_options(options, position, source.cut)
     options, cuttable = config.options, config.cuttable
+    check_scaler(options.scaler, position.world)
     with attention_context(config.cut_context):
         partition = partition_model(control, position, config.schedule, cuttable or options.model, config.plan_layers)
     shared_objects = find_shared_objects(partition.user_stages, options.loss_fn, config.schedule.stages)

@@ -112,17 +112,24 @@ def make_scaler_flags_binary() -> None:
     register_optimizer_step_pre_hook(make_flag)
 
 
-def read_grad_scale(scaler: torch.amp.GradScaler | None, topology: Topology) -> float:
-    """Return the scaler's scale. Raise MismatchError for a scaler that would skip steps on one rank alone."""
-    if scaler is None:
-        return 1.0
+def check_scaler(scaler: torch.amp.GradScaler | None, topology: Topology) -> None:
+    """Raise MismatchError for a scaler that would skip steps on one rank alone."""
+    if scaler is None or topology.world_size == 1:
+        return
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # the import takes a second
 
-    if topology.world_size > 1 and scaler.is_enabled() and not isinstance(scaler, ShardedGradScaler):
+    if scaler.is_enabled() and not isinstance(scaler, ShardedGradScaler):
         raise MismatchError(
             f"{type(scaler).__name__} would let each of {topology.world_size} ranks skip steps by itself: "
             "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
         )
+
+
+def read_grad_scale(scaler: torch.amp.GradScaler | None, topology: Topology) -> float:
+    """Return the scaler's scale. Raises as `check_scaler`."""
+    if scaler is None:
+        return 1.0
+    check_scaler(scaler, topology)
     if topology.world_size > 1:
         make_scaler_flags_binary()
     scaler.scale(torch.ones((), device=topology.device))  # a scaler creates its scale at the first use

@@ -63,6 +63,8 @@ class ChangedWeightsCheck(Observer):
         return functions._replace(actions=actions)
 
     def _forward(self, run: ActionFunction, action: Action, values: Sequence[Any]) -> Any:
+        if action.stage not in self._stages:  # a teacher's, which has no backward
+            return run(action, values)
         parameters, buffers = self._parameters(action.stage), self._buffers(action.stage)
         messages = run(action, values)
         others_in_flight = bool(self._in_flight[action.stage])
@@ -104,6 +106,7 @@ class ChangedWeightsCheck(Observer):
             names.get(name, name): _TensorState(tensor, tensor_version(tensor), sample_bytes(tensor).clone())
             for name, tensor in named_tensors
             if not (hasattr(tensor, "placements") or tensor.is_meta or tensor.is_inference() or tensor.layout != torch.strided)
+            and not _has_no_memory(tensor)
         }
 
     def _text(self, stage: int, what: str, reason: str, advice: str = ADVICE) -> str:
@@ -121,7 +124,12 @@ class ChangedWeightsCheck(Observer):
 
 
 def _is_changed(state: _TensorState) -> bool:
-    return not torch.equal(sample_bytes(state.tensor), state.values)
+    return not _has_no_memory(state.tensor) and not torch.equal(sample_bytes(state.tensor), state.values)
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    """Whether `fully_shard` has freed the memory of a gathered parameter."""
+    return tensor.untyped_storage().nbytes() == 0
 
 
 def _is_changed_unseen(state: _TensorState) -> bool:

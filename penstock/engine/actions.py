@@ -118,10 +118,11 @@ class StepActions:
         if action.stage > self.last_stage:
             return self._teacher_forward(action, values)
         agreed, number = self.agreed, action.index_among_slices(self.batch.num_slices)
-        is_last_stage, teacher_outputs = action.stage == self.last_stage, self._teacher_outputs
+        is_last_stage, teacher_outputs = action.stage == self.last_stage, self.teacher_outputs_for(action, values)
         if is_last_stage and self._loss_waits:
-            *values, teacher_output = values
-            teacher_outputs = {number: teacher_output}
+            values = values[:-1]
+        elif teacher_outputs:
+            del self._teacher_outputs[number]  # frees its memory with this microbatch's
         stage, piece, counts = self.stages[action.stage], agreed.pieces[number], action.microbatch not in agreed.forward_only
         has_backward = self.call.is_training and counts
 
@@ -141,10 +142,18 @@ class StepActions:
         if self.batch.targets and counts:
             has_weight = piece.share > 0  # if not, it runs because other pieces of its microbatch have
             target = self.batch.target_of(piece)
-            if number in teacher_outputs:
-                target = TargetWithTeacher(target, teacher_outputs[number])
+            if teacher_outputs:
+                target = TargetWithTeacher(target, *teacher_outputs)
             self.losses[number] = stage.loss(number, output, target, has_backward, has_weight)
         return ()
+
+    def teacher_outputs_for(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
+        """Return the one output of the teacher that the loss of a forward takes; nothing if there is no such loss."""
+        if action.stage != self.last_stage:
+            return ()
+        if self._loss_waits:
+            return values[-1:]
+        return (self._teacher_outputs[action.microbatch],) if self._teacher_outputs else ()
 
     def _teacher_forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run a forward of the teacher. Return its messages; the last output of one that runs ahead waits for the next step."""

@@ -4,7 +4,7 @@ While a forward runs, the storages of its inputs and of everything its operation
 Memory that still exists when the backward begins and is freed by its end counts as kept by the microbatch, once for each
 storage. So parameters, the batch, and whatever lives longer count nothing, and what is recomputed counts only while it exists.
 Between I and W the same, with the gradients that W still needs. Of slices, also the gradients of keys and values that the
-backward of the last slice leaves to the earlier ones.
+backward of the last slice leaves to the earlier ones. What a loss keeps of a teacher's output belongs to its microbatch.
 
 Not seen: memory that code takes without torch's operations, and what compiled code saves. A stage with a compiled module in
 it is not measured; a compiled function inside a stage seems to keep nothing.
@@ -53,6 +53,10 @@ class StorageSet:
         subset._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
         return subset
 
+    def num_bytes(self) -> int:
+        """Return the bytes of all storages."""
+        return sum(size for _, size in self._storages.values())
+
     def freed_bytes(self) -> int:
         """Return the bytes of the storages that no longer exist."""
         return sum(size for storage, size in self._storages.values() if storage.expired())
@@ -92,15 +96,22 @@ class MemoryMeasurement:
         self._of_forward: dict[tuple[int, int], StorageSet] = {}  # until its backward
         self._around_input_backward: dict[tuple[int, int], tuple[StorageSet, StorageSet]] = {}  # alive before I, and after it
         self.sizes_by_microbatch: dict[tuple[int, int], ActivationSize] = {}  # the result, by stage and microbatch
+        self.teacher_output_bytes = 0  # of one microbatch, on the rank of the loss
 
     @property
     def sizes(self) -> dict[int, ActivationSize]:
         """The activation size of every stage, as the first microbatch had it."""
         return {stage: size for (stage, number), size in self.sizes_by_microbatch.items() if number == self._first_measured}
 
-    def wrap_actions(self, functions: Mapping[Kind, ActionFunction]) -> dict[Kind, ActionFunction]:
-        """Return the engine's function for each kind of action, with the measurement around it."""
-        wrappers = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._backward_weight}
+    def wrap_actions(
+        self, functions: Mapping[Kind, ActionFunction], teacher_outputs_for: ActionFunction = lambda action, values: ()
+    ) -> dict[Kind, ActionFunction]:
+        """Return the engine's function for each kind of action, with the measurement around it.
+
+        `teacher_outputs_for`: see `StepActions`.
+        """
+        forward = partial(self._forward, teacher_outputs_for)
+        wrappers = {Kind.F: forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._backward_weight}
         return {kind: partial(wrappers[kind], function) for kind, function in functions.items()}
 
     def choose_microbatches(self, agreed: Agreed, num_unmeasured: int) -> None:
@@ -114,14 +125,20 @@ class MemoryMeasurement:
             key: value for key, value in self._of_forward.items() if key[1] // self._slices in self.microbatches
         }
 
-    def _forward(self, function: ActionFunction, action: Action, values: Any) -> Any:
+    def _forward(
+        self, teacher_outputs_for: ActionFunction, function: ActionFunction, action: Action, values: Sequence[Any]
+    ) -> Any:
         if action.stage not in self._stages or action.microbatch not in self.microbatches:
             return function(action, values)
+        teacher_outputs = leaves(teacher_outputs_for(action, values))
+        self.teacher_output_bytes = max(self.teacher_output_bytes, StorageSet(teacher_outputs).num_bytes())
         if self._stages[action.stage].is_frozen:
             self._add_size(action.stage, action.index_among_slices(self._slices), 0, 0)
             return function(action, values)
 
-        storages = self._of_forward[action.stage, action.index_among_slices(self._slices)] = StorageSet(leaves(values))
+        storages = self._of_forward[action.stage, action.index_among_slices(self._slices)] = StorageSet(
+            [*leaves(values), *teacher_outputs]
+        )
         with _OutputRecorder(storages):
             return function(action, values)
 
@@ -166,7 +183,9 @@ class MemoryObserver(Observer):
 
     def __init__(self, stages: Mapping[int, Stage], slices: int) -> None:
         self._stages, self._slices = stages, slices
-        self._sizes = RecentDict[Any, Mapping[int, ActivationSize]](MAX_KINDS)  # by step kind
+        # By step kind.
+        self._sizes = RecentDict[Any, Mapping[int, ActivationSize]](MAX_KINDS)
+        self._teacher_output_bytes = RecentDict[Any, int](MAX_KINDS)
         self.measurement: MemoryMeasurement | None = None  # of the last step that was the first of its kind
 
     def start(self, step: ObservedStep) -> Sequence[float]:
@@ -185,14 +204,20 @@ class MemoryObserver(Observer):
 
     def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
         """Measure around the actions."""
-        measurement = self.measurement
-        return functions if measurement is None else functions._replace(actions=measurement.wrap_actions(functions.actions))
+        if self.measurement is None:
+            return functions
+        return functions._replace(actions=self.measurement.wrap_actions(functions.actions, step.actions.teacher_outputs_for))
 
     def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
         """Remember what was found."""
         if self.measurement is not None:
             self._sizes.add(step.agreed.step_kind, self.measurement.sizes)
+            self._teacher_output_bytes.add(step.agreed.step_kind, self.measurement.teacher_output_bytes)
 
     def sizes_of(self, step_kind: Any) -> Mapping[int, ActivationSize]:
         """Return what a microbatch keeps in steps of `step_kind`, by stage; nothing if it was not measured."""
         return self._sizes.get(step_kind, {})
+
+    def teacher_output_bytes_of(self, step_kind: Any) -> int:
+        """Return the bytes of a teacher's output of a microbatch in steps of `step_kind`; 0 if it was not measured here."""
+        return self._teacher_output_bytes.get(step_kind, 0)

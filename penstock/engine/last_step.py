@@ -82,10 +82,11 @@ def gather_timeline(engine: Engine, control: ControlGroup, memory: MemoryObserve
     events = tuple(Event(position.pipeline.rank, action, *times) for action, times in intervals)
 
     # 2. Those of all ranks of this pipeline.
-    message = events, engine.clock_skew.error, memory.sizes_of(result.agreed.step_kind)
+    kind = result.agreed.step_kind
+    message = events, engine.clock_skew.error, memory.sizes_of(kind), memory.teacher_output_bytes_of(kind)
     messages = control.all_gather_value(message, "to tell their timelines")
     ranks = [position.pipeline.get_global_rank(rank) for rank in range(position.pipeline.world_size)]
-    rows, errors, sizes = zip(*[messages[rank] for rank in ranks], strict=True)
+    rows, errors, sizes, teacher_outputs = zip(*[messages[rank] for rank in ranks], strict=True)
     engine.clock_error = max(errors)
 
     table, report, chains = engine.schedule, result.report, result.agreed.chains
@@ -103,6 +104,7 @@ def gather_timeline(engine: Engine, control: ControlGroup, memory: MemoryObserve
         averaging=tuple([report.averaging[rank] for rank in ranks]) if position.num_ranks_per_stage > 1 else (),
         microbatch_sizes=result.agreed.microbatch_sizes,
         skips=dict.fromkeys(engine.programs.program.skips, MessageCost()),
+        teacher_output=float(max(teacher_outputs)) if all_measured else 0.0,
         recut_call=recut_call,
     )
 

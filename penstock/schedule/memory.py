@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from penstock.schedule.table import Action, Kind
+from penstock.schedule.table import Action, Chains, Kind
 
 MAX_LISTED_RANKS = 16  # with more ranks, the range of the amounts is printed
 
@@ -47,6 +47,20 @@ def memory_after_actions(
 def changes_memory_at_end(action: Action) -> bool:
     """Return whether `action` changes memory when it ends (a backward), not when it starts."""
     return action.kind is not Kind.F
+
+
+def waiting_outputs(actions: Iterable[Action], chains: Chains) -> list[int]:
+    """Return how many of a teacher's outputs wait on a rank for the losses that take them: first, and after each action.
+
+    An output waits from the teacher's last forward until the model's last, which computes the loss and holds the output from
+    then on as it needs it. Unless `chains` have a teacher that runs for this batch, all outputs were computed before the step.
+    """
+    of_loss = chains.num_stages if chains.teacher is None else chains.teacher
+    changes = {of_loss - 1: -1}
+    if chains.teacher is not None:
+        changes[chains.num_stages - 1] = 1
+    numbers = [changes.get(action.stage, 0) if action.kind is Kind.F else 0 for action in actions]
+    return list(accumulate(numbers, initial=0 if chains.loss_waits else numbers.count(-1)))
 
 
 def peaks_in_flight(rows: Iterable[Row], slices: int = 1, forward_only: Collection[int] = frozenset()) -> tuple[float, ...]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 
 from penstock.errors import ScheduleError, format_count
-from penstock.schedule.memory import format_in_flight, peaks_in_flight
+from penstock.schedule.memory import format_in_flight, peaks_in_flight, waiting_outputs
 from penstock.schedule.program import RECEIVES_AHEAD, Compute, Instruction, Program, Script, Transfer, check_skips, lower
 from penstock.schedule.table import (
     Action,
@@ -54,12 +54,14 @@ class Proof:
     actions: int
     transfers: int
     peak_in_flight: tuple[float, ...]  # per rank, in activations of a stage: a slice counts as its share
+    peak_waiting_outputs: int  # of a teacher, on the rank of the loss
     sends: str
     channels: str
     program: Program = field(repr=False, compare=False)  # what was proved
 
     def __str__(self) -> str:
         num_trained = self.num_stages - len(self.program.schedule.chains.forward_only)
+        waiting = format_count(self.peak_waiting_outputs, "output")
         how = f"{self.sends} sends" + (", shared channels" if self.channels == "shared" else "")
         return (
             f"proved: {self.name} over {format_count(self.ranks, 'rank')}, {format_count(self.num_stages, 'stage')}, "
@@ -68,6 +70,7 @@ class Proof:
             f"{format_count(self.actions, 'action')} complete, "
             f"{format_count(self.transfers, 'transfer')} without a cycle ({how}), "
             f"in flight {format_in_flight(self.peak_in_flight, num_trained / self.ranks)}"
+            f"{f', up to {waiting} of the teacher waiting' if self.peak_waiting_outputs else ''}"
         )
 
 
@@ -108,7 +111,8 @@ def verify(
     prove(program, blocking=sends == "blocking", shared=channels == "shared")
     size = schedule.ranks, schedule.num_stages, schedule.microbatches
     actions = sum(map(len, schedule.actions))
-    return Proof(schedule.name, *size, actions, _count_transfers(schedule, skips), peaks, sends, channels, program)
+    counts = _count_transfers(schedule, skips), peaks, _peak_waiting_outputs(schedule)
+    return Proof(schedule.name, *size, actions, *counts, sends, channels, program)
 
 
 def _count_transfers(schedule: Table, skips: Collection[Skip]) -> int:
@@ -117,6 +121,12 @@ def _count_transfers(schedule: Table, skips: Collection[Skip]) -> int:
     receivers = receiving_stages(schedule.chains, skips)
     ends = [(home[stage], home[to]) for kind in (Kind.F, Kind.B) for stage in range(len(home)) for to in receivers[kind][stage]]
     return sum(source != destination for source, destination in ends) * schedule.microbatches * schedule.slices
+
+
+def _peak_waiting_outputs(schedule: Table) -> int:
+    if schedule.teacher is None:
+        return 0
+    return max(waiting_outputs(schedule.actions[schedule.placement[-1]], schedule.chains))
 
 
 def _check_memory(schedule: Table, peaks: Sequence[float], bound: float | Sequence[float] | None) -> None:

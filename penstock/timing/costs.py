@@ -30,7 +30,8 @@ class Costs:
     later stage) to the bytes of its message, which has the latency and bandwidth of the border where it starts.
 
     An activation takes `act` from the start of its forward to the end of its backward, in bytes or any unit. Of a backward
-    in halves, I frees all but `keep`, which W still needs (None: all of `act`).
+    in halves, I frees all but `keep`, which W still needs (None: all of `act`). An output of a teacher takes `teacher_output`
+    until the loss takes it; what the backward of the loss needs of it is a part of `act`.
 
     For microbatches of unequal shapes, `microbatch_factors` has a number for each: a multiplier of its actions, the bytes of
     its messages and its activations, but not of actions whose stage has a cost for each microbatch.
@@ -51,6 +52,7 @@ class Costs:
     backward: ActionCost | None = None
     microbatch_factors: Sequence[float] = field(default_factory=list)
     slice_factors: Sequence[float] = field(default_factory=list)
+    teacher_output: float = 0
 
     def factors_by_slice(self, slices: int) -> list[float]:
         """Return a multiplier of an equal share for the actions of each slice. Raises ScheduleError as for microbatches."""

@@ -64,6 +64,7 @@ class TimelineEvents:
     microbatch_sizes: tuple[float, ...] = ()  # microbatch -> elements of its largest input; empty: unknown
     pairs_send_together: bool = False  # the engine hands over what both of an overlapped pair made once both have run
     chains: Chains | None = None  # of the stages, where some have F only; None: one chain, all trained
+    teacher_output: float = 0.0  # memory of a teacher's output of a microbatch
     recut_call: str = ""  # the call that cuts the model anew, of a step whose pipeline has one
 
     @cached_property

@@ -54,4 +54,5 @@ def without_teacher(timeline: Timeline) -> Timeline:
         rows=tuple(tuple(event for event in row if event.action not in forwards) for row in alone.rows),
         activation_sizes=alone.activation_sizes[:teacher],
         chains=Chains(teacher, frozen) if frozen else None,
+        teacher_output=0.0,
     )

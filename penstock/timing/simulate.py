@@ -64,6 +64,7 @@ def simulate_until_deadlock(schedule: Table, costs: Costs = UNIT_COSTS) -> Timel
         {skip: message_costs[skip] for skip in costs.skips},
         microbatch_factors=tuple(costs.factors_by_microbatch(schedule.microbatches)) if costs.microbatch_factors else (),
         chains=schedule.chains if schedule.chains.forward_only else None,
+        teacher_output=0.0 if schedule.chains.teacher is None else costs.teacher_output,
     )
 
 

@@ -7,7 +7,13 @@ from typing import ClassVar
 
 from penstock.errors import format_count
 from penstock.lazy import lazy_method
-from penstock.schedule.memory import ActivationSize, changes_memory_at_end, memory_after_actions, peaks_in_flight
+from penstock.schedule.memory import (
+    ActivationSize,
+    changes_memory_at_end,
+    memory_after_actions,
+    peaks_in_flight,
+    waiting_outputs,
+)
 from penstock.schedule.table import Action
 from penstock.timing.causes import Cause, Idle, critical_path, idle_times
 from penstock.timing.events import Event, TimelineEvents
@@ -85,13 +91,14 @@ class Timeline(TimelineEvents):
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """The peak memory of activations on every rank, in the unit of `act` and `keep`."""
+        """The peak memory of activations, and of a teacher's outputs, on every rank, in the unit of `act` and `keep`."""
         return tuple(max((memory for _, memory in self.memory_after_actions(rank)), default=0.0) for rank in range(self.ranks))
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """Return the memory curve of `rank`: (time, memory of its activations from then on) for every action that changes it.
 
-        F adds `act` when it starts. At their ends I frees `act` - `keep`, W frees `keep`, B frees `act`.
+        F adds `act` when it starts. At their ends I frees `act` - `keep`, W frees `keep`, B frees `act`. The last F of a
+        teacher adds `teacher_output`, and the F that computes the loss frees it.
         """
         at, curve, previous = {event.action: event for event in self.rows[rank]}, [], 0.0
         for action, memory in self.memory_after_actions(rank):
@@ -101,8 +108,26 @@ class Timeline(TimelineEvents):
         return curve
 
     def memory_after_actions(self, rank: int) -> Iterator[tuple[Action, float]]:
-        """Yield each action of `rank` with the memory of its activations after it; of a pair the forward counts first."""
-        return memory_after_actions(self._actions(rank), self._sizes, self.microbatch_factors, self.slices)
+        """Yield each action of `rank` with the memory after it: of its activations, and of a teacher's outputs that wait.
+
+        Of a pair the forward counts first.
+        """
+        after = memory_after_actions(self._actions(rank), self._sizes, self.microbatch_factors, self.slices)
+        if not self.teacher_output:
+            return after
+        waiting = self._waiting_outputs(rank)[1:]
+        return ((action, memory + self.teacher_output * count) for (action, memory), count in zip(after, waiting, strict=True))
+
+    @cached_property
+    def peak_waiting_outputs(self) -> tuple[int, ...]:
+        """The most of a teacher's outputs that wait at once on every rank, each of `teacher_output` memory."""
+        if self.stage_chains.teacher is None and not self.teacher_output:
+            return (0,) * self.ranks
+        return tuple(max(self._waiting_outputs(rank)) for rank in range(self.ranks))
+
+    def _waiting_outputs(self, rank: int) -> Sequence[int]:
+        actions = [action for cell in self._actions(rank) for action in sorted(cell, key=changes_memory_at_end)]
+        return waiting_outputs(actions, self.stage_chains)
 
     @cached_property
     def _sizes(self) -> Sequence[ActivationSize]:

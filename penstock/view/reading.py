@@ -108,6 +108,7 @@ def _timeline(name: str, data: Data) -> MeasuredTimeline:
         tuple(map(float, data.get("microbatch_sizes", ()))),
         bool(data.get("pairs_send_together")),
         _read_chains(data.get("chains")),
+        float(data.get("teacher_output", 0)),
     )
     check_timeline(timeline)
     return timeline

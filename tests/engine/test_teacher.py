@@ -1,19 +1,27 @@
 """A second, frozen model in the ranks' idle time: the bits of one process that runs it without a graph before each loss."""
 
 import copy
+import dataclasses
+import sys
 from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from batched_launch import together
 from error_text import outcome
+from prompt import torchrun
 from reference import assert_same, gradients, merged
 from slow_cases import slow_except
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.engine.activation_memory import StorageSet
 from penstock.engine.teacher import PassInputs
+from penstock.schedule.memory import waiting_outputs
 from penstock.stage.connections import StageConnections
 from penstock.stage.stage import Stage
 
@@ -64,13 +72,13 @@ def train(pipe: Any, announces: bool) -> dict[str, Any]:
     return found
 
 
-def rank_trains(schedule: str, stages_per_rank: int, announces: bool) -> dict[str, Any]:
-    options = {} if schedule in ("1f1b", "gpipe", "zb-h1", "zb-v") else {"stages_per_rank": stages_per_rank}
-    pipe = ps.Pipeline(student(), loss_fn, schedule, M, seed=None, teacher=teacher(), **options)
+def rank_trains(schedule: str, announces: bool) -> dict[str, Any]:
+    pipe = ps.Pipeline(student(), loss_fn, schedule, M, seed=None, teacher=teacher())
     pipe.train(False)  # dropout of the model off: the reference is one process; the teacher's is always off
     return train(pipe, announces)
 
 
+@cache
 def reference() -> dict[str, Any]:
     model, frozen = student().eval(), teacher().eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -89,18 +97,13 @@ def reference() -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients(model.named_parameters()), "state": model.state_dict()}
 
 
-SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved-1f1b", 2)]
-CASES = tuple((schedule, stages, announces) for schedule, stages in SCHEDULES for announces in (True, False))
+QUICK = (("1f1b", True), ("1f1b", False), ("zb-h1", False), ("zb-v", True), ("interleaved-1f1b", True))
+CASES = tuple(product(ps.schedule.names(), (True, False)))
+SLOW = tuple(case for case in CASES if case not in QUICK)
 
 
-QUICK = (("1f1b", 1, True), ("1f1b", 1, False), ("zb-h1", 1, False), ("zb-v", 2, True), ("interleaved-1f1b", 2, True))
-RUNS = [(ranks, case) for ranks in (2, 3, 4) for case in CASES if (ranks, case[0]) != (3, "interleaved-1f1b")]  # M % P
-
-
-@pytest.mark.parametrize(("ranks", "case"), slow_except([(2, case) for case in QUICK], RUNS))
-def test_losses_gradients_and_weights_are_those_of_one_process(ranks: int, case: tuple[Any, ...]) -> None:
-    others = tuple(other for count, other in RUNS if count == ranks and (ranks > 2 or other not in QUICK))
-    results, expected = together(rank_trains, ranks, QUICK if ranks == 2 and case in QUICK else others)[case], reference()
+def assert_as_one_process(results: list[dict[str, Any]]) -> None:
+    expected = reference()
     for result in results:
         assert all(map(torch.equal, result["losses"], expected["losses"]))
     assert_same(merged([result["gradients"] for result in results]), expected["gradients"])
@@ -115,12 +118,43 @@ def test_the_stage_that_passes_inputs_on_returns_their_args_and_keywords() -> No
     assert not stage.in_flight
 
 
+@pytest.mark.parametrize(("schedule", "announces"), slow_except(QUICK, CASES))
+def test_losses_gradients_and_weights_are_those_of_one_process(schedule: str, announces: bool) -> None:
+    case = schedule, announces
+    assert_as_one_process(together(rank_trains, 2, QUICK if case in QUICK else SLOW)[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_on_more_ranks_too_with_all_schedules(ranks: int, case: tuple[str, bool]) -> None:
+    assert_as_one_process(together(rank_trains, ranks, CASES)[case])
+
+
+@pytest.mark.slow
+@pytest.mark.fresh
+def test_ranks_that_torchrun_starts_have_the_same_numbers(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
+        "import torch, penstock as ps, test_teacher\n"
+        "topology = ps.comms.init_distributed()\n"
+        "runs = [test_teacher.rank_trains(*run) for run in test_teacher.QUICK]\n"
+        "torch.save(runs, f'{sys.argv[1]}/{topology.rank}.pt')\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    folders = [folder for folder in sys.path if "tests" in folder]
+    ended = torchrun(2, tmp_path / "script.py", tmp_path, *folders)
+    assert ended.returncode == 0, ended.stderr
+    for results in zip(*[torch.load(tmp_path / f"{rank}.pt") for rank in range(2)], strict=True):
+        assert_as_one_process([*results])
+
+
 # -- what runs when ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("announces", [True, False])
 def test_the_teacher_runs_in_the_step_of_its_batch_or_in_the_one_before(announces: bool) -> None:
-    for result in together(rank_trains, 2, QUICK)["1f1b", 1, announces]:
+    for result in together(rank_trains, 2, QUICK)["1f1b", announces]:
         by_teacher = [action for action in result["actions"] if int(action[0]) > 1]
         assert len(by_teacher) == (0 if announces else 5 * M)  # in the last step, which announces nothing; 4 stages in a V
 
@@ -136,6 +170,24 @@ def teacher_changes(module: nn.Module) -> Iterator[tuple[str, Callable[[], Any]]
 
 def table_rule(ranks: int, microbatches: int) -> ps.schedule.Schedule:
     return ps.schedule.with_teacher(ps.schedule.build("1f1b", ranks=ranks, microbatches=microbatches))
+
+
+def counted_outputs(announces: bool) -> list[tuple[list[int], Any]]:
+    """Train with a teacher; return of each step how many of its outputs exist at each loss, and the timeline."""
+    frozen, outputs, counts, found = teacher(), StorageSet(), list[int](), []
+    frozen[-1].register_forward_hook(lambda _, __, output: outputs.add([output]))
+
+    def loss_that_counts(*arguments: Tensor) -> Tensor:
+        counts.append(len(outputs.alive_subset()._storages))
+        return loss_fn(*arguments)
+
+    pipe = ps.Pipeline(student(), loss_that_counts, "1f1b", M, teacher=frozen)
+    steps = batches()[:2]
+    for (inputs, target), following in zip(steps, [steps[1:], []], strict=True):
+        counts.clear()  # the first step of a kind calls the loss more often, to test it
+        pipe.step(inputs, target=target, next_args=following[0][:1] if announces and following else ())
+        found.append((counts[-M:], pipe.timeline()))
+    return found
 
 
 def rank_uses() -> dict[str, Any]:
@@ -248,6 +300,7 @@ def rank_uses() -> dict[str, Any]:
         pipe.step(inputs, target=target)
         pipe.step(inputs, target=target)
         found["recut"].append(pipe.rebuild(cuts="measured").step(inputs, target=target).item())
+    found["counted"] = {announces: counted_outputs(announces) for announces in (True, False)}
     found["checked"] = (
         ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=teacher(), on_nonfinite="skip")
         .step(inputs, target=target, next_args=(next_inputs,))
@@ -322,3 +375,35 @@ def test_a_teacher_may_be_given_in_all_ways_of_a_model_and_reads_any_call() -> N
         assert found["stages with costs"] == {0, 1}  # not the teacher's
         assert found["recut"][0] == found["recut"][1]
         assert found["checked"] == first
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("announces", [True, False])
+def test_the_timeline_counts_the_outputs_that_wait_for_their_losses(announces: bool) -> None:
+    for counts, timeline in uses()[1]["counted"][announces]:
+        actions = [event.action for event in timeline.rows[1]]
+        of_losses = [number for number, action in enumerate(actions) if str(action).startswith("1F")]
+        waiting = waiting_outputs(actions, timeline.stage_chains)
+        assert counts == [waiting[number + 1] + 1 for number in of_losses]  # and the one that the loss has
+        assert timeline.peak_waiting_outputs == (0, max(waiting))
+
+
+@pytest.mark.parametrize("announces", [True, False])
+def test_their_bytes_are_a_part_of_the_memory_of_their_rank(announces: bool) -> None:
+    for (_, timeline), rows in zip(uses()[1]["counted"][announces], (3, 2), strict=True):
+        assert timeline.teacher_output == rows * WIDTH * 4  # of the largest microbatch, of 9 rows in 4 and of 8
+        without = dataclasses.replace(timeline, teacher_output=0.0)
+        actions, memory = zip(*without.memory_after_actions(1), strict=True)
+        waiting = [count * timeline.teacher_output for count in waiting_outputs(actions, timeline.stage_chains)[1:]]
+        assert timeline.peak_memory == (without.peak_memory[0], max(map(sum, zip(memory, waiting, strict=True))))
+
+
+def test_a_simulation_counts_them_and_a_proof_names_them() -> None:
+    table, costs = ps.schedule.build("1f1b", ranks=4, microbatches=8), ps.schedule.Costs(teacher_output=0.25)
+    ahead, of_this_batch = (ps.schedule.with_teacher(table, ahead=ahead) for ahead in (True, False))
+    assert ps.schedule.simulate(ahead, costs).peak_memory == (4, 3, 2, 1 + 7 * 0.25)
+    assert ps.schedule.simulate(table, costs).peak_memory == (4, 3, 2, 1)
+    assert str(ps.schedule.verify(ahead)).endswith("in flight 4/3/2/1, up to 8 outputs of the teacher waiting")
+    assert ps.schedule.verify(of_this_batch).peak_waiting_outputs == 1

@@ -85,12 +85,27 @@ def t5(seed: int, width: int, layers: int) -> nn.Module:
     return T5(width, layers)
 
 
+def qwen2_with_lora(seed: int) -> nn.Module:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    shape = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    torch.manual_seed(seed)
+    model = transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**shape, num_key_value_heads=1, vocab_size=VOCABULARY, use_cache=False)
+    )
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted: nn.Module = peft.get_peft_model(model, adapters)
+    return adapted
+
+
 MODELS = {
     "a larger GPT": (lambda: gpt(0, 8, 4), lambda: gpt(1, 16, 7)),
     "a smaller GPT in bfloat16": (lambda: gpt(0, 8, 4), lambda: gpt(1, 4, 3).bfloat16()),
     "skips and tied weights": (lambda: gpt(0, 8, 4), lambda: skipping(1)),
     "one llama of another": (lambda: llama(0), lambda: llama(1)),
     "a GPT of a model with skips": (lambda: skipping(0), lambda: gpt(1, 16, 4)),
+    "adapters of qwen2 of a GPT": (lambda: qwen2_with_lora(0), lambda: gpt(1, 16, 4)),
+    "a GPT of qwen2 with adapters": (lambda: gpt(0, 8, 4), lambda: qwen2_with_lora(1)),
+    "a deep GPT of a deeper one": (lambda: gpt(0, 8, 8), lambda: gpt(1, 4, 10)),
 }
 LARGER_T5 = {"a larger t5": (lambda: t5(0, 8, 2), lambda: t5(1, 16, 3))}  # takes long
 
@@ -158,16 +173,22 @@ def test_a_teacher_of_any_kind_gives_the_bits_of_one_process(case: tuple[Any, ..
     assert_same(merged([result["gradients"] for result in results]), expected["gradients"])
 
 
-LONG_CASES = (
-    *((which, schedule, schedule != "gpipe", 50) for which in MODELS for schedule in ("1f1b", "zb-h1", "gpipe")),
-    ("a larger t5", "1f1b", True, 50),
-)
+LONG_CASES = {
+    3: (
+        *((which, schedule, schedule != "gpipe", 50) for which in MODELS for schedule in ("1f1b", "zb-h1", "gpipe")),
+        ("a larger t5", "1f1b", True, 50),
+    ),
+    4: tuple(
+        ("a deep GPT of a deeper one", schedule, announces, 50)
+        for schedule, announces in (("interleaved-1f1b", True), ("interleaved-1f1b", False), ("interleaved-zb", True))
+    ),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", LONG_CASES)
-def test_in_fifty_steps_on_three_ranks_the_bits_stay_those_of_one_process(case: tuple[Any, ...]) -> None:
-    results, expected = together(rank_distils, 3, LONG_CASES)[case], reference(case[0], 50)
+@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in LONG_CASES.items() for case in cases])
+def test_in_fifty_steps_on_three_and_four_ranks_the_bits_stay_those_of_one_process(ranks: int, case: tuple[Any, ...]) -> None:
+    results, expected = together(rank_distils, ranks, LONG_CASES[ranks])[case], reference(case[0], 50)
     for result in results:
         assert all(map(torch.equal, result["losses"], expected["losses"]))
     assert_same(merged([result["gradients"] for result in results]), expected["gradients"])

@@ -31,6 +31,7 @@ def timeline_data(timeline: Timeline) -> Data:
         "message_bytes": timeline.message_bytes,
         "pairs_send_together": timeline.pairs_send_together,
         "chains": timeline.chains and timeline.chains._asdict() | {"forward_only": sorted(timeline.chains.forward_only)},
+        "teacher_output": timeline.teacher_output,
         "between": [round(time, 9) for time in timeline.between_steps],
         "averaging": [round(time, 9) for time in timeline.averaging],
         "ranks": [_rank_data(timeline, rank) for rank in range(timeline.ranks)],

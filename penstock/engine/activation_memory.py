@@ -110,8 +110,9 @@ class MemoryMeasurement:
 
         `teacher_outputs_for`: see `StepActions`.
         """
-        forward = partial(self._forward, teacher_outputs_for)
-        wrappers = {Kind.F: forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._backward_weight}
+        forward: ActionFunction = partial(self._forward, teacher_outputs_for)
+        backward: ActionFunction = self._backward
+        wrappers = {Kind.F: forward, Kind.B: backward, Kind.I: backward, Kind.W: self._backward_weight}
         return {kind: partial(wrappers[kind], function) for kind, function in functions.items()}
 
     def choose_microbatches(self, agreed: Agreed, num_unmeasured: int) -> None:

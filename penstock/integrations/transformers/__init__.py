@@ -41,6 +41,7 @@ The overrides, and what each needs of transformers (releases: `arguments.OLDEST_
     overrides           the order of classes, and the overrides of a script that are refused
     model_view          stands in for the model where Trainer calls it
     model_call          runs `compute_loss` as far as its call of the model, and goes on when the outputs are there
+    reference           `ref_model`, which runs as the pipeline's teacher
     token_loss          the loss of a part of the tokens, for `slices` and `cp`
     loss_effects        brings what `compute_loss` logs and collects to all ranks
     grouping_collator   puts rows of similar lengths into the same microbatch

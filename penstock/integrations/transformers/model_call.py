@@ -35,6 +35,7 @@ class ModelCall:
         self.logs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._has_called = False
         self._result: Any = None
+        self._reference: Any = None  # the outputs of `ref_model`
         self._error: BaseException | None = None
         self._outputs: SimpleQueue[Any] = SimpleQueue()
         self._thread_waits: SimpleQueue[None] = SimpleQueue()  # or has ended
@@ -47,13 +48,32 @@ class ModelCall:
         if not self._has_called:
             raise ps.MismatchError("compute_loss does not call the model: it calls it once, model(**inputs)")
 
-    def finish(self, outputs: Any) -> Any:
-        """Return what the function makes of the model's outputs. Raises what it raises. Called once."""
+    def finish(self, outputs: Any, reference: Any = None) -> Any:
+        """Return what the function makes of the model's outputs. Raises what it raises. Called once.
+
+        `reference`: the outputs of `ref_model` for the same arguments.
+        """
         assert self._thread.is_alive(), "the function has ended"
+        self._reference = reference
         self._outputs.put(outputs)
         self._wait()
         result, self._result = self._result, None  # which has a graph
+        self._reference = None
         return result
+
+    def reference_outputs(self, arguments: dict[str, Any] | None = None) -> Any:
+        """Return the outputs of `ref_model`, which the function calls with `arguments`."""
+        if not self._has_called:
+            raise ps.MismatchError(
+                "compute_loss calls ref_model before the model, and a step of the pipeline runs both at once: call "
+                "model(**inputs) first"
+            )
+        if arguments is not None and not _are_same(arguments, self.arguments):
+            raise ps.MismatchError(
+                f"compute_loss calls ref_model with {', '.join(arguments)}, and the model with {', '.join(self.arguments)}: "
+                "a step of the pipeline gives both the same values, so call model(**inputs) and self.ref_model(**inputs)"
+            )
+        return self._reference
 
     def abort(self) -> None:
         """End the function where it called the model, unless it has ended."""
@@ -95,6 +115,15 @@ class ModelCall:
         return outputs
 
 
+def _are_same(arguments: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Return whether two calls have the same names, and the same objects or equal numbers."""
+
+    def is_same(value: Any, other: Any) -> bool:
+        return value is other or (not isinstance(value, Tensor) and not isinstance(other, Tensor) and bool(value == other))
+
+    return arguments.keys() == others.keys() and all(is_same(value, others[name]) for name, value in arguments.items())
+
+
 class _ThreadState:
     """What torch has for each thread: whether it computes gradients, the GPU and its stream."""
 
@@ -115,17 +144,17 @@ class TrainerLoss(nn.Module):
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         super().__init__()
         self._convert = convert  # the model's outputs
-        self.calls: Sequence[ModelCall] = ()  # of the step
+        self.calls: Sequence[Any] = ()  # of the step
         self.register_buffer("state", torch.empty(0), persistent=False)  # so that no check of the pipeline calls it again
 
-    def begin_step(self, calls: Sequence[ModelCall]) -> tuple[list[dict[str, Any]], list[tuple[Any, int]]]:
+    def begin_step(self, calls: Sequence[Any]) -> tuple[list[dict[str, Any]], list[tuple[Any, int]]]:
         """Return the arguments of each call of the model, and the targets, which have as many rows: arguments and a number."""
         self.calls = calls
         arguments = [call.arguments for call in calls]
         return arguments, [(values, number) for number, values in enumerate(arguments)]
 
-    def forward(self, outputs: Any, target: tuple[Any, int]) -> Tensor:
-        """Return the loss of one batch, on the last stage."""
+    def forward(self, outputs: Any, target: tuple[Any, int], reference: Any = None) -> Tensor:
+        """Return the loss of one batch, on the last stage. `reference`: the outputs of `ref_model`."""
         _, number = target
-        loss: Tensor = self.calls[number].finish(self._convert(outputs))
+        loss: Tensor = self.calls[number].finish(self._convert(outputs), reference)
         return loss

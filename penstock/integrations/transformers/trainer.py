@@ -24,6 +24,7 @@ from penstock.integrations.transformers.model_view import ModelView, prepare_for
 from penstock.integrations.transformers.optimizer import RankOptimizer
 from penstock.integrations.transformers.overrides import BatchResult, MixinAboveTrainer, batch_content, check_overrides
 from penstock.integrations.transformers.progress import replace_progress
+from penstock.integrations.transformers.reference import ReferenceOutputs, take_reference
 from penstock.integrations.transformers.token_loss import TokenLoss, check_tokens_can_be_cut
 
 if TYPE_CHECKING:
@@ -40,9 +41,14 @@ class PipelineTrainerMixin(Mixin, metaclass=MixinAboveTrainer):
 
     Every rank must make the same calls, also those that save and evaluate. The first batch cuts the model. `compute_loss` may
     be overridden: it must call the model once, with named arguments, and may read the outputs and the batch.
+
+    `ref_model`: a second, frozen model for the loss, the pipeline's teacher. `compute_loss_func` gets its outputs after the
+    labels; a `compute_loss` gets them where it calls `self.ref_model(**inputs)`, after the model and with the same arguments.
     """
 
-    def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
+    def __init__(
+        self, model: Any = None, args: Any = None, *more: Any, ref_model: nn.Module | None = None, **options: Any
+    ) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else args
         check_arguments(args)
         check_overrides(self)
@@ -57,6 +63,9 @@ class PipelineTrainerMixin(Mixin, metaclass=MixinAboveTrainer):
         if args.cuts_tokens:
             check_tokens_can_be_cut(self)
             self._loss = TokenLoss(self.model, self._as_accelerate_converts, args.replicas)
+        self._reference = ref_model
+        if ref_model is not None:
+            take_reference(self, ref_model)
         self._accumulated: list[dict[str, Any]] = []  # the batches of one optimizer step
         self._results: list[BatchResult] = []  # of batches for which `training_step` is not called yet
         self._rank_optimizer: RankOptimizer | None = None
@@ -84,7 +93,7 @@ class PipelineTrainerMixin(Mixin, metaclass=MixinAboveTrainer):
                 options["cuts"] = previous.cuts
             options |= {"seed": self.args.seed, "reduction": "sum", "example_kwargs": call}
             options |= {"mesh": self._mesh, "slices": self.args.slices} if cuts_tokens else {"mesh": self._whole_mesh}
-            options["scaler"] = self.accelerator.scaler
+            options |= {"scaler": self.accelerator.scaler, "teacher": self._reference}
             self._pipelines[key] = ps.Pipeline(self.model, self._loss, **options)
             self._remove_other_ranks_parameters()
         return self._pipelines[key]
@@ -298,12 +307,16 @@ class PipelineTrainerMixin(Mixin, metaclass=MixinAboveTrainer):
         with self._model_calls(predict, [(inputs, prediction_loss_only, ignore_keys)]) as calls:
             (call,) = calls
             pipe = self._pipeline_for(call.arguments)
+            reference = ReferenceOutputs()
             with self.accelerator.autocast(), self.compute_loss_context_manager():
-                outputs = pipe.eval_microbatches([call.arguments])
+                if self._reference is None:
+                    outputs = pipe.eval_microbatches([call.arguments])
+                else:
+                    outputs, _ = pipe.eval_microbatches([call.arguments], self._loss_of_reference(reference, call))
             message = None
             with pipe.collective("prediction_step()"):
                 if outputs is not None:
-                    result = call.finish(self._as_accelerate_converts(outputs[0]))
+                    result = call.finish(self._as_accelerate_converts(outputs[0]), reference.outputs)
                     message = result, self._loss_effects.message(calls)
         result, effects = broadcast_from_last_stage(pipe, message)
         logs, decisions = self._loss_effects.apply(effects, outputs is not None)
@@ -311,6 +324,12 @@ class PipelineTrainerMixin(Mixin, metaclass=MixinAboveTrainer):
             self.log(*arguments, **options)
         self._decide(decisions)
         return result
+
+    def _loss_of_reference(self, reference: ReferenceOutputs, call: ModelCall) -> Sequence[Any]:
+        """Return the targets with which the loss of an evaluation gives the reference's outputs to `reference`."""
+        assert isinstance(self._loss, TrainerLoss)
+        self._loss.calls = [reference]
+        return [(call.arguments, 0)]
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
         """Run the loop of `evaluate` and `predict`, on each replica with all rows."""

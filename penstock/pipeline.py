@@ -289,22 +289,22 @@ class Pipeline(LastStep, PipelineParameters, ModuleMisuseHints):
             "scale": not isinstance(scale, int | float) or scale != 1,
             "losses": losses is not None,
             "return_outputs": return_outputs,
-            "next_args": bool(next_args),
+            "next_args": not isinstance(next_args, tuple | list) or bool(next_args),
             "next_kwargs": next_kwargs is not None,
         }
         batch = args, kwargs, target
         options = [name for name, is_used in used.items() if is_used]
         call = Call("step()", True, *batch, scale=scale, losses=losses, wants_outputs=return_outputs, options=options)
-        result = self._run_with_teacher(call, next_args, next_kwargs or {})
+        next_batch = AheadBatch(next_args, next_kwargs or {}) if used["next_args"] or next_kwargs else None
+        result = self._run_with_teacher(call, next_batch)
         loss = add_backward_hint(result.loss)
         return (loss, result.joined_outputs(self.rows_dim)) if return_outputs else loss
 
-    def _run_with_teacher(self, call: Call, next_args: Sequence[Any], next_kwargs: Mapping[str, Any]) -> StepResult:
+    def _run_with_teacher(self, call: Call, next_batch: AheadBatch | None) -> StepResult:
         """Run a training step, in which the teacher may run for the next batch; before the first such step, for its own."""
-        if self._announced is None and not next_args and not next_kwargs:
+        if self._announced is None and next_batch is None:
             return self._run(call)
         batch, self._announced = self._announced, None
-        next_batch = AheadBatch(next_args, next_kwargs) if next_args or next_kwargs else None
         if next_batch is not None and batch is None:
             batch = AheadBatch(call.args, call.kwargs)
             self._run(Call(call.name, False, (), {}, next_batch=batch))

@@ -124,7 +124,7 @@ def build_parts(options: PipelineOptions, source: StageSource, control: ControlG
             position,
             config,
             partition.user_stages,
-            lambda table, parts: compare_pipeline_on_ranks(control, position, table, parts, {}).stages,
+            lambda table, parts: compare_pipeline_on_ranks(control, position, table, parts, {}, "teacher").stages,
         )
     engine = build_engine(
         control, position, config, partition, all_ranks.stages, modules, unset_names, all_ranks.clock_ids, teacher

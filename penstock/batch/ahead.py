@@ -21,13 +21,21 @@ class AheadBatch:
     """A batch for a teacher, from the step in which its forwards run to the step whose losses take their outputs."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.args, self.kwargs = tuple(args), dict(kwargs)
+        self.args, self.kwargs = args, dict(kwargs)
         self.outputs: dict[int, Any] = {}  # microbatch -> the teacher's output, on the rank of the loss
         self.teacher_state: TeacherState | None = None  # when it had run
 
+    def check_arguments(self) -> None:
+        """Raise MismatchError if the arguments are not in a tuple or list: a tensor alone would be one for each of its rows."""
+        if not isinstance(self.args, tuple | list):
+            raise MismatchError(
+                f"next_args= has the arguments of the next step, in a tuple, not a {type(self.args).__name__}: give "
+                "next_args=(inputs,)"
+            )
+
     def record_values(self) -> None:
         """Remember the values with which the teacher runs, on the rank that reads them."""
-        self._leaves, self._tree = flatten((self.args, self.kwargs))
+        self._leaves, self._tree = flatten((tuple(self.args), self.kwargs))
         self._versions, self._samples = list(map(_version, self._leaves)), list(map(_sample, self._leaves))
 
     def check_same_teacher(self, state: "TeacherState") -> None:

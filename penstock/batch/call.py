@@ -188,12 +188,14 @@ class CallReader:
         )
 
     def _check_teacher(self, call: Call) -> None:
-        """Raise MismatchError for a next batch without a teacher, and for a teacher that has changed since it ran ahead."""
+        """Raise MismatchError for a next batch without teacher or tuple, and for a teacher changed since it ran ahead."""
         if call.next_batch is not None and self.teacher is None:
             raise MismatchError(
                 f"{call.name} was given next_args= or next_kwargs=, for which a teacher runs ahead, but the pipeline has none: "
                 "leave them out, or give Pipeline(.., teacher=model)"
             )
+        if call.next_batch is not None:
+            call.next_batch.check_arguments()
         if call.teacher_batch is not None:
             call.teacher_batch.check_same_teacher(self.teacher_state())
 

@@ -41,14 +41,22 @@ class ComparisonResult(NamedTuple):
 
 
 def compare_pipeline_on_ranks(
-    control: ControlGroup, position: MeshPosition, table: Schedule, model_partition: ModelPartition, options: Mapping[str, Any]
+    control: ControlGroup,
+    position: MeshPosition,
+    table: Schedule,
+    model_partition: ModelPartition,
+    options: Mapping[str, Any],
+    model: str = "model",
 ) -> ComparisonResult:
-    """Compare what all ranks are about to build. Raise MismatchError, the same on every rank, if they differ."""
+    """Compare what all ranks are about to build. Raise MismatchError, the same on every rank, if they differ.
+
+    `model`: what it is, in a warning of unequal values: "model" or "teacher".
+    """
     description = describe_rank(position, table, model_partition, options)
     descriptions = control.all_gather_value(description, "to build the pipeline")
     check_same_pipeline(descriptions)
     if position.world.rank == 0:
-        _warn_of_unequal_values([rank_description.value_digests for rank_description in descriptions])
+        _warn_of_unequal_values([rank_description.value_digests for rank_description in descriptions], model)
 
     names_by_stage = {stage: names for rank in descriptions for stage, names in rank.names.items()}
     keywords_by_stage = {stage: keywords for rank in descriptions for stage, keywords in rank.keywords.items()}
@@ -148,13 +156,13 @@ def check_same_pipeline(descriptions: Sequence[RankDescription]) -> None:
                     )
 
 
-def _warn_of_unequal_values(rank_digests: Sequence[Mapping[str, int]]) -> None:
-    """Warn if a rank has built the uncut model with other values than rank 0."""
+def _warn_of_unequal_values(rank_digests: Sequence[Mapping[str, int]], model: str) -> None:
+    """Warn if a rank has built the uncut `model` with other values than rank 0."""
     for rank, digests in enumerate(rank_digests):
         unequal = [name for name in digests if name in rank_digests[0] and digests[name] != rank_digests[0][name]]
         if unequal:
             warn_user(
-                f"rank {rank} has built another model than rank 0: {len(unequal)} of its {len(digests)} tensors have other "
+                f"rank {rank} has built another {model} than rank 0: {len(unequal)} of its {len(digests)} tensors have other "
                 f"values ({unequal[0]}, ..), and each stage keeps those of its own rank: seed all ranks alike, and load "
                 "weights on all"
             )

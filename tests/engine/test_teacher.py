@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
@@ -236,6 +237,7 @@ def rank_uses() -> dict[str, Any]:
     shared += 1
     found["changed by NumPy"] = outcome(lambda: pipe.step(torch.from_numpy(shared), target=next_target))
 
+    found["no tuple"] = outcome(lambda: pipe.step(inputs, target=target, next_args=next_inputs))
     announced = {"next_args": (next_inputs,)} if rank else {}
     found["one rank only"] = outcome(lambda: pipe.step(inputs, target=target, **announced))
     own = ps.Pipeline(student(), nn.functional.mse_loss, "1f1b", M)
@@ -300,6 +302,12 @@ def rank_uses() -> dict[str, Any]:
         pipe.step(inputs, target=target)
         pipe.step(inputs, target=target)
         found["recut"].append(pipe.rebuild(cuts="measured").step(inputs, target=target).item())
+    torch.manual_seed(rank)
+    unequal = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=unequal)
+    found["warnings"] = [str(warning.message) for warning in caught]
     found["counted"] = {announces: counted_outputs(announces) for announces in (True, False)}
     found["checked"] = (
         ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=teacher(), on_nonfinite="skip")
@@ -334,6 +342,7 @@ WRONG = {
     "layer": "the teacher's layers have changed since it ran ahead",
     "autocast": "the teacher's autocast has changed since it ran ahead",
     "changed by NumPy": "step() was given a batch that was changed in place after it was next_args= of the step before",
+    "no tuple": "next_args= has the arguments of the next step, in a tuple, not a Tensor: give next_args=(inputs,)",
     "one rank only": "the ranks do not all get next_args= or next_kwargs=",
     "no teacher": "step() was given next_args= or next_kwargs=, for which a teacher runs ahead, but the pipeline has none",
     "two arguments": "and mse_loss of torch takes the output and the target: give",
@@ -356,6 +365,15 @@ def test_a_wrong_use_is_one_sentence_on_every_rank(use: str) -> None:
     for found in uses():
         assert WRONG[use] in found[use]
         assert "\n" not in found[use]
+
+
+def test_teachers_of_other_values_are_told_by_name() -> None:
+    first, second = [found["warnings"] for found in uses()]
+    assert len(first) == 1
+    assert first[0].startswith(
+        "rank 1 has built another teacher than rank 0: 4 of its 4 tensors have other values (0.weight, ..)"
+    )
+    assert not second
 
 
 def test_after_a_wrong_use_the_next_step_runs_the_teacher_itself() -> None:

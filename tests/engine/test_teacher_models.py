@@ -93,7 +93,7 @@ def qwen2_with_lora(seed: int) -> nn.Module:
         transformers.Qwen2Config(**shape, num_key_value_heads=1, vocab_size=VOCABULARY, use_cache=False)
     )
     adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    adapted: nn.Module = peft.get_peft_model(model, adapters)
+    adapted: nn.Module = peft.inject_adapter_in_model(adapters, model)
     return adapted
 
 

@@ -210,7 +210,7 @@ def test_where_blocks_are_denser_than_pixels_their_proportions_are_drawn(visit, 
         const c = page.charts[0], {context, pixelRatio, gutter, rows, page: {paintColors}} = c, found = {};
         const {main, height} = rows[1], left = Math.round((gutter + 100) * pixelRatio), wide = Math.round(600 * pixelRatio);
         const {data} = context.getImageData(left, Math.round(main * pixelRatio), wide, Math.round(height * pixelRatio));
-        const near = (i) => PAINTS.reduce((best, paint) => {
+        const near = (i) => [...Object.keys(KIND_NAMES), ...Object.keys(CAUSE_TEXTS)].reduce((best, paint) => {
             const far = Math.hypot(...paintColors[paint].map((part, k) => part - data[i + k]));
             return far < best[0] ? [far, paint] : best;
         }, [Infinity, null])[1];

@@ -161,7 +161,8 @@ def partition_model(
 ) -> ModelPartition:
     """Partition `model` into the stages of `table`. Where that depends on measured times, rank 0 chooses for all.
 
-    Raises MismatchError for another number of stages than the table's, and for other layers than a plan's (`plan_layers`).
+    Raises MismatchError for another number of stages than the table's, for other layers than a plan's (`plan_layers`), and if
+    ranks have different meshes, schedules or kinds of model.
     """
     cuttable = model if isinstance(model, partition.CuttableModel) else None
     own_stages = _stages_by_number(model, table) if isinstance(model, Mapping) else None
@@ -176,8 +177,13 @@ def partition_model(
 
     # 2. Agree on it.
     own_structure = None if own_stages is None else _stage_structure(_without_ddp(own_stages))
-    announcements = control.all_gather_value((_model_kind(model), starts, own_structure), "to agree on the cut")
-    model_kinds, starts_by_rank, structures = zip(*announcements, strict=True)
+    mesh = f"a mesh with the pipelines {position.pipelines}"
+    schedule = f"{table.name} with {table.microbatches} microbatches and {table.stages} stages"
+    announcement = mesh, schedule, _model_kind(model), starts, own_structure
+    announcements = control.all_gather_value(announcement, "to agree on the cut")
+    meshes, schedules, model_kinds, starts_by_rank, structures = zip(*announcements, strict=True)
+    require_equal(meshes, "do not build the same pipeline")
+    require_equal(schedules, "do not build the same pipeline")
     require_equal(model_kinds, "do not give the same", "gives {}")
 
     # 3. Cut. What a rank does not know of stages that it was not given, the others have sent.

@@ -79,8 +79,6 @@ def describe_rank(
     """Describe what this rank is about to build. `options`: those of the pipeline that must be equal on all ranks."""
     state_names = model_partition.uncut_state_names
     settings = {
-        "mesh": f"a mesh with the pipelines {position.pipelines}",
-        "schedule": f"{table.name} with {table.microbatches} microbatches and {table.stages} stages",
         "table": f"another table of that name ({table.digest()[:12]})",
         "backend": f"backend {position.world.backend}",
         "tied": f"tied parameters {model_partition.tied}",

@@ -288,6 +288,20 @@ def test_ranks_that_build_different_pipelines_are_told_so(options, words):
     assert ps.launch(rank_disagrees, RANKS, options) == [f"the ranks do not build the same pipeline: {words}"] * RANKS
 
 
+def rank_with_stages_of_its_own_number(rank_with_two):
+    schedule = "zb-v" if ps.comms.init_distributed().rank == rank_with_two else "1f1b"
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)])
+    return outcome(lambda: ps.Pipeline(model, nn.functional.mse_loss, schedule, 4), ps.MismatchError)
+
+
+@pytest.mark.parametrize("rank_with_two", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_ranks_that_cut_a_model_into_different_numbers_of_stages_are_told_so(rank_with_two):
+    names = [f"{name} with 4 microbatches and {count} stages" for name, count in (("1f1b", 2), ("zb-v", 4))]
+    first, second = names if rank_with_two else reversed(names)
+    sentence = f"the ranks do not build the same pipeline: rank 0 has {first}, rank 1 has {second}"
+    assert ps.launch(rank_with_stages_of_its_own_number, 2, rank_with_two) == [sentence] * 2
+
+
 def rank_different_calls(what):
     pipe, _ = build()
     inputs, target = data("mlp", 16)

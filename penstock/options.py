@@ -176,7 +176,6 @@ STAYS = {name: mark for name, marks in _MARKS.items() for mark in marks if isins
 
 
 @cache
-@cache
 def option_names() -> tuple[str, ...]:
     """Return the names of all options, of any family of schedules too."""
     return (*_MARKS, *all_build_options())

@@ -5,7 +5,7 @@ a shared parameter would drift apart. So some small gradients are remembered at 
 rank sends the number by which all of them were multiplied since; it must be the same on all ranks.
 
 The first weight that has a gradient is remembered too: while it is unchanged, the gradients await the optimizer. So are some of
-its values, since some optimizers change `.data`, without a new version of the tensor; but no longer once it has a new version.
+its values, since some optimizers change `.data`, without a new version of the tensor.
 
 So are all weights, for some steps: those of an optimizer that are unchanged while another rank's change lack a call of
 `optimizer.step()`. Two optimizers that take turns, as a GAN's, may have their weights on different ranks; so it is some steps.
@@ -31,7 +31,6 @@ from penstock.torch_private import tensor_version
 MAX_GRADIENTS, MAX_GRADIENT_ELEMENTS = 4, 2**16  # how many gradients are remembered, and up to which size
 TOLERANCE = 0.02  # relative: bfloat16 has three digits
 UNKNOWN = math.nan
-NO_VALUES = torch.empty(0, dtype=torch.uint8, device="cpu")
 MIN_STEPS_UNCHANGED = 8  # of weights that an optimizer has: more than the turns of a GAN's other optimizer
 
 
@@ -42,9 +41,19 @@ class TensorSnapshot(NamedTuple):
     version: int
     values: Tensor
 
-    def has_new_version(self) -> bool:
-        """Whether autograd knows of a change since."""
-        return tensor_version(self.tensor) != self.version
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSnapshot":
+        """Return a snapshot of `tensor` as it is now."""
+        return cls(tensor, tensor_version(tensor), _sample(tensor))
+
+    def is_unchanged(self) -> bool:
+        """Whether the tensor has the version and the values that it had."""
+        has_same_version = tensor_version(self.tensor) == self.version
+        return has_same_version and torch.equal(_sample(self.tensor), self.values)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    return sample_bytes(local_shard(tensor.detach()))
 
 
 class GradientFactorCheck(Observer):
@@ -63,15 +72,11 @@ class GradientFactorCheck(Observer):
         self._num_changes = 0
         self._weight_versions: list[tuple[nn.Parameter, int]] = []  # of all that had a gradient, after steps 1, 9, 17, 33, ..
         self._num_steps = 0  # of training that have ended
-        self._first_weight: TensorSnapshot | None = None  # that has a gradient; without values if versions show its changes
-        self._versions_show_changes = False  # of the first weight, as when the last step began
+        self._first_weight: TensorSnapshot | None = None  # that has a gradient
 
     def start(self, step: ObservedStep) -> Sequence[float]:
         """Return the factor, and whether weights have changed."""
-        if not step.call.is_training:
-            return UNKNOWN, UNKNOWN
-        self._versions_show_changes = self._first_weight is not None and self._first_weight.has_new_version()
-        return self.measure_factor(), self.weights_changed()
+        return (self.measure_factor(), self.weights_changed()) if step.call.is_training else (UNKNOWN, UNKNOWN)
 
     def compare(self, step: ObservedStep, rows: Rows) -> None:
         """Warn, once, if ranks have multiplied gradients by different numbers, or only some have changed their weights."""
@@ -116,11 +121,7 @@ class GradientFactorCheck(Observer):
     def record_gradients(self) -> None:
         """Record gradients and weights. Called when a step has ended, or the pipeline has clipped the gradients."""
         first = next(filter(_has_gradient, self._parameters()), None)
-        if first is not None:
-            values = NO_VALUES if self._versions_show_changes else sample_bytes(local_shard(first.detach()))
-            self._first_weight = TensorSnapshot(first, tensor_version(first), values)
-        else:
-            self._first_weight = None
+        self._first_weight = None if first is None else TensorSnapshot.of(first)
         if self._num_ranks == 1:
             return
 
@@ -147,11 +148,8 @@ class GradientFactorCheck(Observer):
 
     def awaits_optimizer_step(self) -> bool:
         """Whether the last step has left gradients, and no optimizer has changed a weight since."""
-        if self._first_weight is None or self._first_weight.has_new_version():
-            return False
-        weight, _, values = self._first_weight
-        is_unchanged = values is NO_VALUES or torch.equal(sample_bytes(local_shard(weight.detach())), values)
-        return weight.grad is not None and is_unchanged
+        first = self._first_weight
+        return first is not None and first.tensor.grad is not None and first.is_unchanged()
 
     def weights_changed(self) -> float:
         """Return 1 if a weight that had a gradient has changed, 0 if none of an optimizer has; else UNKNOWN."""

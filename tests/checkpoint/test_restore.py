@@ -393,6 +393,20 @@ def test_gradients_await_the_optimizer_until_its_step_however_it_changes_weights
     assert awaited == [True, False] * 4
 
 
+def test_an_optimizer_that_changes_data_has_stepped_though_weights_were_clipped_in_the_step_before():
+    pipe = ps.Pipeline([torch.nn.Linear(4, 4)], torch.nn.functional.mse_loss, microbatches=2, topology=ps.Topology())
+    optimizer, awaited = DataSGD(pipe.parameters(), lr=0.1), []
+    for _ in range(3):
+        pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+        optimizer.step()
+        awaited.append(pipe._gradient_factor.awaits_optimizer_step())
+        if len(awaited) == 1:
+            with torch.no_grad():
+                next(pipe.parameters()).clamp_(-0.5, 0.5)  # a new version, as loading weights makes
+        optimizer.zero_grad()
+    assert awaited == [False] * 3
+
+
 def rank_saves_between(folder):
     """How often a save warned: in the middle of an accumulation, at its end, with gradients that have been used, in float16."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))

@@ -396,7 +396,7 @@ def microbatch_weights(targets: Sequence[Any], loss_weight: Callable[[Any], Any]
 def scalars_to_floats(scalars: Sequence[Any]) -> list[float]:
     """Return numbers and scalar tensors as floats, with one transfer from a device for all its tensors."""
     if all(isinstance(scalar, Tensor) and scalar.is_cpu for scalar in scalars):  # the common case
-        return [scalar.item() for scalar in scalars]
+        return list(map(Tensor.item, scalars))
     tensors = [scalar.detach().reshape(()) for scalar in scalars if isinstance(scalar, Tensor)]
     values = iter(torch.stack(tensors).tolist() if tensors else ())
     return [float(next(values) if isinstance(scalar, Tensor) else scalar) for scalar in scalars]

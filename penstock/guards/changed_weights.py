@@ -9,11 +9,13 @@ and would begin with a buffer that is changed already. Only some values of each 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.batch.pieces import scalars_to_floats
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.observers import ObservedStep, Observer, StepFunctions
 from penstock.errors import MismatchError
@@ -45,12 +47,12 @@ class ChangedWeightsCheck(Observer):
     ) -> None:
         self._control, self._stages, self._names, self._recomputes = control, stages, names, recomputes
         self._in_flight: dict[int, set[tuple[int, int]]] = defaultdict(set)  # stage -> microbatches and slices
-        self._finding = ""
+        self._comparisons: list[tuple[str, Tensor]] = []  # what is said if a value has changed -> whether it has
 
     def start(self, step: ObservedStep) -> Sequence[float]:
         """Prepare for a step."""
         self._in_flight.clear()
-        self._finding = ""
+        self._comparisons.clear()
         return ()
 
     def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
@@ -71,13 +73,13 @@ class ChangedWeightsCheck(Observer):
         self._in_flight[action.stage].add((action.microbatch, action.slice))
 
         for name, state in parameters.items():
-            if others_in_flight and state.tensor.requires_grad and _is_changed_unseen(state):
-                self._finding = self._finding or self._text(action.stage, f"weight {name}", "while other microbatches need it")
+            if others_in_flight and state.tensor.requires_grad and _is_unseen(state):
+                self._compare(state, self._text(action.stage, f"weight {name}", "while other microbatches need it"))
         for name, state in buffers.items():
-            if _is_changed_unseen(state):
+            if _is_unseen(state):
                 reason = "where recompute= does not see it, and would begin with the changed one"
-                text = self._text(action.stage, f"buffer {name}", reason, "leave out .data, under torch.no_grad()")
-                self._finding = self._finding or text
+                advice = "leave out .data, under torch.no_grad()"
+                self._compare(state, self._text(action.stage, f"buffer {name}", reason, advice))
         return messages
 
     def _backward(self, run: ActionFunction, action: Action, values: Sequence[Any]) -> Any:
@@ -85,10 +87,13 @@ class ChangedWeightsCheck(Observer):
         messages = run(action, values)
         self._in_flight[action.stage].discard((action.microbatch, action.slice))
         for name, state in parameters.items():
-            if _is_changed(state):
-                text = self._text(action.stage, f"weight {name}", "and recompute= runs it, and changes it, twice")
-                self._finding = self._finding or text
+            self._compare(state, self._text(action.stage, f"weight {name}", "and recompute= runs it, and changes it, twice"))
         return messages
+
+    def _compare(self, state: _TensorState, text: str) -> None:
+        """Compare on the tensor's device, for which the host waits at the end of the step."""
+        if not _has_no_memory(state.tensor):
+            self._comparisons.append((text, (sample_bytes(state.tensor) != state.values).any()))
 
     def _parameters(self, stage: int) -> dict[str, _TensorState]:
         return self._states(stage, self._stages[stage].module.named_parameters())
@@ -113,18 +118,19 @@ class ChangedWeightsCheck(Observer):
         return f"a forward of stage {stage} changes its {what} in place, through .data, {reason}: {advice}"
 
     def end(self, step: ObservedStep) -> float:
-        """Return 1 if something was found on this rank."""
-        return float(bool(self._finding))
+        """Return 1 if a value has changed on this rank."""
+        return max(self._read_comparisons(), default=0.0)
+
+    def _read_comparisons(self) -> list[float]:
+        return scalars_to_floats([is_changed for _, is_changed in self._comparisons])
 
     def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
         """Raise MismatchError, the same on every rank, if something was found."""
         if any(numbers):
-            findings = self._control.all_gather_value(self._finding, "to compare changed weights")
-            raise MismatchError(next(filter(None, findings)))
-
-
-def _is_changed(state: _TensorState) -> bool:
-    return not _has_no_memory(state.tensor) and not torch.equal(sample_bytes(state.tensor), state.values)
+            values = self._read_comparisons()
+            found = [text for (text, _), is_changed in zip(self._comparisons, values, strict=True) if is_changed]
+            findings = self._control.all_gather_value(found[:1], "to compare changed weights")
+            raise MismatchError(next(chain.from_iterable(findings)))
 
 
 def _has_no_memory(tensor: Tensor) -> bool:
@@ -132,6 +138,6 @@ def _has_no_memory(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == 0
 
 
-def _is_changed_unseen(state: _TensorState) -> bool:
-    """Whether values have changed and autograd's version has not."""
-    return tensor_version(state.tensor) == state.version and _is_changed(state)
+def _is_unseen(state: _TensorState) -> bool:
+    """Whether autograd has seen no change."""
+    return tensor_version(state.tensor) == state.version

@@ -27,7 +27,7 @@ from penstock.comms.transport.channels import Channels, opening_order
 from penstock.launcher import rank_processes
 
 # Where a host that runs ahead waits, on the last stage's rank: at the end of a step, and behind the first one of a pipeline.
-FOR_THE_LOSS = {"engine/report.py local_loss_and_dtype", "guards/loss.py _describe_mismatch"}
+FOR_THE_LOSS = {"batch/pieces.py scalars_to_floats", "guards/loss.py _describe_mismatch"}
 DEPTH = 15  # layers enough for 8 ranks with 2 stages each
 
 # ---- which backend, and in which order lines are opened -------------------------------------------------------------
@@ -218,7 +218,7 @@ def rank_replicas(way):
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_hosts_of_replicas_that_run_ahead_wait_for_the_loss_alone_and_once_to_clip(way):
     for found, clipping, finite in ps.launch(rank_replicas, 4, way):
-        assert all(result <= FOR_THE_LOSS for result in found)
+        assert set().union(*found) <= FOR_THE_LOSS
         assert [place.partition(":")[0] for place in clipping] == ["stage/rank_parameters.py _copy_scalars"]
         assert finite
 

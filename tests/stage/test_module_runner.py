@@ -102,6 +102,19 @@ def test_a_stage_with_a_forward_of_its_own_runs_that() -> None:
     torch.testing.assert_close(loss, nn.functional.mse_loss(stages[1](stages[0](batch)), batch))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_layer_that_took_the_place_of_another_runs_from_the_next_step_on(dropout: float) -> None:
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(dropout))
+    pipe = ps.Pipeline([stage], nn.functional.mse_loss, one_rank(1), M, topology=ps.Topology())
+    batch = torch.ones(7, 4)
+    pipe.step(batch, target=batch)
+    stage[1] = nn.Linear(4, 4)
+    loss = pipe.step(batch, target=batch)
+    assert stage[1].weight.grad is not None
+    if not dropout:
+        torch.testing.assert_close(loss, nn.functional.mse_loss(stage(batch), batch))
+
+
 @pytest.mark.parametrize("recompute", [None, "stage", "block"])
 def test_hooks_of_a_stage_run_and_its_layers_draw_what_they_would_without(recompute: Any) -> None:
     found, calls = [], []

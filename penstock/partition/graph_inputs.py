@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,6 @@ class InputParameter(NamedTuple):
     name: str
     structure: TreeSpec | None = None
     leaves: tuple[Any, ...] = ()  # InputTensorSpec, or the value itself, which is a constant of the graph
-    takes_none: bool = True  # whether the graph holds for None, too
 
 
 class GraphInputs(NamedTuple):
@@ -45,6 +44,7 @@ class GraphInputs(NamedTuple):
     signature: inspect.Signature  # of the model's forward
     parameters: Sequence[InputParameter]
     guards: Sequence[str] = ()  # Python expressions of the dict `values` of the arguments
+    check_nones: Callable[[Mapping[str, Any]], None] | None = None  # raises MismatchError unless the graph holds for the Nones
 
     def flatten_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], cast: torch.dtype | None = None) -> list[Any]:
         """Return the graph's inputs for a call of the model's forward. Raises MismatchError if the graph does not hold for it.
@@ -59,13 +59,10 @@ class GraphInputs(NamedTuple):
             if parameter.name not in arguments:
                 raise MismatchError(f"the model was cut for a forward with {parameter.name}=, which is missing")
             value = arguments[parameter.name]
-            if value is None and not parameter.takes_none:
-                raise MismatchError(
-                    f"{parameter.name} is None, and the model was cut for another value, for which its forward does something "
-                    "else: give example_args with None if it is always None, or a list with one module for each stage"
-                )
             leaves += [value] if parameter.structure is None else _flatten_and_check(parameter, value, cast)
 
+        if self.check_nones is not None:
+            self.check_nones({parameter.name: arguments[parameter.name] for parameter in self.parameters})
         for guard in self.guards:
             if not compile_guard(guard, "values")(arguments):
                 condition = re.sub(r"values\['(\w+)'\]", r"\1", guard)

@@ -6,8 +6,10 @@ The units remain modules that are called. Only what is between them, in the forw
 import inspect
 import operator
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import fx, nn
@@ -24,7 +26,17 @@ from penstock.partition.model_graph import (
     first_line,
     train_then_eval,
 )
-from penstock.torch_private import TensorSlot, buffer_slots, tensor_version
+from penstock.torch_private import (
+    TensorSlot,
+    buffer_slots,
+    keystr,
+    tensor_version,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map_only,
+    tree_unflatten,
+)
+from penstock.trees import leaves
 
 ADVICE = "give example_args, so that it can be exported; or a list with one module for each stage"
 
@@ -35,33 +47,134 @@ def trace_graph(model: nn.Module, units: Mapping[str, nn.Module]) -> ModelGraph:
     Raises MismatchError for a forward that decides by values or shapes.
     """
     changes = dict[Attribute, AttributeChange]()
-    graphs = [_trace(model, units, changes) for _ in train_then_eval(model)]
+    graphs = [_trace(model, units, changes, {}) for _ in train_then_eval(model)]
     names = [str(node.target) for node in graphs[0].find_nodes(op="placeholder")]
-    parameters = [
-        InputParameter(name, takes_none=len(names) == 1 or _is_same_for_none(model, units, graphs, name)) for name in names
-    ]
-    inputs = GraphInputs(inspect.signature(model.forward), parameters)
+    check_nones = _NoneCheck(model, units, names)
+    inputs = GraphInputs(inspect.signature(model.forward), [*map(InputParameter, names)], check_nones=check_nones)
     return ModelGraph.from_train_and_eval_graphs(model, graphs, inputs, list(changes.values()))
 
 
-def _is_same_for_none(model: nn.Module, units: Mapping[str, nn.Module], graphs: Sequence[fx.Graph], name: str) -> bool:
-    """Whether the forward does the same if the argument `name` is None: `name is None` is False of a value in the graph."""
+# -- arguments that are None -------------------------------------------------------------------------------------------
+
+
+class _Leaf(str):
+    """The name of a tensor, or another value that is not None, in an argument."""
+
+    __repr__ = str.__str__
+
+
+Templates = Mapping[str, Any]  # argument with a None inside -> the same with a `_Leaf` in the place of each other leaf
+
+
+class _NoneCheck:
+    """Whether the graphs hold for arguments with a None inside: in them `is None` is False of a value.
+
+    Which items may be None together is seen by tracing the forward once more, for the first batch that has these Nones. Which
+    argument may be None alone is known before, also where the stages are and the model is not.
+    """
+
+    def __init__(self, model: nn.Module, units: Collection[str], names: Sequence[str]) -> None:
+        self._model, self._units = ref(model), tuple(units)
+        self._holds: dict[str, bool] = {}
+        for templates in [{name: None} for name in names if len(names) > 1]:
+            self._holds[str(templates)] = self._is_same(model, templates)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what holds in another process, which has no model to trace."""
+        return {"_model": _no_model, "_units": (), "_holds": self._holds}
+
+    def __deepcopy__(self, memo: Any) -> "_NoneCheck":
+        return self
+
+    def __call__(self, arguments: Mapping[str, Any]) -> None:
+        """Raise MismatchError if the forward does something else for the Nones in `arguments`."""
+        if all(leaf is not None for leaf in leaves(dict(arguments))):
+            return
+
+        entries = [(name, *entry) for name, value in arguments.items() for entry in tree_flatten_with_path(value)[0]]
+        nones = ", ".join(f"{name}{keystr(path)} is None" for name, path, leaf in entries if leaf is None)
+        templates = _make_templates(arguments)
+        if str(templates) not in self._holds:
+            model = self._model()
+            if model is None:
+                raise MismatchError(
+                    f"{nones}, and whether the forward does something else then is seen by tracing the model that was cut, "
+                    "which is gone: keep a reference to it until the first step, or give example_args with None"
+                )
+            self._holds[str(templates)] = self._is_same(model, templates)
+        if not self._holds[str(templates)]:
+            raise MismatchError(
+                f"{nones}, and the model was cut for another value, for which its forward does something else: give "
+                "example_args with None if it is always None, or a list with one module for each stage"
+            )
+
+    def _is_same(self, model: nn.Module, templates: Templates) -> bool:
+        """Whether the forward traced with these Nones does what its graph without them does, in training and evaluation."""
+        try:
+            for is_training in (True, False):
+                with _training_flags(model, is_training):
+                    graph, graph_for_nones = (_trace(model, self._units, {}, given) for given in ({}, templates))
+                if _calls(graph, templates) != _calls(graph_for_nones, {}):
+                    return False
+        except Exception:  # whatever the forward makes of a None
+            return False
+        return True
+
+
+def _no_model() -> None:
+    """Stand for a reference to a model that is gone."""
+
+
+def _make_templates(arguments: Mapping[str, Any]) -> Templates:
+    templates = dict[str, Any]()
+    for name, value in arguments.items():
+        flat, structure = tree_flatten(value)
+        if any(leaf is None for leaf in flat):
+            marked = [None if leaf is None else _Leaf(f"{name}.{number}") for number, leaf in enumerate(flat)]
+            templates[name] = tree_unflatten(marked, structure)
+    return templates
+
+
+@contextmanager
+def _training_flags(model: nn.Module, is_training: bool) -> Iterator[None]:
+    """Set the flags alone, since a `train()` of the user's own may change weights, which a step that runs needs."""
+    flags = [(module, module.training) for module in model.modules()]
     try:
-        graphs_for_none = [_trace(model, units, {}, none=name) for _ in train_then_eval(model)]
-    except MismatchError:
-        return False
-    return all(_calls(a, name) == _calls(b, name) for a, b in zip(graphs, graphs_for_none, strict=True))
+        for module, _ in flags:
+            module.training = is_training
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
 
 
-def _calls(graph: fx.Graph, none: str) -> list[str]:
-    """Return what the graph does, with None for the argument `none`."""
+def _calls(graph: fx.Graph, templates: Templates) -> list[str]:
+    """Return what the graph does, with `templates` for its arguments: items that it takes out of them are taken out here."""
     eliminate_unused_nodes(graph)
+    values, calls = dict[fx.Node, Any](), list[str]()
+    for node in graph.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "placeholder":
+            template = templates.get(node.target, _Leaf(node.target))
+            values[node] = tree_map_only(_Leaf, lambda leaf: leaf, template)  # a copy: the graph may change it
+        elif _is_of_template(node, values):
+            function = node.target if node.op == "call_function" else getattr(args[0], node.target)
+            values[node] = function(*(args if node.op == "call_function" else args[1:]), **kwargs)
+        else:
+            values[node] = _Leaf(f"%{len(calls)}")
+            calls.append(f"{node.op} {node.target} {args} {kwargs} {NO_GRAD in node.meta}")
+    return calls
 
-    def argument(node: fx.Node) -> Any:
-        return None if node.op == "placeholder" and node.target == none else node
 
-    nodes = [node for node in graph.nodes if node.op != "placeholder"]
-    return [f"{node.op} {node.target} {map_arg((node.args, node.kwargs), argument)}" for node in nodes]
+def _is_of_template(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+    """Whether a node takes an item out of a dict or tuple in the templates, or calls a method of it."""
+    container = values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+    if container is None or isinstance(container, _Leaf):
+        return False
+    return node.op == "call_method" or node.target in (getattr, operator.getitem, operator.setitem)
+
+
+# -- the trace ---------------------------------------------------------------------------------------------------------
 
 
 class _Proxy(fx.Proxy):
@@ -77,9 +190,9 @@ for _name in INPLACE_OPERATORS:
 
 
 class _UnitTracer(fx.Tracer):
-    def __init__(self, units: Mapping[str, nn.Module], none: str | None) -> None:
+    def __init__(self, units: Collection[str], templates: Templates) -> None:
         super().__init__(param_shapes_constant=True)
-        self.units, self._none, self._autocast = units, none, _autocast_modes()
+        self.units, self._templates, self._autocast = units, templates, _autocast_modes()
         self.changes: dict[Attribute, AttributeChange] = {}  # attributes that the forward has set
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
@@ -110,14 +223,14 @@ class _UnitTracer(fx.Tracer):
             for parameter in parameters
             if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
         ]
-        values = [self.create_proxy("placeholder", name, (), {}) for name in names]
+        templates = {name: self._templates.get(name, _Leaf(name)) for name in names}
+        arguments = tree_map_only(_Leaf, lambda leaf: self.create_proxy("placeholder", leaf, (), {}), templates)
 
-        def traced_forward(model: nn.Module, *args: Any) -> Any:
-            arguments = {name: None if name == self._none else value for name, value in zip(names, args, strict=True)}
+        def traced_forward(model: nn.Module) -> Any:
             with restore_attributes_afterwards(model) as self.changes:
                 return forward(model, **arguments)
 
-        return traced_forward, [self.root, *values]
+        return traced_forward, [self.root]
 
 
 def _autocast_modes() -> list[bool]:
@@ -125,12 +238,12 @@ def _autocast_modes() -> list[bool]:
 
 
 def _trace(
-    model: nn.Module, units: Mapping[str, nn.Module], changes: dict[Attribute, AttributeChange], none: str | None = None
+    model: nn.Module, units: Collection[str], changes: dict[Attribute, AttributeChange], templates: Templates
 ) -> fx.Graph:
-    """Return the graph; put the attributes that the forward sets into `changes`. `none`: an argument that is None."""
+    """Return the graph; put the attributes that the forward sets into `changes`. `templates`: of arguments with a None."""
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     buffers = [(slot, tensor_version(slot.tensor)) for slot in buffer_slots(model)]
-    name, tracer = type(model).__name__, _UnitTracer(units, none)
+    name, tracer = type(model).__name__, _UnitTracer(units, templates)
     try:
         with torch.enable_grad():
             graph = tracer.trace(model)

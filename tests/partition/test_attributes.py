@@ -456,38 +456,3 @@ def replaces_a_buffer_by_another_shape(model, hidden):
 def test_a_buffer_that_is_replaced_by_one_of_another_shape_is_refused():
     with pytest.raises(ps.MismatchError, match=r"^the forward of Stateful replaces the buffer mean, torch"):
         split(Stateful("state", replaces_a_buffer_by_another_shape), 2, example_args=(X[:2],))
-
-
-# -- arguments that are None
-
-
-class TakesMask(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.function, self.first, self.last = function, nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, inputs, mask):
-        return self.last(self.function(self.first(inputs), mask))
-
-
-ASKS_FOR_NONE = {
-    "is None": lambda hidden, mask: hidden * 2 if mask is None else hidden,
-    "is not None": lambda hidden, mask: hidden if mask is None else hidden * mask,
-    "a default": lambda hidden, mask: hidden * (1 if mask is None else mask),
-}
-
-
-@pytest.mark.parametrize("what", ASKS_FOR_NONE)
-def test_a_model_cut_by_names_that_asks_whether_an_argument_is_none_refuses_none(what):
-    model = TakesMask(ASKS_FOR_NONE[what])
-    stages = split(model, 2, cuts=["last"])
-    assert torch.equal(run(stages, X, X + 1), model(X, X + 1))
-    with pytest.raises(ps.MismatchError, match=r"^mask is None, and the model was cut for another value, for which"):
-        run(stages, X, None)
-
-
-def test_a_model_cut_by_names_takes_none_for_an_argument_that_it_only_hands_on():
-    model = TakesMask(lambda hidden, mask: hidden)
-    stages = split(model, 2, cuts=["last"])
-    assert torch.equal(run(stages, X, None), model(X, None))

@@ -1,0 +1,204 @@
+"""A model that is cut by names is traced without data: `is None` is false of each value then, and a batch may have Nones."""
+
+import gc
+import pickle
+import re
+from weakref import ref
+
+import pytest
+import torch
+from reference import accumulate, assert_same, gradients, merged
+from torch import nn
+
+import penstock as ps
+from penstock.partition import run, split
+
+X = torch.linspace(-1, 1, 16).reshape(4, 4)
+
+
+class TakesMask(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.first, self.last = function, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs, mask):
+        return self.last(self.function(self.first(inputs), mask))
+
+
+ASKS_FOR_NONE = {
+    "is None": lambda hidden, mask: hidden * 2 if mask is None else hidden,
+    "is not None": lambda hidden, mask: hidden if mask is None else hidden * mask,
+    "a default": lambda hidden, mask: hidden * (1 if mask is None else mask),
+}
+
+
+@pytest.mark.parametrize("what", ASKS_FOR_NONE)
+def test_a_model_cut_by_names_that_asks_whether_an_argument_is_none_refuses_none(what):
+    model = TakesMask(ASKS_FOR_NONE[what])
+    stages = split(model, 2, cuts=["last"])
+    assert torch.equal(run(stages, X, X + 1), model(X, X + 1))
+    with pytest.raises(ps.MismatchError, match=r"^mask is None, and the model was cut for another value, for which"):
+        run(stages, X, None)
+
+
+def test_a_model_cut_by_names_takes_none_for_an_argument_that_it_only_hands_on():
+    model = TakesMask(lambda hidden, mask: hidden)
+    stages = split(model, 2, cuts=["last"])
+    assert torch.equal(run(stages, X, None), model(X, None))
+
+
+class TakesNone(nn.Module):
+    def forward(self, hidden, values, factor=None):
+        values = values["mask"] if isinstance(values, dict) else values
+        hidden = hidden if factor is None else hidden * factor
+        return hidden * 3 if values is None else hidden * values
+
+
+class TakesBatch(nn.Module):
+    """Its arguments are a dict, a tuple and others, one of which may be None."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.first, self.layer, self.last = function, nn.Linear(4, 4), TakesNone(), nn.Linear(4, 4)
+
+    def forward(self, batch, pair, mask, bias):
+        _, scale = pair
+        hidden = self.first(batch["x"])
+        return self.last(self.function(self.layer, hidden, batch, scale, mask, bias))
+
+
+def arguments(x, *nones):
+    batch, pair = {"x": x, "mask": None if "batch" in nones else x + 1}, (x, None if "pair" in nones else x + 2)
+    return batch, pair, None if "mask" in nones else x + 3, None if "bias" in nones else x + 4
+
+
+ASKS_FOR_NONE_INSIDE = {
+    "an item of a dict": (
+        lambda layer, h, batch, *_: h * 2 if batch["mask"] is None else h,
+        ["batch"],
+        "batch['mask'] is None",
+    ),
+    "get of a dict": (
+        lambda layer, h, batch, *_: h if batch.get("mask") is not None else -h,
+        ["batch"],
+        "batch['mask'] is None",
+    ),
+    "an item of a tuple": (lambda layer, h, batch, scale, *_: h * 2 if scale is None else h, ["pair"], "pair[1] is None"),
+    "two together": (
+        lambda layer, h, batch, scale, mask, bias: h * 2 if mask is None and bias is None else h,
+        ["mask", "bias"],
+        "mask is None, bias is None",
+    ),
+    "two in different arguments": (
+        lambda layer, h, batch, scale, mask, bias: h * 2 if batch["mask"] is None and mask is None else h,
+        ["batch", "mask"],
+        "batch['mask'] is None, mask is None",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ASKS_FOR_NONE_INSIDE)
+def test_a_model_cut_by_names_refuses_nones_inside_of_arguments_and_together_where_its_forward_asks_for_them(what):
+    function, nones, text = ASKS_FOR_NONE_INSIDE[what]
+    model = TakesBatch(function)
+    stages = split(model, 2, cuts=["last"])
+    assert torch.equal(run(stages, *arguments(X)), model(*arguments(X)))
+    with pytest.raises(ps.MismatchError, match=rf"^{re.escape(text)}, and the model was cut for another value, for which"):
+        run(stages, *arguments(X, *nones))
+
+
+HARMLESS_NONES = {
+    "an item of a dict that a layer gets": (lambda layer, h, batch, *_: layer(h, batch["mask"]), ["batch"]),
+    "a dict and a tuple that a layer gets": (lambda layer, h, batch, scale, *_: layer(h, batch, scale), ["batch", "pair"]),
+    "two that matter only apart": (
+        lambda layer, h, batch, scale, mask, bias: h * 2 if mask is not None and bias is None else h,
+        ["mask", "bias"],
+    ),
+    "a dict that is changed": (lambda layer, h, batch, *_: h * batch.pop("x"), ["batch"]),
+}
+
+
+@pytest.mark.parametrize("what", HARMLESS_NONES)
+def test_a_model_cut_by_names_takes_nones_for_which_its_forward_does_the_same(what):
+    function, nones = HARMLESS_NONES[what]
+    model = TakesBatch(function)
+    stages = split(model, 2, cuts=["last"])
+    for _ in range(2):
+        assert torch.equal(run(stages, *arguments(X, *nones)), model(*arguments(X, *nones)))
+
+
+def test_stages_do_not_keep_the_model_and_say_so_where_a_none_inside_of_an_argument_needs_it():
+    model = TakesBatch(HARMLESS_NONES["an item of a dict that a layer gets"][0])
+    stages, model_reference = split(model, 2, cuts=["last"]), ref(model)
+    del model
+    gc.collect()
+    assert model_reference() is None
+    with pytest.raises(
+        ps.MismatchError, match=r"^batch\['mask'\] is None, and whether the forward does something else then is"
+    ):
+        run(stages, *arguments(X, "batch"))
+
+
+def takes_mask(hidden, mask):
+    return hidden
+
+
+def test_stages_that_were_pickled_take_none_for_an_argument_that_the_forward_only_hands_on():
+    stages = pickle.loads(pickle.dumps(split(TakesMask(takes_mask), 2, cuts=["last"])))
+    assert torch.equal(run(stages, X, None), run(stages, X, X))
+
+
+class RefusesTrain(TakesBatch):
+    calls = 0
+
+    def train(self, mode=True):
+        RefusesTrain.calls += 1
+        return super().train(mode)
+
+
+def test_a_forward_traced_in_a_step_leaves_modes_alone_and_calls_no_train():
+    model = RefusesTrain(HARMLESS_NONES["an item of a dict that a layer gets"][0])
+    stages = split(model, 2, cuts=["last"])
+    model.layer.training, calls = False, RefusesTrain.calls
+    run(stages, *arguments(X, "batch"))
+    assert (RefusesTrain.calls, model.training, model.layer.training) == (calls, True, False)
+
+
+LAUNCHED = [
+    ASKS_FOR_NONE_INSIDE["two in different arguments"],
+    HARMLESS_NONES["a dict and a tuple that a layer gets"],
+]
+
+
+def steps_on_two_ranks():
+    results = []
+    for function, nones, *_ in LAUNCHED:
+        pipe = ps.Pipeline(TakesBatch(function), nn.functional.mse_loss, "1f1b", 2, cuts=["last"])
+        try:
+            loss = pipe.step(*arguments(X, *nones), target=X)
+        except ps.PenstockError as error:
+            loss = str(error)
+        results.append((loss, gradients(pipe.named_parameters()), pipe.step(*arguments(X), target=X)))
+    return results
+
+
+def in_one_process(function, *nones):
+    model = TakesBatch(function)
+    loss = accumulate(lambda x: model(*arguments(x, *nones)), nn.functional.mse_loss, (X, X), 2)
+    return loss, gradients(model.named_parameters())
+
+
+def test_a_step_with_a_none_has_the_bits_of_one_process_or_is_refused_on_all_ranks_and_the_next_one_works():
+    by_rank = ps.launch(steps_on_two_ranks, 2)
+    for (function, nones, *text), *results in zip(LAUNCHED, *by_rank, strict=True):
+        losses, parts, next_losses = zip(*results, strict=True)
+        assert all(torch.equal(loss, in_one_process(function)[0]) for loss in next_losses)
+        if text:
+            start = f"rank 0, stage 0, action 0F0, microbatch 0: {text[0]}, and the model was cut for another value"
+            assert [loss[: len(start)] for loss in losses] == [start] * 2
+        else:
+            expected_loss, expected_gradients = in_one_process(function, *nones)
+            assert all(torch.equal(loss, expected_loss) for loss in losses)
+            assert_same(merged(parts), expected_gradients)

@@ -8,7 +8,8 @@ Batches are compared before each step: small tensors whole, larger ones by some 
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from penstock.guards import is_power_of_two_or_zero
 from penstock.mesh.position import MeshPosition
 from penstock.rows import unwrap
 from penstock.stage.tied_parameters import TiedParameters
+from penstock.torch_private import tensor_version
 from penstock.trees import leaves
 
 MAX_STEPS_BETWEEN_CHECKS = 64
@@ -76,21 +78,47 @@ def has_several_readers(position: MeshPosition, placement: Sequence[int]) -> boo
     return placement[0] != placement[-1] or len(position.pipelines[0]) > 1
 
 
+class _Inputs(NamedTuple):
+    """The tensors of a step's inputs, their versions, which an operation in place raises but not one in a layer, and a hash.
+
+    Layers get microbatches, which share the memory of the inputs and not their versions.
+    """
+
+    tensors: Sequence[ref[Tensor]]
+    versions: Sequence[int]
+    hash: int
+
+
 class BatchComparison(Observer):
     """Compares some values of the batches that several ranks were given: inputs must meet the target of the same rows.
 
     `placement`: stage -> rank of a pipeline.
     """
 
-    num_numbers = 2
+    num_numbers = 3
 
     def __init__(self, position: MeshPosition, placement: Sequence[int]) -> None:
         self._position, self._first_rank = position, placement[0]
+        self._last_inputs = _Inputs([], [], 0)
         self._is_compared = position.pipeline.rank in (placement[0], placement[-1])
 
     def start(self, step: ObservedStep) -> Sequence[float]:
-        """Return hashes of inputs and target; 0 if they are not taken."""
-        return (hash_batch(step.call.inputs), hash_batch(step.call.target)) if self._is_compared else (0, 0)
+        """Return hashes of inputs and target, 0 if they are not taken, and whether the last step changed the inputs."""
+        if not self._is_compared:
+            return 0, 0, 0
+        inputs_hash = hash_batch(step.call.inputs)
+        return inputs_hash, hash_batch(step.call.target), self._are_changed(step.call.inputs, inputs_hash)
+
+    def _are_changed(self, inputs: Any, inputs_hash: int) -> bool:
+        """Whether the inputs are those of the last step, with other values that no operation of the user has written."""
+        tensors = [leaf for leaf in map(unwrap, leaves(inputs)) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        last, self._last_inputs = (
+            self._last_inputs,
+            _Inputs([ref(tensor) for tensor in tensors], [tensor_version(tensor) for tensor in tensors], inputs_hash),
+        )
+        if last.hash == inputs_hash or last.versions != self._last_inputs.versions:
+            return False
+        return all(reference() is tensor for reference, tensor in zip(last.tensors, tensors, strict=True))
 
     def compare(self, step: ObservedStep, rows: Rows) -> None:
         """Raise MismatchError, the same on every rank, if inputs of some rows would meet the target of others.
@@ -105,12 +133,20 @@ class BatchComparison(Observer):
             for name, index, ranks in (("target", 1, replica_ranks), ("inputs", 0, input_ranks)):
                 hashes = {rank: rows[rank][index] for rank in ranks if rows[rank][index]}
                 if len({*hashes.values()}) > 1:
-                    raise _other_batch_error(self._position.replica_prefix(replica), name, hashes)
+                    changed = [rank for rank in hashes if name == "inputs" and rows[rank][2]]
+                    raise _other_batch_error(self._position.replica_prefix(replica), name, hashes, changed)
 
 
-def _other_batch_error(prefix: str, name: str, hashes: Mapping[int, float]) -> MismatchError:
+def _other_batch_error(prefix: str, name: str, hashes: Mapping[int, float], changed: Sequence[int]) -> MismatchError:
+    """Return the error. `changed`: the ranks whose tensors are those of the last step, with other values."""
     first_rank, expected = next(iter(hashes.items()))
     rank = next(rank for rank, value in hashes.items() if value != expected)
+    if changed:
+        return MismatchError(
+            f"{prefix}rank {rank}'s batch is another than rank {first_rank}'s: on rank {changed[0]} the inputs are the tensors "
+            "of its last step, whose values have changed since. If a layer changes its input in place (x.mul_(2)), let it work "
+            "on a copy, as x * 2 makes one"
+        )
     return MismatchError(
         f"{prefix}rank {rank}'s batch is another than rank {first_rank}'s: they were given different values as {name}. Give "
         "both the same rows (pipe.sampler(dataset), one seed for all loaders, no batch skipped on one rank alone), or None "

@@ -77,6 +77,25 @@ def middle(rank, batch):
 GIVEN = {other_target: "target", only_what_is_read: None, other_crop: None, other_inputs: "inputs", middle: None}
 
 
+class InPlace(nn.Module):
+    def forward(self, hidden):
+        return hidden.mul_(0.5)
+
+
+def changed_batches(rank, batch):
+    """What a step says whose inputs differ on the ranks: since a layer has changed them in place, or since the user has."""
+    inputs, target, results = batch[0].clone(), None if rank == 0 else batch[1], {}
+    for name, layer in (("a layer", InPlace()), ("the user", nn.Identity())):
+        model, loss_fn = make("mlp")
+        pipe = ps.Pipeline(nn.Sequential(layer, *model), loss_fn, "1f1b", M)
+        pipe.step(inputs, target=target)
+        if name == "the user" and rank == 0:
+            inputs.add_(1)
+        results[name] = error_text(partial(pipe.step, inputs, target=target))
+        inputs = batch[0].clone()
+    return results
+
+
 def rank_data():
     """Everything about the batch that takes three ranks, in one go."""
     rank, batch = ps.comms.init_distributed().rank, data("mlp", ROWS)
@@ -91,6 +110,7 @@ def rank_data():
     results["nan"] = error_text(partial(step, scale=float("nan") if rank == 1 else 1.0))
     with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0):
         results["autocast"] = error_text(step)
+    results["changed"] = changed_batches(rank, batch)
     return results, rank_accumulates(), rank_is_told(batch, rank)
 
 
@@ -127,6 +147,15 @@ def test_inputs_of_some_rows_with_the_target_of_others_are_refused_by_name(every
         for given, what in GIVEN.items():
             words = f"rank 2's batch is another than rank 0's: they were given different values as {what}. "
             assert result[given.__name__].startswith(words if what else NO_ERROR), given.__doc__
+
+
+@pytest.mark.ranks
+def test_a_layer_that_changes_the_batch_in_place_is_named_as_the_cause_where_the_same_tensors_come_again(everyone):
+    for result, *_ in everyone:
+        start = "rank 2's batch is another than rank 0's: "
+        cause = "on rank 0 the inputs are the tensors of its last step, whose values have changed since. If a layer"
+        assert result["changed"]["a layer"].startswith(start + cause)
+        assert result["changed"]["the user"].startswith(f"{start}they were given different values as inputs. ")
 
 
 @pytest.mark.ranks

@@ -2,17 +2,19 @@
 
 Each rank keeps the order of its own actions. A free rank runs a forward of the teacher if its next own action can wait that
 long: until the latest time at which it may start for the whole step to end in time. Of two that cannot wait the more urgent
-one goes first. The end that the ranks aim at is raised, from the least that the work allows, until they reach it.
+one goes first. The end that the ranks aim at is raised, from the least that the work allows, until they reach it. Of steps that
+take as long the one is chosen in which fewer of the teacher's outputs wait for their losses.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count, pairwise, product
-from operator import itemgetter
-from typing import Literal
+from math import inf
+from typing import Literal, NamedTuple
 
 from penstock.errors import ScheduleError, is_whole_number
+from penstock.schedule.memory import waiting_outputs
 from penstock.schedule.proof import check_table
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Action, Cell, Kind, actions_of, dependencies, pause_garbage_collection
@@ -31,6 +33,7 @@ def with_teacher(
     stages: int | Sequence[int] | Literal["V"] | None = None,
     ahead: bool = True,
     costs: Costs = UNIT_COSTS,
+    max_waiting_outputs: int | None = None,
 ) -> Schedule:
     """Return `schedule` with the forwards of a second, frozen model on the same ranks, a teacher's: stages that have F only.
 
@@ -42,6 +45,8 @@ def with_teacher(
     each microbatch waits for the teacher's output.
     `costs`: of the actions and messages of all stages, the teacher's behind the model's, by which the forwards are placed; by
     default all equal. The actions of the model keep their order on each rank, so that its gradients keep their bits.
+    `max_waiting_outputs`: the most of the teacher's outputs that wait for their losses at once. If `ahead`, all outputs of a
+    batch wait between two steps: give the number of microbatches or more.
 
     In the result `teacher` is the number of the teacher's first stage. `verify`, `simulate`, `to_csv` and `Schedule.from_csv`
     know such tables. A table of your own has a teacher too: from rows whose teacher's first stage has a mark, `4TEACHER` or
@@ -53,7 +58,8 @@ def with_teacher(
 
     A pipeline chooses between "V" and the model's ranks by simulation, if its table has no teacher.
 
-    Raises ScheduleError for a table that is not complete, has a teacher already or slices, and for stages that end elsewhere.
+    Raises ScheduleError for a table that is not complete, has a teacher already or slices, for stages that end elsewhere, and
+    for a `max_waiting_outputs` with which no table is found.
     """
     if schedule.teacher is not None:
         raise ScheduleError(f"{schedule.name} has a teacher already, from stage {schedule.teacher} on: give the table without")
@@ -72,13 +78,28 @@ def with_teacher(
     cells = [list(schedule.cells(rank)) for rank in range(table.ranks)]
     check_table(table.with_cells([*row, *more] for row, more in zip(cells, forwards, strict=True)))
 
-    found = [_fastest(table, cells, forwards, costs)]
+    max_added = _max_added(table, max_waiting_outputs)
+    found = [*_fastest(table, cells, forwards, costs, max_added)]
     if ahead:  # what waits for more is right too, and the rules may place it better
-        waiting = replace(_fastest(replace(table, ahead=False), cells, forwards, costs)[1], ahead=True)
-        found.append((simulate(waiting, costs).makespan, waiting))
+        waiting = _fastest(replace(table, ahead=False), cells, forwards, costs, max_added)
+        found += [_Candidate.of(replace(candidate.table, ahead=True), costs) for candidate in waiting]
     else:  # the last loss is late, and nothing but backwards follows it
-        found.append(_fastest(table, [list(_with_last_in_halves(row, table.microbatches)) for row in cells], forwards, costs))
-    return min(found, key=itemgetter(0))[1]
+        in_halves = [list(_with_last_in_halves(row, table.microbatches)) for row in cells]
+        found += _fastest(table, in_halves, forwards, costs, max_added)
+    if not found:
+        raise ScheduleError(f"no table of {name} was found for max_waiting_outputs={max_waiting_outputs}: give a higher one")
+    return min(found, key=_Candidate.key).table
+
+
+def _max_added(table: Schedule, max_waiting_outputs: int | None) -> float:
+    """Return by how many the teacher's outputs that wait may exceed those at the start of the step."""
+    at_start = 0 if table.chains.loss_waits else table.microbatches
+    if max_waiting_outputs is None:
+        return inf
+    if not is_whole_number(max_waiting_outputs, max(1, at_start)):
+        why = f", since all {at_start} outputs of a batch wait between two steps" if at_start else ""
+        raise ScheduleError(f"max_waiting_outputs={max_waiting_outputs!r}: give {max(1, at_start)} or more{why}")
+    return max_waiting_outputs - at_start
 
 
 def _with_last_in_halves(row: Sequence[Cell], microbatches: int) -> Iterator[Cell]:
@@ -90,27 +111,49 @@ def _with_last_in_halves(row: Sequence[Cell], microbatches: int) -> Iterator[Cel
             yield cell
 
 
+class _Candidate(NamedTuple):
+    """A table with its time. `added`: by how many the teacher's outputs that wait exceed those at the start of the step."""
+
+    makespan: float
+    added: int
+    table: Schedule
+
+    @classmethod
+    def of(cls, table: Schedule, costs: Costs) -> "_Candidate":
+        """Return the candidate of a table."""
+        added = waiting_outputs(table.actions[table.placement[-1]], table.chains._replace(ahead=False))
+        return cls(simulate(table, costs).makespan, max(added), table)
+
+    def key(self) -> tuple[float, int]:
+        """Return what is least in the best one."""
+        return self.makespan, self.added
+
+
 def _fastest(
-    table: Schedule, cells: Sequence[Sequence[Cell]], forwards: Sequence[Sequence[Action]], costs: Costs
-) -> tuple[float, Schedule]:
-    """Return the makespan, and the fastest table of those that the rules of `_Placing` make for several ends of the step."""
-    placing = _Placing(table, cells, forwards, costs)
-    end, fastest = placing.own_end, placing.forwards_first
-    makespan = simulate(fastest, costs).makespan
-    rules = list(product((True, False), repeat=2))
+    table: Schedule,
+    cells: Sequence[Sequence[Cell]],
+    forwards: Sequence[Sequence[Action]],
+    costs: Costs,
+    max_added: float,
+) -> list[_Candidate]:
+    """Return the fastest table of those that the rules of `_Placing` make for several ends of the step; none if they fail.
+
+    `max_added`: see `_Candidate`.
+    """
+    placing = _Placing(table, cells, forwards, costs, max_added)
+    candidates = [_Candidate.of(placing.forwards_first, costs)]
+    found = [candidate for candidate in candidates if candidate.added <= max_added]
+    end, rules = placing.own_end, list(product((True, False), repeat=2))
     targets = max(MIN_TARGETS, MAX_PLACED_CELLS // (len(rules) * len(placing.tails)))
     for _ in range(targets):
         for rule in rules:
             rows = placing.rows(end, *rule)
-            if sum(map(len, rows)) < sum(map(len, (*cells, *forwards))):
-                continue  # an action waits for a forward that no rule lets run
-            candidate = table.with_cells(rows)
-            if (shorter := simulate(candidate, costs).makespan) < makespan:
-                fastest, makespan = candidate, shorter
-        if makespan <= max(placing.least_end, end) * (1 + ROUNDING):
+            if sum(map(len, rows)) == sum(map(len, (*cells, *forwards))):  # else an action waits for what no rule lets run
+                found = [min([*found, _Candidate.of(table.with_cells(rows), costs)], key=_Candidate.key)]
+        if found and found[0].makespan <= max(placing.least_end, end) * (1 + ROUNDING):
             break
         end *= TARGET_RANGE ** (1 / targets)
-    return makespan, fastest
+    return found
 
 
 def v_of_teacher(schedule: Schedule) -> tuple[int, ...]:
@@ -138,9 +181,15 @@ class _Placing:
     """What the ranks run, and how long each action leaves until the end of the step."""
 
     def __init__(
-        self, table: Schedule, cells: Sequence[Sequence[Cell]], forwards: Sequence[Sequence[Action]], costs: Costs
+        self,
+        table: Schedule,
+        cells: Sequence[Sequence[Cell]],
+        forwards: Sequence[Sequence[Action]],
+        costs: Costs,
+        max_added: float,
     ) -> None:
         self.table, self.cells, self.forwards, self.overlap = table, cells, forwards, costs.overlap
+        self.max_added = max_added  # see `_Candidate`
         self.action_costs = costs.action_costs_by_microbatch(table.stages, table.microbatches)
         self.message_costs = costs.message_costs(table.stages)
 
@@ -155,6 +204,12 @@ class _Placing:
                 if maker != cell:
                     self.followers[maker].append((cell, self._message_time(options[0], action)))
                     self.num_inputs[cell] += 1
+
+        changes = {table.num_trained_stages - 1: -1, table.stages - 1: 1}
+        self.added_by = {
+            cell: sum(changes.get(action.stage, 0) for action in actions_of(cell) if action.kind is Kind.F)
+            for cell in self.followers
+        }
 
         # 2. The least time from the start of each to the end of the step. A cell waits for the one before it in its row.
         next_cells = {first: second for row in rows for first, second in pairwise(row)}
@@ -203,19 +258,21 @@ class _Placing:
         own: list[list[Cell]] = [list(reversed(row)) for row in self.cells]  # the next one last
         queues = [[own[rank], *self._queues_of_teacher(rank)] for rank in ranks]
         waits_for, ready_times, free = dict(self.num_inputs), dict.fromkeys(self.followers, 0.0), [0.0] * len(ranks)
-        events, numbers = [(0.0, rank, rank) for rank in ranks], count(len(ranks))
+        events, numbers, added = [(0.0, rank, rank) for rank in ranks], count(len(ranks)), 0
 
         while events:
             now, _, rank = heappop(events)
             if free[rank] > now:
                 continue
             candidates = [queue[-1] for queue in queues[rank] if queue]
-            ready = [cell for cell in candidates if not waits_for[cell] and ready_times[cell] <= now]
+            allowed = [cell for cell in candidates if added + self.added_by[cell] <= self.max_added]
+            ready = [cell for cell in allowed if not waits_for[cell] and ready_times[cell] <= now]
             chosen = self._choose(own[rank][-1:], ready, end - now, is_eager, urgent_first)
             if chosen is None:
                 continue
             next(queue for queue in queues[rank] if queue and queue[-1] == chosen).pop()
             rows[rank].append(chosen)
+            added += self.added_by[chosen]
             free[rank] = now + self._time(chosen)
             heappush(events, (free[rank], next(numbers), rank))
             for follower, message in self.followers[chosen]:

@@ -1,6 +1,8 @@
 """The forwards of a second model in the idle time of a table."""
 
+import re
 from itertools import product
+from typing import Any
 
 import pytest
 from slow_cases import slow_except
@@ -126,6 +128,58 @@ def test_forwards_that_take_no_time_are_placed_too() -> None:
     costs = Costs([1, 1, 1, 5, 5, 0], [0, 0, 0, 1, 1, 1], [1, 1, 5, 5, 1, 1], 0.3, overlap=0.5)
     table = with_teacher(build("zb-h2", ranks=3, microbatches=1), ahead=False, costs=costs)
     assert verify(table).actions == 12  # this table once came back without them
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("name", "stages", "ahead", "limit", "makespan"),
+    slow_except(
+        [("zb-h1", None, True, 8, 35), ("zb-v", None, False, 1, 67), ("zb-v", None, True, 8, 67)],
+        [
+            *product(["1f1b"], [None], [True], [8], [35]),
+            *product(["1f1b"], [None], [False], [1], [39]),
+            *product(["1f1b"], ["V"], [True], [10], [43]),
+            *product(["1f1b"], ["V"], [True], [8], [44]),
+            *product(["interleaved-1f1b"], [None], [False], [1], [74]),
+            *product(["zb-h1"], ["V"], [False], [1], [43]),
+        ],
+    ),
+)
+def test_at_most_so_many_of_a_teachers_outputs_wait(name: str, stages: Any, ahead: bool, limit: int, makespan: float) -> None:
+    own = build(name, ranks=4, microbatches=8)
+    table = with_teacher(own, stages, ahead, max_waiting_outputs=limit)
+    assert verify(table).peak_waiting_outputs == limit
+    assert simulate(table).makespan == makespan
+    assert without_teacher(table) == without_teacher(own)
+
+
+@pytest.mark.parametrize(("ahead", "waiting"), [(True, 8), (False, 1)])
+def test_of_steps_that_take_as_long_the_one_is_made_in_which_fewer_outputs_wait(ahead: bool, waiting: int) -> None:
+    table = with_teacher(build("zb-h1", ranks=4, microbatches=8), ahead=ahead)
+    assert simulate(table).makespan == 35
+    assert verify(table).peak_waiting_outputs == waiting  # once 16 and 8
+
+
+@pytest.mark.parametrize(
+    ("ahead", "limit", "says"),
+    [
+        (True, 3, "max_waiting_outputs=3: give 4 or more, since all 4 outputs of a batch wait between two steps"),
+        (False, 0, "max_waiting_outputs=0: give 1 or more"),
+        (False, "1GB", "max_waiting_outputs='1GB': give 1 or more"),
+    ],
+)
+def test_a_limit_on_waiting_outputs_that_cannot_be_is_a_sentence(ahead: bool, limit: Any, says: str) -> None:
+    with pytest.raises(ScheduleError, match=f"^{re.escape(says)}$"):
+        with_teacher(build("1f1b", 2, 4), ahead=ahead, max_waiting_outputs=limit)
+
+
+def test_losses_in_another_order_than_the_teachers_outputs_need_a_higher_limit() -> None:
+    own = from_rows("swapped", [["0F1", "0F0", "0B1", "0B0"]])
+    assert verify(with_teacher(own, ahead=False, max_waiting_outputs=2)).peak_waiting_outputs == 2
+    with pytest.raises(
+        ScheduleError, match="no table of swapped with a teacher was found for max_waiting_outputs=1: give a higher"
+    ):
+        with_teacher(own, ahead=False, max_waiting_outputs=1)
 
 
 def test_a_teacher_may_have_other_stages() -> None:

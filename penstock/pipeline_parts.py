@@ -15,7 +15,7 @@ from penstock.engine.optimizers import check_scaler
 from penstock.engine.step import Engine
 from penstock.engine.teacher import build_teacher
 from penstock.guards import outdated_weights
-from penstock.guards.attention import check_attention
+from penstock.guards.attention import check_attention, check_tokens_mix_in_attention
 from penstock.guards.observers import PipelineObservers, make_observers
 from penstock.guards.pipeline_comparison import ComparisonResult, compare_pipeline_on_ranks
 from penstock.guards.reachable_objects import find_shared_objects
@@ -119,13 +119,16 @@ def build_parts(options: PipelineOptions, source: StageSource, control: ControlG
     # 5. Connect them to those of other ranks (messages).
     teacher = None
     if options.teacher is not None:
-        teacher = build_teacher(
-            control,
-            position,
-            config,
-            partition.user_stages,
-            lambda table, parts: compare_pipeline_on_ranks(control, position, table, parts, {}, "teacher").stages,
-        )
+        with attention_context(config.cut_context):
+            teacher = build_teacher(
+                control,
+                position,
+                config,
+                partition.user_stages,
+                lambda table, parts: compare_pipeline_on_ranks(control, position, table, parts, {}, "teacher").stages,
+            )
+        for module in teacher.modules.values() if config.cut_context is not None else ():
+            check_tokens_mix_in_attention(module)
     engine = build_engine(
         control, position, config, partition, all_ranks.stages, modules, unset_names, all_ranks.clock_ids, teacher
     )

@@ -53,6 +53,7 @@ class Description(NamedTuple):
     has_next_batch: bool = False  # whether a teacher runs for a next batch
     has_teacher_batch: bool = False  # whether it has run for this one
     next_inputs: Sequence[Shape] = ()  # of the next batch
+    next_token_counts: Sequence[int] = ()  # as `token_counts`, of the next batch
 
 
 class BatchArguments(NamedTuple):
@@ -227,7 +228,13 @@ class Agreement:
         settings = hash_values(
             tuple([(row.call, row.mode, row.autocast, row.frozen, row.has_teacher_batch) for row in descriptions])
         )
-        next_pieces = [Piece(number, 0, (), shape.rows or 0, shape.elements) for number, shape in enumerate(own.next_inputs)]
+        next_lengths = [token_lengths(self.token_parts, count) for count in own.next_token_counts] or [()] * len(
+            own.next_inputs
+        )
+        next_pieces = [
+            Piece(number, 0, tokens, shape.rows or 0, shape.elements)
+            for number, (shape, tokens) in enumerate(zip(own.next_inputs, next_lengths, strict=True))
+        ]
         teacher = self._teacher_forwards(has_loss and not own.has_teacher_outputs, len(own.order), len(next_pieces))
         signatures = [
             f"{settings} {own.inputs[microbatch].signature} {own_lengths[microbatch]} {number in skipped[index]}"
@@ -358,6 +365,7 @@ class _Replica(NamedTuple):
     token_counts: Sequence[Sequence[int]]  # the tokens of each microbatch; several if inputs and target differ
     num_seeds: int
     next_inputs: Sequence[Shape]
+    next_token_counts: Sequence[int]
     has_teacher_outputs: bool
 
     @classmethod
@@ -370,7 +378,8 @@ class _Replica(NamedTuple):
         input_rows = [shape.rows for shape in inputs]
         next_inputs: Sequence[Shape] = next((rank.next_inputs for rank in ranks if rank.next_inputs), ())
         num_seeds, has_outputs = max(rank.num_seeds for rank in ranks), all(rank.has_teacher_batch for rank in ranks)
-        return cls(inputs, input_rows, order, target_rows, tokens, num_seeds, next_inputs, has_outputs)
+        next_tokens = next((rank.next_token_counts for rank in ranks if rank.next_token_counts), ())
+        return cls(inputs, input_rows, order, target_rows, tokens, num_seeds, next_inputs, next_tokens, has_outputs)
 
     @property
     def rows(self) -> Sequence[int]:

@@ -320,6 +320,7 @@ class CallReader:
             call.next_batch is not None,
             call.teacher_batch is not None,
             next_shapes,
+            _sums(next_inputs.lengths),
         )
 
     def _shapes_of_batch(self, call: Call, inputs: _Part) -> Sequence[Shape]:

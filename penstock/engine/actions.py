@@ -89,7 +89,7 @@ class StepActions:
     def _run_along_cp(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run an action of ranks that share the tokens of its microbatch."""
         assert self.attention is not None
-        self.attention.begin_action(self.agreed.pieces[action.microbatch].lengths, self.layout.sequence_dim)
+        self.attention.begin_action(self.piece_of(action).lengths, self.layout.sequence_dim)
         with attention_context(self.attention):
             return self._functions[action.kind](action, values)
 
@@ -98,7 +98,9 @@ class StepActions:
         piece, has_backward = self.batch.first_piece(), self.call.is_training
 
         def forward(action: Action, values: Sequence[Any]) -> Sequence[Any]:
-            return messages_of(self.stages[0], self._forward(action, 0, piece, values, has_backward, is_split))
+            return messages_of(
+                self.stages[0], self._forward(action, 0, piece, self.batch.inputs_of(action), has_backward, is_split)
+            )
 
         return forward
 
@@ -119,14 +121,13 @@ class StepActions:
             return self._teacher_forward(action, values)
         agreed, number = self.agreed, action.index_among_slices(self.batch.num_slices)
         is_last_stage, teacher_outputs = action.stage == self.last_stage, self.teacher_outputs_for(action, values)
-        if is_last_stage and self._loss_waits:
-            values = values[:-1]
-        elif teacher_outputs:
+        if teacher_outputs and not self._loss_waits:
             del self._teacher_outputs[number]  # frees its memory with this microbatch's
         stage, piece, counts = self.stages[action.stage], agreed.pieces[number], action.microbatch not in agreed.forward_only
         has_backward = self.call.is_training and counts
 
-        output = self._forward(action, number, piece, values, has_backward, action[1:] in agreed.program.split_backwards)
+        is_split, inputs = action[1:] in agreed.program.split_backwards, self.inputs_of(action, values)
+        output = self._forward(action, number, piece, inputs, has_backward, is_split)
         if stage.auxiliary_losses and piece.lengths:
             raise MismatchError(
                 "an auxiliary loss of a part of the tokens is not one of all: use a mesh without cp and slices=1, or add it to "
@@ -158,14 +159,9 @@ class StepActions:
     def _teacher_forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run a forward of the teacher. Return its messages; the last output of one that runs ahead waits for the next step."""
         chains, number, stage = self.agreed.chains, action.microbatch, self.stages[action.stage]
-        piece = (self.agreed.next_pieces if chains.ahead else self.agreed.pieces)[number]
-        if action.stage == chains.teacher:
-            values = self.batch.next_inputs[number] if chains.ahead else self.batch.inputs_of(action)
-        elif stage.index == 0:  # another rank has passed the inputs on
-            [values] = values
-
+        piece = self.piece_of(action)
         try:
-            output = stage.forward(number, values, with_backward=False)
+            output = stage.forward(number, self.inputs_of(action, values), with_backward=False)
         except PenstockError:
             raise
         except Exception as error:  # in the table the teacher's stages are numbered after the model's
@@ -179,11 +175,27 @@ class StepActions:
             self.call.next_batch.outputs[number] = output
         return () if chains.ahead else (output,)
 
-    def _forward(
-        self, action: Action, number: int, piece: Piece, values: Sequence[Any], has_backward: bool, is_split: bool
-    ) -> Any:
-        batch, is_sliced = self.batch, self.batch.num_slices > 1
-        inputs = values if action.stage else batch.inputs_of(action)
+    def piece_of(self, action: Action) -> Piece:
+        """Return the piece of an action: of the next batch if a teacher runs ahead."""
+        is_ahead = action.stage > self.last_stage and self.agreed.chains.ahead
+        pieces = self.agreed.next_pieces if is_ahead else self.agreed.pieces
+        return pieces[action.index_among_slices(self.batch.num_slices)]
+
+    def inputs_of(self, action: Action, values: Sequence[Any]) -> Any:
+        """Return the inputs of a stage's forward: (args, kwargs) of a first stage, else the `values` that arrived."""
+        chains = self.agreed.chains
+        if action.stage == chains.teacher and chains.ahead:
+            return self.batch.next_inputs[action.microbatch]
+        if action.stage in (0, chains.teacher):
+            return self.batch.inputs_of(action)
+        if action.stage == self.last_stage and self._loss_waits:
+            return values[:-1]  # without the teacher's output
+        if self.stages[action.stage].index == 0:  # another rank has passed the inputs on
+            [values] = values
+        return values
+
+    def _forward(self, action: Action, number: int, piece: Piece, inputs: Any, has_backward: bool, is_split: bool) -> Any:
+        is_sliced = self.batch.num_slices > 1
         slice_ = SequenceSlice(*action[2:], piece.lengths, self.layout.sequence_dim) if is_sliced else None
         return self.stages[action.stage].forward(number, inputs, self.seed_of(piece), has_backward, is_split, slice_)
 

@@ -111,7 +111,7 @@ def complete_options(
             "microbatches=, or give a table that has as many"
         )
     slices = _check_slices(options, schedule, position)
-    _check_teacher(options, table_with_teacher, schedule, position)
+    _check_teacher(options, table_with_teacher, schedule)
 
     # 3. The model.
     cut_context = AttentionWhileTracing(schedule.slices > 1) if position.cp_size > 1 or schedule.slices > 1 else None
@@ -139,10 +139,10 @@ def _check_slices(options: PipelineOptions, schedule: Schedule, position: MeshPo
     return schedule.slices if slices == 1 else slices
 
 
-def _check_teacher(options: PipelineOptions, table: Schedule | None, schedule: Schedule, position: MeshPosition) -> None:
+def _check_teacher(options: PipelineOptions, table: Schedule | None, schedule: Schedule) -> None:
     """Raise MismatchError for a teacher that does not fit, or a `table` with a teacher for a pipeline without one."""
     if options.teacher is not None:
-        check_teacher(options.model, options.teacher, options.loss_fn, schedule, position.cp_size)
+        check_teacher(options.model, options.teacher, options.loss_fn, schedule)
     elif table is not None:
         raise MismatchError(f"{table.name} is a table with a teacher: give Pipeline(.., teacher=model)")
 

@@ -97,12 +97,12 @@ class Teacher(NamedTuple):
         }
 
 
-def check_teacher(model: Any, teacher: Any, loss_fn: Any, table: Schedule, cp_size: int) -> None:
+def check_teacher(model: Any, teacher: Any, loss_fn: Any, table: Schedule) -> None:
     """Raise MismatchError for a teacher or a loss that do not fit together, before ranks exchange anything."""
     check_modules(teacher, "the teacher")
     check_loss_takes_teacher(loss_fn)
-    if table.slices > 1 or cp_size > 1:
-        raise MismatchError("a teacher runs on whole sequences: use slices=1, and a mesh without cp")
+    if table.slices > 1:
+        raise MismatchError("a teacher does not run in slices: use slices=1, or a mesh whose ranks along cp share the tokens")
 
     parameters = {id(parameter): name for module in modules_of(model) for name, parameter in module.named_parameters()}
     for module in modules_of(teacher):

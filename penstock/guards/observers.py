@@ -74,7 +74,7 @@ def make_observers(
         memory,
         ChangedWeightsCheck(control, stages, names, recomputes=options.recompute is not None),
         SharedStateCheck(control, shared_objects, position, table.placement, stages),
-        TokenMixingCheck(stages, engine.device, engine.layout, cp_index) if config.cut_context is not None else None,
+        TokenMixingCheck(engine.stages, engine.device, engine.layout, cp_index) if config.cut_context is not None else None,
         samples,
         recent_steps,
         _make_loss_checks(engine, config),

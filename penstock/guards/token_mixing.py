@@ -64,7 +64,7 @@ class TokenMixingCheck(Observer):
         return functions._replace(actions={**functions.actions, Kind.F: forward})
 
     def _forward(self, step: ObservedStep, function: Callable[..., Any], action: Action, values: Sequence[Any]) -> Any:
-        piece = step.agreed.pieces[action.index_among_slices(step.batch.num_slices)]
+        piece = step.actions.piece_of(action)
         lengths = piece.lengths
         longest = max(range(1, len(lengths)), key=lengths.__getitem__)
         part = longest if self._cp_index is None else self._cp_index
@@ -76,7 +76,7 @@ class TokenMixingCheck(Observer):
         stage_check = _StageCheck(
             self._stages[action.stage],
             self._device,
-            values if action.stage else step.batch.inputs_of(action),
+            step.actions.inputs_of(action, values),
             step.actions.seed_of(piece),
             lengths[part],
             sum(lengths[:part]),

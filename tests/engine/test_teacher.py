@@ -350,7 +350,7 @@ WRONG = {
     "two of its own": "which does not take three arguments (too many positional arguments): give",
     "no loss": "a teacher's outputs are for the loss: give Pipeline(.., loss_fn=) a function of (output, target, teacher",
     "trained": "is the trained model's own 0.0.weight: a teacher is another model",
-    "slices": "a teacher runs on whole sequences: use slices=1",
+    "slices": "a teacher does not run in slices: use slices=1, or a mesh whose ranks along cp share the tokens",
     "meta": "of the teacher has tensors without values, on the meta device",
     "no module": "the teacher is an nn.Module, a list with one for each stage, or {stage: module}, not a str",
     "lazy": "0.weight has no shape yet: run one batch through the teacher before",

@@ -20,6 +20,7 @@ from penstock.batch.call import check_arguments_can_be_cut, first_stage_signatur
 from penstock.batch.pieces import count_tokens, take_tokens
 from penstock.guards.loss import LossChecks
 from penstock.mesh.context_parallel import ContextParallelAttention
+from penstock.stage.dtensor import gather_full_tensor
 
 HERE = Path(__file__).parent
 
@@ -161,6 +162,89 @@ def test_parts_of_the_tokens_that_count_unequally_are_a_warning() -> None:
         UserWarning, match=r"of the parts of the sequences has 12, 4 values .* weighed by their tokens.*ps.tokens\(\)"
     ):
         LossChecks(loss_fn, "mean", None, 2, 0, 1, 2).check_after_step(target)
+
+
+# -- a teacher -------------------------------------------------------------------------------------------------------------
+
+
+def distilled(output: Tensor, target: Tensor, teacher_output: Tensor) -> Tensor:
+    soft, counts = -(teacher_output.softmax(-1) * output.log_softmax(-1)).sum(-1), target != -100
+    return models.loss_fn(output, target) + (soft * counts).sum() / counts.sum()
+
+
+def teacher() -> nn.Module:
+    torch.manual_seed(7)
+    return ps.model.GPT(ps.model.GPTConfig(models.VOCABULARY, models.TIME, width=32, layers=3, heads=4)).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Three batches, the second with fewer tokens."""
+    inputs, target = models.batch("gpt")
+    [tokens] = inputs.values()
+    return [(tokens, target), (tokens[:, 2:], target[:, 2:]), (tokens.flip(0), target.flip(0))]
+
+
+def taught(schedule: str, data_parallel: str, announces: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of three steps, and the gradients of the last."""
+    pipe = ps.Pipeline(
+        models.model("gpt"),
+        distilled,
+        schedule,
+        3,
+        ps.tokens(),
+        mesh=ps.comms.init_mesh(pp=2, cp=2),
+        cuts=["block1"],
+        teacher=teacher(),
+        data_parallel=data_parallel,
+    )
+    optimizer, losses, steps = torch.optim.SGD(pipe.parameters(), lr=0.1), [], batches()
+    for (tokens, target), following in zip(steps, [*steps[1:], ()], strict=True):
+        optimizer.zero_grad()
+        losses.append(pipe.step(tokens, target=target, next_args=following[:1] if announces else ()).item())
+        optimizer.step()
+    return losses, {name: gather_full_tensor(parameter.grad) for name, parameter in pipe.named_parameters()}
+
+
+def teacher_that_mixes_tokens(announces: bool) -> str:
+    """The error of a step."""
+    mixing = toy(lambda self, hidden: hidden + hidden.mean(1, keepdim=True), "MeanOfTokens")
+    mixed = nn.Sequential(nn.Embedding(17, 16), mixing, nn.Linear(16, 17)).double()
+    mesh = ps.comms.init_mesh(pp=2, cp=2)
+    pipe = ps.Pipeline(models.model("gpt"), distilled, "1f1b", 3, mesh=mesh, cuts=["block1"], teacher=mixed)
+    (tokens, target), *_ = batches()
+    with pytest.raises(ps.MismatchError) as error:
+        pipe.step(tokens, target=target, next_args=(tokens,) if announces else ())
+    return str(error.value)
+
+
+TAUGHT = [("1f1b", "ddp", False), ("1f1b", "ddp", True), ("zb-h1", "fsdp", True)]
+
+
+def with_teachers() -> tuple[list[Any], list[str]]:
+    return [taught(*case) for case in TAUGHT], [teacher_that_mixes_tokens(announces) for announces in (False, True)]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_teacher_has_the_tokens_of_its_rank_in_this_step_and_ahead_and_one_that_mixes_them_is_refused() -> None:
+    student, frozen, losses = models.model("gpt"), teacher().eval(), []
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    for tokens, target in batches():
+        optimizer.zero_grad()
+        with torch.no_grad():
+            teacher_output = frozen(tokens)
+        loss = distilled(student(tokens), target, teacher_output)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+
+    gradients = {name: parameter.grad for name, parameter in student.named_parameters()}
+    for cases, errors in ps.launch(with_teachers, 4):
+        for ours, own_gradients in cases:
+            assert all(abs(value - loss) < 1e-12 for value, loss in zip(ours, losses, strict=True))
+            assert own_gradients
+            assert all((gradient - gradients[name]).abs().max() < 1e-12 for name, gradient in own_gradients.items())
+        assert all("cannot be cut before" in error and "MeanOfTokens, which mixes them" in error for error in errors)
 
 
 # -- what is refused before data flows ------------------------------------------------------------------------------------

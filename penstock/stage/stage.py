@@ -236,7 +236,7 @@ class Stage:
 
         `has_weight`: whether the piece counts in the loss; if not, its loss is 0, and `loss_fn` is not called.
 
-        Raises ValueError if `loss_fn` does not return a floating-point scalar, or returns one without a graph.
+        Raises ValueError if `loss_fn` does not return a floating-point scalar, or if nothing could be learned from its result.
         """
         assert self.loss_fn is not None
         attention = self.in_flight[microbatch].attention if with_backward and self._loss_may_draw else None
@@ -247,15 +247,26 @@ class Stage:
             raise ValueError(f"loss_fn must return a floating-point scalar tensor, got {got}")
 
         if with_backward:
-            if not loss.requires_grad and any(tensor.requires_grad for tensor in tensors(output)):
-                raise ValueError(
-                    "loss_fn returned a loss without a graph (detached, made of numbers, or under no_grad): compute it from "
-                    "the output, or nothing is learned"
-                )
             in_flight = self.in_flight[microbatch]
-            if loss.requires_grad:  # not if everything is frozen
+            if loss.requires_grad:
                 in_flight.roots, in_flight.graph_ends = (loss,), self.data_parallel.graph_ends([loss])
+            elif has_weight:
+                self._check_nothing_is_trained(output, has_auxiliary_loss=bool(in_flight.auxiliary))
         return loss.detach()
+
+    def _check_nothing_is_trained(self, output: Any, has_auxiliary_loss: bool) -> None:
+        """Raise ValueError if a loss without a graph was computed from an output with one, or from layers that are trained."""
+        if any(tensor.requires_grad for tensor in tensors(output)):
+            raise ValueError(
+                "loss_fn returned a loss without a graph (detached, made of numbers, or under no_grad): compute it from "
+                "the output, or nothing is learned"
+            )
+        trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        if trained and not self.is_frozen and not has_auxiliary_loss:
+            raise ValueError(
+                f"the model's output has no graph, though {trained[0]} of the last stage is trained, so nothing is learned: "
+                "leave out detach() and no_grad in the last layers, or use torch.utils.checkpoint with use_reentrant=False"
+            )
 
     # -- backward ----------------------------------------------------------------------------------------------------
 

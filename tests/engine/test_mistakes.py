@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import LayerListNet, toy
 from torch import nn
+from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.data import DataLoader
 
 import penstock as ps
@@ -35,6 +36,14 @@ def pipe(model=None, loss_fn=mse, schedule="1f1b", microbatches=2, **options):
 
 def rank():
     return ps.comms.init_distributed().rank
+
+
+def detached_linear():
+    return toy(lambda self, x: self.layer(x).detach(), layer=nn.Linear(4, 4))
+
+
+def reentrant_linear():
+    return toy(lambda self, x: checkpointed(self.layer, x, use_reentrant=True), layer=nn.Linear(4, 4))
 
 
 def inferring():
@@ -104,6 +113,14 @@ REFUSED = {
     "a detached loss": (
         lambda: pipe(loss_fn=lambda output, target: mse(output, target).detach()).step(X, target=X),
         "rank 1, stage 1, action 1F0, microbatch 0: ValueError: loss_fn returned a loss without a graph",
+    ),
+    "a detached output": (
+        lambda: pipe([nn.Linear(4, 4), detached_linear()]).step(X, target=X),
+        "rank 1, stage 1, action 1F0, microbatch 0: ValueError: the model's output has no graph, though layer.weight of",
+    ),
+    "checkpoints that nothing reaches": (
+        lambda: pipe([reentrant_linear(), reentrant_linear()]).step(X, target=X),
+        "or use torch.utils.checkpoint with use_reentrant=False",
     ),
     "a loss's class": (lambda: pipe(loss_fn=nn.MSELoss), "loss_fn is a function or a module, not the class MSELoss: make one,"),
     "a loss that learns": (

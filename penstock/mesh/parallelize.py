@@ -43,7 +43,10 @@ def parallelize_stages(
     tensor_parallel.check_tensor_parallel_plan(plan, names, position)
     if tied and (position.tp is not None or (position.dp_cp_mesh is not None and apply is not data_parallel.apply_ddp)):
         parameter_names = ", ".join(names[stage][name] for stage, name in tied[0])
-        raise MismatchError(f"parameters of several stages ({parameter_names}) can be neither sharded nor split over tp")
+        raise MismatchError(
+            f"parameters of several stages ({parameter_names}) can be neither sharded nor split over tp: use "
+            "data_parallel='ddp' without tp, or cut the model so that each is in one stage"
+        )
     if position.tp is not None or position.dp_cp_mesh is not None:
         _check_gradient_dtypes(modules, names, position.world.rank)
     hooks_of_stage = dict(hooks_by_stage)

@@ -279,10 +279,10 @@ def build_engine(
         assert teacher is not None
         given = config.table_with_teacher
         if given is not None and (given.ahead, given.microbatches) == (ahead, student.microbatches):
-            both = with_passed_inputs(given)
+            table_of_both = with_passed_inputs(given)
         else:
-            both = teacher.add_forwards(student, ahead)
-        return verify(with_full_backwards(both), skips=model_partition.skips | teacher.skips(student.stages)).program
+            table_of_both = teacher.add_forwards(student, ahead)
+        return verify(with_full_backwards(table_of_both), skips=model_partition.skips | teacher.skips(student.stages)).program
 
     # 2. Data parallelism, then stages. A rank that fails before this exchange is heard by the others here.
     parallelism = options.tensor_parallel, options.data_parallel

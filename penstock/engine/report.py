@@ -63,7 +63,7 @@ class RankSummary(NamedTuple):
 
     loss: float  # what its microbatches add to the loss
     loss_dtype: float  # index in LOSS_DTYPES; NO_LOSS if no microbatch ended here
-    start: float  # as in ClockTotals, up to `averaging`
+    start: float  # this and the next four: see ClockTotals
     end: float
     busy: float
     between: float

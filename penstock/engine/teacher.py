@@ -196,7 +196,10 @@ def build_teacher(
 
 
 def _size_of_teacher(teacher: Sequence[nn.Module], trained_stages: Sequence[nn.Module], num_stages: int) -> float:
-    """Return the teacher's parameters in times the model's; 1 if one has none, or if this rank was not given all stages."""
+    """Return how long the teacher's forward takes, in times the model's, taken from the numbers of their parameters.
+
+    1 if one has none, or if this rank was not given all stages.
+    """
     if len(trained_stages) < num_stages or len(teacher) not in (1, num_stages):
         return 1.0
     teacher_size, model_size = map(_count_parameters, (teacher, trained_stages))

@@ -80,7 +80,7 @@ def with_teacher(
 
     max_added = _max_added(table, max_waiting_outputs)
     found = [*_fastest(table, cells, forwards, costs, max_added)]
-    if ahead:  # what waits for more is right too, and the rules may place it better
+    if ahead:  # an order in which the losses wait for the teacher is right too, and may be shorter
         waiting = _fastest(replace(table, ahead=False), cells, forwards, costs, max_added)
         found += [_Candidate.of(replace(candidate.table, ahead=True), costs) for candidate in waiting]
     else:  # the last loss is late, and nothing but backwards follows it

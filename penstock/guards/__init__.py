@@ -13,6 +13,7 @@ shared_state         those that a forward changes: layers of several stages that
 changed_weights      weights and buffers that a forward changes through `.data`, while a backward needs them
 attention            kinds of layers that mix tokens otherwise than by `ps.attention`, where tokens are to be cut
 token_mixing         in the first step: layers that mix tokens in their own code, found by running half of the tokens
+tensor_snapshot      what a tensor was at an earlier time
 outdated_weights     parts of a model, or of two pipelines, that other ranks have trained since
 """
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +19,13 @@ from penstock.batch.pieces import scalars_to_floats
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.observers import ObservedStep, Observer, StepFunctions
 from penstock.errors import MismatchError
-from penstock.guards.outdated_weights import sample_bytes
+from penstock.guards.tensor_snapshot import TensorSnapshot
 from penstock.schedule.table import Action, Kind
 from penstock.stage.stage import Stage
-from penstock.torch_private import buffer_slots, tensor_version
+from penstock.torch_private import buffer_slots
 
 ActionFunction = Callable[..., Any]
 ADVICE = "change it between steps, as optimizers do"
-
-
-class _TensorState(NamedTuple):
-    tensor: Tensor
-    version: int
-    values: Tensor  # some
 
 
 class ChangedWeightsCheck(Observer):
@@ -73,10 +67,10 @@ class ChangedWeightsCheck(Observer):
         self._in_flight[action.stage].add((action.microbatch, action.slice))
 
         for name, state in parameters.items():
-            if others_in_flight and state.tensor.requires_grad and _is_unseen(state):
+            if others_in_flight and state.tensor.requires_grad and state.has_same_version():
                 self._compare(state, self._text(action.stage, f"weight {name}", "while other microbatches need it"))
         for name, state in buffers.items():
-            if _is_unseen(state):
+            if state.has_same_version():
                 reason = "where recompute= does not see it, and would begin with the changed one"
                 advice = "leave out .data, under torch.no_grad()"
                 self._compare(state, self._text(action.stage, f"buffer {name}", reason, advice))
@@ -90,25 +84,25 @@ class ChangedWeightsCheck(Observer):
             self._compare(state, self._text(action.stage, f"weight {name}", "and recompute= runs it, and changes it, twice"))
         return messages
 
-    def _compare(self, state: _TensorState, text: str) -> None:
+    def _compare(self, state: TensorSnapshot, text: str) -> None:
         """Compare on the tensor's device, for which the host waits at the end of the step."""
         if not _has_no_memory(state.tensor):
-            self._comparisons.append((text, (sample_bytes(state.tensor) != state.values).any()))
+            self._comparisons.append((text, state.has_other_values()))
 
-    def _parameters(self, stage: int) -> dict[str, _TensorState]:
+    def _parameters(self, stage: int) -> dict[str, TensorSnapshot]:
         return self._states(stage, self._stages[stage].module.named_parameters())
 
-    def _buffers(self, stage: int) -> dict[str, _TensorState]:
+    def _buffers(self, stage: int) -> dict[str, TensorSnapshot]:
         if not self._recomputes:
             return {}
         slots = buffer_slots(self._stages[stage].module)  # running statistics of torch's own layers are not read in training
         own_slots = (slot for slot in slots if not type(slot.owner).__module__.startswith("torch.nn."))
         return self._states(stage, ((slot.name, slot.tensor) for slot in own_slots))
 
-    def _states(self, stage: int, named_tensors: Any) -> dict[str, _TensorState]:
+    def _states(self, stage: int, named_tensors: Any) -> dict[str, TensorSnapshot]:
         names = self._names[stage]
         return {
-            names.get(name, name): _TensorState(tensor, tensor_version(tensor), sample_bytes(tensor).clone())
+            names.get(name, name): TensorSnapshot.of(tensor)
             for name, tensor in named_tensors
             if not (hasattr(tensor, "placements") or tensor.is_meta or tensor.is_inference() or tensor.layout != torch.strided)
             and not _has_no_memory(tensor)
@@ -136,8 +130,3 @@ class ChangedWeightsCheck(Observer):
 def _has_no_memory(tensor: Tensor) -> bool:
     """Whether `fully_shard` has freed the memory of a gathered parameter."""
     return tensor.untyped_storage().nbytes() == 0
-
-
-def _is_unseen(state: _TensorState) -> bool:
-    """Whether autograd has seen no change."""
-    return tensor_version(state.tensor) == state.version

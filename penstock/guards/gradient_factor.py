@@ -15,15 +15,15 @@ import gc
 import math
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.comms.encoding import sample_bytes
 from penstock.engine.observers import ObservedStep, Observer, Rows
 from penstock.errors import warn_user
 from penstock.guards import is_power_of_two_or_zero
+from penstock.guards.tensor_snapshot import TensorSnapshot
 from penstock.stage.dtensor import local_shard
 from penstock.stage.stage import Stage
 from penstock.torch_private import tensor_version
@@ -32,28 +32,6 @@ MAX_GRADIENTS, MAX_GRADIENT_ELEMENTS = 4, 2**16  # how many gradients are rememb
 TOLERANCE = 0.02  # relative: bfloat16 has three digits
 UNKNOWN = math.nan
 MIN_STEPS_UNCHANGED = 8  # of weights that an optimizer has: more than the turns of a GAN's other optimizer
-
-
-class TensorSnapshot(NamedTuple):
-    """A tensor, and its version and (some) values at an earlier time."""
-
-    tensor: Tensor
-    version: int
-    values: Tensor
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorSnapshot":
-        """Return a snapshot of `tensor` as it is now."""
-        return cls(tensor, tensor_version(tensor), _sample(tensor))
-
-    def is_unchanged(self) -> bool:
-        """Whether the tensor has the version and the values that it had."""
-        has_same_version = tensor_version(self.tensor) == self.version
-        return has_same_version and torch.equal(_sample(self.tensor), self.values)
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    return sample_bytes(local_shard(tensor.detach()))
 
 
 class GradientFactorCheck(Observer):

@@ -8,6 +8,7 @@ import operator
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 from weakref import ref
 
@@ -76,8 +77,8 @@ class _NoneCheck:
     def __init__(self, model: nn.Module, units: Collection[str], names: Sequence[str]) -> None:
         self._model, self._units = ref(model), tuple(units)
         self._holds: dict[str, bool] = {}
-        for templates in [{name: None} for name in names if len(names) > 1]:
-            self._holds[str(templates)] = self._is_same(model, templates)
+        if len(names) > 1:
+            self._compare(model, [{name: None} for name in names])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what holds in another process, which has no model to trace."""
@@ -101,24 +102,33 @@ class _NoneCheck:
                     f"{nones}, and whether the forward does something else then is seen by tracing the model that was cut, "
                     "which is gone: keep a reference to it until the first step, or give example_args with None"
                 )
-            self._holds[str(templates)] = self._is_same(model, templates)
+            self._compare(model, [templates])
         if not self._holds[str(templates)]:
             raise MismatchError(
                 f"{nones}, and the model was cut for another value, for which its forward does something else: give "
                 "example_args with None if it is always None, or a list with one module for each stage"
             )
 
-    def _is_same(self, model: nn.Module, templates: Templates) -> bool:
-        """Whether the forward traced with these Nones does what its graph without them does, in training and evaluation."""
+    def _compare(self, model: nn.Module, sets_of_nones: Sequence[Templates]) -> None:
+        """Record whether the forward traced with each set of Nones does what it does without them."""
+        graphs_without_nones = cache(partial(self._trace_in_both_modes, model, {}))
+        for templates in sets_of_nones:
+            self._holds[str(templates)] = self._is_same(model, templates, graphs_without_nones)
+
+    def _is_same(self, model: nn.Module, templates: Templates, graphs_without_nones: Callable[[], list[fx.Graph]]) -> bool:
         try:
-            for is_training in (True, False):
-                with _training_flags(model, is_training):
-                    graph, graph_for_nones = (_trace(model, self._units, {}, given) for given in ({}, templates))
-                if _calls(graph, templates) != _calls(graph_for_nones, {}):
-                    return False
+            graphs, graphs_for_nones = graphs_without_nones(), self._trace_in_both_modes(model, templates)
+            return [_calls(graph, templates) for graph in graphs] == [_calls(graph, {}) for graph in graphs_for_nones]
         except Exception:  # whatever the forward makes of a None
             return False
-        return True
+
+    def _trace_in_both_modes(self, model: nn.Module, templates: Templates) -> list[fx.Graph]:
+        """Return the graphs of training and of evaluation."""
+        graphs = []
+        for is_training in (True, False):
+            with _training_flags(model, is_training):
+                graphs.append(_trace(model, self._units, {}, templates))
+        return graphs
 
 
 def _no_model() -> None:

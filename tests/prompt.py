@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -48,6 +48,24 @@ def python(program: Path, *words: object) -> Ended:
 def torchrun(ranks: int, *words: object, **variables: str) -> Ended:
     """The same of `torchrun words`, on this machine; its ranks are interpreters of their own."""
     return _ended(_torchrun, ["torchrun", "--standalone", "--nproc-per-node", str(ranks), *map(str, words)], **variables)
+
+
+def results_under_torchrun(
+    ranks: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], folder: Path
+) -> list[Any]:
+    """Return by rank what `function` of a test module returns for each of `calls`, in interpreters that torchrun starts."""
+    module = function.__module__
+    script = (
+        f"import sys; sys.path[:0] = {[path for path in sys.path if 'tests' in path]}\n"
+        f"import torch, penstock as ps, {module}\n"
+        "rank = ps.comms.init_distributed().rank\n"
+        f"results = [{module}.{function.__name__}(*call) for call in {calls!r}]\n"
+        "torch.save(results, f'{sys.argv[1]}/{rank}.pt')\n"
+    )
+    (folder / "script.py").write_text(script)
+    ended = torchrun(ranks, folder / "script.py", folder)
+    assert ended.returncode == 0, ended.stderr
+    return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
 
 
 def _ended(work: Callable[[], None], words: list[str], **variables: str) -> Ended:

@@ -4,7 +4,6 @@ The flags of a microbatch, which travel with its rows, decide what its stages do
 """
 
 import re
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from batched_launch import together
-from prompt import torchrun
+from prompt import results_under_torchrun
 from reference import assert_same, merged
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -230,18 +229,7 @@ def test_a_gradient_is_none_if_it_is_none_on_all_replicas(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.fresh
 def test_ranks_that_torchrun_starts_have_the_same_numbers(tmp_path: Path) -> None:
-    script = (
-        "import sys; sys.path[:0] = sys.argv[2:]\n"
-        "import torch, penstock as ps, test_changing_messages as changing\n"
-        "topology = ps.comms.init_distributed()\n"
-        "runs = [changing.rank_trains(*run) for run in changing.FRESH]\n"
-        "torch.save(runs, f'{sys.argv[1]}/{topology.rank}.pt')\n"
-    )
-    (tmp_path / "script.py").write_text(script)
-    folders = [folder for folder in sys.path if "tests" in folder]
-    ended = torchrun(RANKS, tmp_path / "script.py", tmp_path, *folders)
-    assert ended.returncode == 0, ended.stderr
-    everyone = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
+    everyone = results_under_torchrun(RANKS, rank_trains, FRESH, tmp_path)
     for number, (_, case, _) in enumerate(FRESH):
         assert_as_one_process([runs[number] for runs in everyone], case)
 

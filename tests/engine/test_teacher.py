@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -14,7 +13,7 @@ import pytest
 import torch
 from batched_launch import together
 from error_text import outcome
-from prompt import torchrun
+from prompt import results_under_torchrun
 from reference import assert_same, gradients, merged
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -135,18 +134,7 @@ def test_on_more_ranks_too_with_all_schedules(ranks: int, case: tuple[str, bool]
 @pytest.mark.slow
 @pytest.mark.fresh
 def test_ranks_that_torchrun_starts_have_the_same_numbers(tmp_path: Path) -> None:
-    script = (
-        "import sys; sys.path[:0] = sys.argv[2:]\n"
-        "import torch, penstock as ps, test_teacher\n"
-        "topology = ps.comms.init_distributed()\n"
-        "runs = [test_teacher.rank_trains(*run) for run in test_teacher.QUICK]\n"
-        "torch.save(runs, f'{sys.argv[1]}/{topology.rank}.pt')\n"
-    )
-    (tmp_path / "script.py").write_text(script)
-    folders = [folder for folder in sys.path if "tests" in folder]
-    ended = torchrun(2, tmp_path / "script.py", tmp_path, *folders)
-    assert ended.returncode == 0, ended.stderr
-    for results in zip(*[torch.load(tmp_path / f"{rank}.pt") for rank in range(2)], strict=True):
+    for results in zip(*results_under_torchrun(2, rank_trains, QUICK, tmp_path), strict=True):
         assert_as_one_process([*results])
 
 

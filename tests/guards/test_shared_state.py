@@ -3,19 +3,17 @@
 import contextvars
 import enum
 import functools
-import json
 import os
 import random
 import threading
 import types
 import warnings
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from error_text import NO_ERROR, named_outcome
-from prompt import torchrun
+from prompt import results_under_torchrun
 from reference import accumulate
 from torch import nn
 
@@ -426,24 +424,11 @@ def test_a_counter_works_as_the_error_says():
     assert ps.launch(rank_counts, 2) == [[[4, 4], [4, 4]]] * 2
 
 
-SCRIPT = """
-import json, sys
-sys.path[:0] = sys.argv[2:]
-import penstock as ps, test_shared_state
-rank = ps.comms.init_distributed().rank
-schedules = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b")
-texts = [test_shared_state.rank_refusals(test_shared_state.SOME, schedule, "step") for schedule in schedules]
-json.dump(texts, open(f"{sys.argv[1]}/{rank}.json", "w"))
-"""
-
-
 @pytest.mark.fresh
 @pytest.mark.slow
 def test_under_torchrun_too(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    ended = torchrun(2, tmp_path / "script.py", tmp_path, Path(__file__).parent, Path(__file__).parents[1])
-    assert ended.returncode == 0, ended.stderr
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    calls = [(SOME, schedule, "step") for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b")]
+    first, second = results_under_torchrun(2, rank_refusals, calls, tmp_path)
     assert first == second
     assert all(text.startswith("MismatchError: ") and "of stage 0" in text for texts in first for text in texts)
 

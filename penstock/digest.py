@@ -24,8 +24,8 @@ def hash_bytes(data: bytes, size: int = 6) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=size).digest(), "little")
 
 
-@lru_cache(256)  # data that repeats from step to step
-def hash_values(values: Hashable) -> int:
+@lru_cache(256, typed=True)  # data that repeats from step to step; 8 and 8.0 have different texts
+def hash_values(*values: Hashable) -> int:
     """Hash values of plain types to six bytes, by their text."""
     return hash_bytes(repr(values).encode())
 

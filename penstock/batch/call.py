@@ -162,11 +162,11 @@ class CallReader:
         wants = call.losses is not None, call.next_batch is not None, call.teacher_batch is not None
         settings = (call.name, call.mode, autocast, frozen, *wants, len(target.loss_weights))
         parts = [(part.signature, len(part.rows or ())) for part in (inputs, target, next_inputs)]
-        batch_hash = hash_values((settings, *parts))
+        batch_hash = hash_values(settings, *parts)
         list_hash = 0
         if call.is_list:
             arguments = call.order_option, call.limit_option, tuple(order)
-            list_hash = hash_values((*arguments, tuple(inputs.shapes), tuple(target.rows or ()), _sums(target.lengths)))
+            list_hash = hash_values(*arguments, tuple(inputs.shapes), tuple(target.rows or ()), _sums(target.lengths))
 
         replica, num_seeds = self.position.replica, self.schedule.microbatches
         return LocalBatch(

@@ -56,6 +56,11 @@ def test_a_signature_tells_structures_shapes_and_dtypes_apart_but_not_values():
     assert batch_signature({"a": x, "n": 1}) == batch_signature({"a": x + 1, "n": 2})
 
 
+def test_equal_values_of_different_types_have_different_hashes_in_either_order():
+    assert hash_values("limit", 8) != hash_values("limit", 8.0)
+    assert hash_values("scale", 9.0) != hash_values("scale", 9)
+
+
 def model():
     torch.manual_seed(0)
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())])

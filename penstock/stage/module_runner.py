@@ -76,7 +76,6 @@ class ModuleRunner:
         # Hooks of `fully_shard` make zeros of a gradient that is None in a backward: `FSDPHooks` does all that they do.
         skips_hooks = is_sharded and not self._has_hooks_to_run() and not self._is_compiled
         self._call_module: Callable[..., Any] = self.module.forward if skips_hooks else self.module
-        self._module_may_draw = _may_draw_random_numbers(self.module)
         self._drawing_layers = {number for number, layer in self._layers or () if _may_draw_random_numbers(layer)}
 
     def run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -153,10 +152,9 @@ class ModuleRunner:
     def _run_seeded(
         self, seed: int | None, number: int, layer: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        is_module = layer is self.module
-        if seed is not None and (self._module_may_draw if is_module else _may_draw_random_numbers(layer)):
+        if seed is not None and _may_draw_random_numbers(layer):
             self.generator.manual_seed(mix_in(seed, number))
-        return self._call_module(*args, **kwargs) if is_module else layer(*args, **kwargs)
+        return (self._call_module if layer is self.module else layer)(*args, **kwargs)
 
 
 @contextmanager

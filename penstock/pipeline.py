@@ -560,7 +560,7 @@ class Pipeline(LastStep, PipelineParameters, ModuleMisuseHints):
         ):
             self._check_not_ended()
             result = self._run_step(call)
-            self.step_count += training
+            vars(self)["step_count"] += training  # `__setattr__` looks for misspelt options
 
         if call.next_batch is not None:
             call.next_batch.teacher_state = self._engine.reader.teacher_state()

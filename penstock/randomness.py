@@ -58,15 +58,18 @@ def use_deterministic_algorithms() -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = False
 
 
-@contextmanager
-def preserve_generator_state(device: torch.device) -> Iterator[torch.Generator]:
-    """Yield the default generator of `device`, to be seeded and used; restore its state afterwards (as `fork_rng`)."""
-    generator = default_generator(device)
-    state = generator.get_state()
-    try:
-        yield generator
-    finally:
-        generator.set_state(state)
+class preserve_generator_state:
+    """A context whose value is the default generator of `device`, to be seeded and used; its state is restored (`fork_rng`)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = default_generator(device)
+
+    def __enter__(self) -> torch.Generator:
+        self._state = self._generator.get_state()
+        return self._generator
+
+    def __exit__(self, *_: object) -> None:
+        self._generator.set_state(self._state)
 
 
 # -- generators that no seed of a layer reaches ---------------------------------------------------------------------------

@@ -127,6 +127,7 @@ class Agreement:
         self._descriptions = [RecentDict[Hashes, Description](MAX_KINDS) for _ in range(control.topology.world_size)]
         self._conclusions = RecentDict[Sequence[Hashes], Agreed](MAX_KINDS)
         self._kinds = RecentDict[Hashable, float](MAX_KINDS)  # of steps that have ended -> this rank's number of it
+        self._last_hashes: Sequence[Hashes] = ()
 
     def begin(self, local: LocalDescription, step: int, scale: float, numbers: Sequence[float], purpose: str) -> None:
         """Send this rank's numbers to all others, without waiting; and its description, unless they have it."""
@@ -157,10 +158,11 @@ class Agreement:
             has_weights = any(description.has_loss_weights for description in descriptions)
             loss_weights = self.control.all_gather_value(local.loss_weights, purpose) if has_weights else None
             agreed = self._conclude(descriptions, hashes, loss_weights)
-        else:
+        if hashes != self._last_hashes:  # if not, they are the newest already
             for known, key in zip(self._descriptions, hashes, strict=True):
                 known.add(key, known[key])  # is not forgotten before what follows from it
-        self._conclusions.add(hashes, agreed)
+            self._conclusions.add(hashes, agreed)
+            self._last_hashes = hashes
 
         if agreed.step_kind not in self._kinds:
             agreed = agreed._replace(is_new_kind=True)
@@ -187,6 +189,7 @@ class Agreement:
             descriptions.clear()
         self._conclusions.clear()
         self._kinds.clear()
+        self._last_hashes = ()
 
     # -- what follows from all descriptions ----------------------------------------------------------------------------
 

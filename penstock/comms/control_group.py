@@ -208,10 +208,10 @@ class ControlGroup:
             the next one:    its receives are posted now, before any rank can send for them
         """
         self.open_groups()
-        self._row = [*_call_name_as_numbers(self._call), *map(float, row)]
-        self._row_value = value
+        self._row, self._row_value = list(map(float, row)), value
         if self.is_single:
             return
+        self._row = [*_call_name_as_numbers(self._call), *self._row]
 
         # A longer message would end the process that receives it.
         assert len(row) <= MAX_ROW_NUMBERS
@@ -230,7 +230,7 @@ class ControlGroup:
     def finish_all_gather_row(self, purpose: str) -> list[list[float]]:
         """Wait for the other ranks' rows, and return all of them. Raises MismatchError if a row belongs to another call."""
         if self.is_single:
-            return [self._row[CALL_NAME_NUMBERS:]]
+            return [self._row]
 
         rows, receives = self._arriving
         try:

@@ -146,10 +146,16 @@ def sample_bytes(tensor: Tensor) -> Tensor:
     """Return some of a tensor's values, evenly spread, as bytes: they show changes of `.data`, unknown to autograd."""
     if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    step = -(-tensor.numel() // MAX_SAMPLED_VALUES)
     if tensor.is_contiguous():  # the common case, in a quarter of the time
-        return torch.as_strided_copy(tensor, (-(-tensor.numel() // step),), (step,)).view(torch.uint8)
+        return torch.as_strided_copy(tensor, *sampled_layout(tensor)).view(torch.uint8)
+    _, (step,) = sampled_layout(tensor)
     return view_as_bytes(tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device)))
+
+
+def sampled_layout(tensor: Tensor) -> tuple[tuple[int], tuple[int]]:
+    """Return the shape and stride of a view, on a contiguous tensor, of values that are evenly spread."""
+    step = max(1, -(-tensor.numel() // MAX_SAMPLED_VALUES))
+    return (-(-tensor.numel() // step),), (step,)
 
 
 def tensor_of_bytes(data: bytes) -> Tensor:

@@ -83,40 +83,38 @@ class Observers:
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._in_new_steps, self._in_old_steps = _Moments(observers, True), _Moments(observers, False)
+        self._moments = self._in_new_steps  # of the step that runs
 
     def start(self, step: ObservedStep) -> list[float]:
         """Return all numbers for the first row."""
-        moments = self._moments(step)
+        self._moments = self._in_new_steps if step.is_new_on_rank else self._in_old_steps
         numbers: list[float] = []
-        for observer in moments.start:
+        for observer in self._moments.start:
             numbers += observer.start(step)
-        assert len(numbers) == moments.num_numbers  # else they would be read as others'
+        assert len(numbers) == self._moments.num_numbers  # else they would be read as others'
         return numbers
 
     def compare(self, step: ObservedStep, rows: Rows) -> None:
         """Give each observer its numbers of every rank."""
-        for observer, numbers in self._moments(step).compare:
+        self._moments = self._in_new_steps if step.agreed.is_new_kind else self._in_old_steps
+        for observer, numbers in self._moments.compare:
             observer.compare(step, [row[numbers] for row in rows])
 
     def wrap(self, step: ObservedStep, functions: StepFunctions) -> StepFunctions:
         """Return `functions`, wrapped by all."""
-        for observer in self._moments(step).wrap:
+        for observer in self._moments.wrap:
             functions = observer.wrap(step, functions)
         return functions
 
     def end(self, step: ObservedStep) -> list[float]:
         """Return all numbers for the last row."""
-        return [observer.end(step) for observer in self._moments(step).end]
+        return [observer.end(step) for observer in self._moments.end]
 
     def after(self, step: ObservedStep, rows: Rows) -> None:
         """Give each observer its number of every rank."""
         zeros = [0.0] * len(rows)
-        for observer, index in self._moments(step).after:
+        for observer, index in self._moments.after:
             observer.after(step, zeros if index is None else [row[index] for row in rows])
-
-    def _moments(self, step: ObservedStep) -> "_Moments":
-        is_new = step.agreed.is_new_kind if step.has_agreed else step.is_new_on_rank
-        return self._in_new_steps if is_new else self._in_old_steps
 
 
 class _Moments:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from penstock.engine.observers import ObservedStep, Observer, Rows
 from penstock.errors import warn_user
 from penstock.guards import is_power_of_two_or_zero
-from penstock.guards.tensor_snapshot import TensorSnapshot
+from penstock.guards.tensor_snapshot import RepeatedSnapshot, TensorSnapshot
 from penstock.stage.dtensor import local_shard
 from penstock.stage.stage import Stage
 from penstock.torch_private import tensor_version
@@ -51,6 +51,7 @@ class GradientFactorCheck(Observer):
         self._weight_versions: list[tuple[nn.Parameter, int]] = []  # of all that had a gradient, after steps 1, 9, 17, 33, ..
         self._num_steps = 0  # of training that have ended
         self._first_weight: TensorSnapshot | None = None  # that has a gradient
+        self._weight_snapshot = RepeatedSnapshot()
 
     def start(self, step: ObservedStep) -> Sequence[float]:
         """Return the factor, and whether weights have changed."""
@@ -98,8 +99,9 @@ class GradientFactorCheck(Observer):
 
     def record_gradients(self) -> None:
         """Record gradients and weights. Called when a step has ended, or the pipeline has clipped the gradients."""
-        first = next(filter(_has_gradient, self._parameters()), None)
-        self._first_weight = None if first is None else TensorSnapshot.of(first)
+        if self._rank == 0:  # where `awaits_optimizer_step` is called
+            first = next(filter(_has_gradient, self._parameters()), None)
+            self._first_weight = None if first is None else self._weight_snapshot.take(first)
         if self._num_ranks == 1:
             return
 

@@ -16,11 +16,23 @@ from penstock.plan.stage_costs import LayerChain, StageCost
 from penstock.schedule import Costs, search, simulate
 from penstock.schedule.table import PLACEMENTS
 from penstock.timing.list_schedule import STAGES_PER_RANK
+from penstock.timing.teacher import v_of_teacher
+from penstock.timing.teacher_stages import costs_with_teacher
 from penstock.view.files import report_write_errors
 from penstock.view.terminal import summary
 
 
-@command(costs="FILE | RUN", stages="S", ranks="P", microbatches="M", slices="K", memory="BYTES", send="MS", csv="FILE")
+@command(
+    costs="FILE | RUN",
+    stages="S",
+    ranks="P",
+    microbatches="M",
+    slices="K",
+    teacher="SIZE",
+    memory="BYTES",
+    send="MS",
+    csv="FILE",
+)
 class SearchCommand:
     """Search for the shortest table that fits the memory.
 
@@ -39,6 +51,8 @@ class SearchCommand:
     """Microbatches."""
     slices: int = 1
     """Slices of its tokens that each microbatch is cut into."""
+    teacher: float = 0.0
+    """Add a second, frozen model whose forward takes SIZE times the model's, in a V, for the next batch."""
     memory: str = "1TB"
     """Memory of each rank for activations, such as 500MB."""
     effort: Literal["quick", "normal", "long", "optimal"] = "normal"
@@ -62,12 +76,17 @@ class SearchCommand:
         ]
         costs = Costs(*times, send=self.send / 1e3, act=activations, keep=columns["keep"])
         placement = PLACEMENTS[self.placement](len(stages), self.ranks)
+        first_of_teacher = None
+        if self.teacher:
+            first_of_teacher, of_teacher = len(stages), v_of_teacher(placement)
+            outputs_like_the_models = replace(costs, teacher_output=columns["output"][-1])
+            costs = costs_with_teacher(outputs_like_the_models, len(stages), len(of_teacher), self.teacher)
+            placement = (*placement, *of_teacher)
         with SearchBar() as bar:
             progress = partial(bar, self.effort)
             limit = parse_memory_size(self.memory)
-            result = search(
-                costs, placement, self.microbatches, limit, self.effort, self.seed, progress=progress, slices=self.slices
-            )
+            options = {"progress": progress, "slices": self.slices, "teacher": first_of_teacher}
+            result = search(costs, placement, self.microbatches, limit, self.effort, self.seed, **options)
         if self.csv is not None:  # before printing: a reader like `head` may end the output early
             with report_write_errors(self.csv):
                 result.schedule.to_csv(self.csv)

@@ -24,6 +24,7 @@ from penstock.timing.simulate import simulate
 MAX_PLACED_CELLS = 20_000  # of all tables that are tried
 MIN_TARGETS = 4  # tried ends of the step
 TARGET_RANGE = 1.5  # the last, in terms of the first
+LEAST_GAIN_OF_HALVES = 0.01  # of a step: a backward in halves is more work than a whole one
 ROUNDING = 1e-9  # of a sum of times
 
 
@@ -83,9 +84,11 @@ def with_teacher(
     if ahead:  # an order in which the losses wait for the teacher is right too, and may be shorter
         waiting = _fastest(replace(table, ahead=False), cells, forwards, costs, max_added)
         found += [_Candidate.of(replace(candidate.table, ahead=True), costs) for candidate in waiting]
-    else:  # the last loss is late, and nothing but backwards follows it
-        in_halves = [list(_with_last_in_halves(row, table.microbatches)) for row in cells]
-        found += _fastest(table, in_halves, forwards, costs, max_added)
+    in_halves = [list(_with_last_in_halves(row, table.microbatches)) for row in cells]  # nothing but backwards follows the last
+    if in_halves != cells:
+        longest = min([candidate.makespan for candidate in found], default=inf) * (1 - LEAST_GAIN_OF_HALVES)
+        halved = _fastest(table, in_halves, forwards, costs, max_added)
+        found += [candidate for candidate in halved if candidate.makespan <= longest]
     if not found:
         raise ScheduleError(f"no table of {name} was found for max_waiting_outputs={max_waiting_outputs}: give a higher one")
     return min(found, key=_Candidate.key).table
@@ -156,9 +159,12 @@ def _fastest(
     return found
 
 
-def v_of_teacher(schedule: Schedule) -> tuple[int, ...]:
-    """Return the rank of each stage of a teacher in a V: from the loss's rank against the model's way, and back."""
-    ranks = tuple(dict.fromkeys(reversed(schedule.placement)))
+def v_of_teacher(placement: Sequence[int]) -> tuple[int, ...]:
+    """Return the rank of each stage of a teacher in a V: from the loss's rank against the model's way, and back.
+
+    `placement`: the rank of each stage of the model.
+    """
+    ranks = tuple(dict.fromkeys(reversed(placement)))
     return (*ranks, *reversed(ranks))
 
 
@@ -167,7 +173,7 @@ def _teacher_placement(schedule: Schedule, stages: int | Sequence[int] | str | N
     if stages is None:
         return schedule.placement
     if stages == "V":
-        return v_of_teacher(schedule)
+        return v_of_teacher(schedule.placement)
     if not is_whole_number(stages):
         return tuple(stages) if isinstance(stages, Sequence) and not isinstance(stages, str) else ()
     if not 1 <= int(stages) <= schedule.stages:

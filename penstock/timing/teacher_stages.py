@@ -27,7 +27,7 @@ def teacher_ranks(
     `costs`, `size`: see `costs_with_teacher`. `max_stages`: that the teacher can be cut into. Compares steps that run the
     teacher ahead; of equal ones those that run it for their own losses.
     """
-    same, v = schedule.placement, v_of_teacher(schedule)
+    same, v = schedule.placement, v_of_teacher(schedule.placement)
     if v == same or (max_stages is not None and len(v) > max_stages):
         return same
     for ahead in (True, False):

@@ -19,7 +19,9 @@ from penstock.plan.search.initial_tables import grouped_rows, published_schedule
 from penstock.plan.search.periodic import find_modulo_schedules, unroll_modulo_schedule
 from penstock.plan.search.problem import INFINITE, SearchProblem
 from penstock.schedule import Costs, Found, ScheduleError, build, search, simulate, verify, with_teacher
-from penstock.schedule.transform import with_overlapped_pairs
+from penstock.schedule.table import Chains
+from penstock.schedule.transform import with_frozen_stages, with_overlapped_pairs
+from penstock.timing.teacher_stages import costs_with_teacher
 
 COSTS = Costs(forward=30, backward_input=40, backward_weight=20, act=0.5)
 V = (0, 1, 2, 2, 1, 0)
@@ -282,12 +284,92 @@ def test_ctrl_c_gives_the_best_so_far():
         ({"costs": Costs(forward=[1, 2])}, "forward has 2 costs for 6 stages"),
         ({"costs": Costs(forward=-1)}, "a cost is a time, 0 or more"),
         ({"start": build("1f1b", 2, 2)}, "1f1b is no start: it has 2 microbatches"),
-        ({"start": with_teacher(build("1f1b", 2, 2))}, "is no start: it has stages with a forward only"),
+        ({"start": with_frozen_stages(build("1f1b", 2, 2), [0])}, "is no start: it has frozen stages"),
+        (
+            {"start": with_teacher(build("1f1b", 2, 2))},
+            "1f1b with a teacher ahead is no start: it has teacher=2, ahead=True, not teacher=None, ahead=False",
+        ),
+        ({"teacher": 0}, "teacher=0: give the first stage of the teacher in the placement, 1 to 5"),
+        ({"teacher": 3}, "the teacher's last stage 5 is on rank 0, but the loss, which takes its outputs, on rank 2"),
+        ({"teacher": 1, "slices": 2}, "slices=2 with a teacher, whose tokens are not cut: use slices=1"),
+        ({"teacher": 1, "effort": "optimal"}, "effort='optimal' knows no teacher: use 'long'"),
+        ({"teacher": 1, "costs": Costs(teacher_output=3), "limit": 11}, r"outputs and .* take on rank 0 12 \(limit 11\)"),
     ],
 )
 def test_what_is_wrong_is_said_in_numbers(wrong, message):
     with pytest.raises(ScheduleError, match=message):
         search(**({"costs": COSTS, "placement": V, "microbatches": 4, "effort": "quick"} | wrong))
+
+
+@st.composite
+def pipelines_with_teacher(draw: st.DrawFn) -> tuple[Costs, tuple[int, ...], int, int]:
+    """Costs of the stages of a model and its teacher, their placement, M and the teacher's first stage."""
+    costs, placement, microbatches = draw(pipelines(stages=4))
+    dice = random.Random(draw(whole_numbers(0, 2**32 - 1)))
+    more = [*(dice.randrange(max(placement) + 1) for _ in range(dice.randrange(4))), placement[-1]]
+
+    def extended(values, choices):
+        return values and [*values, *(dice.choice(choices) for _ in more)]
+
+    per_stage = {
+        name: getattr(costs, name) for name in ("forward", "backward_input", "backward_weight", "backward", "act", "keep")
+    }
+    longer = {name: extended(values, [0.5, 1, 3]) for name, values in per_stage.items()}
+    send = [*costs.send, *(dice.choice([0, 1]) for _ in more)]
+    costs = replace(costs, **longer, send=send, teacher_output=dice.choice([0, 2.5]))
+    return costs, (*placement, *more), microbatches, len(placement)
+
+
+@pytest.mark.costly
+@settings(max_examples=25, deadline=None)
+@given(pipelines_with_teacher(), st.booleans(), whole_numbers(0, 1000))
+def test_rows_with_a_teacher_run_as_the_simulator_says(pipeline, ahead, seed):
+    costs, placement, microbatches, teacher = pipeline
+    chains = Chains(len(placement), frozenset(range(teacher, len(placement))), teacher, ahead)
+    machine = SearchProblem(costs, placement, microbatches, [INFINITE] * (max(placement) + 1), chains=chains)
+    position = IncrementalSimulation(machine, grouped_rows(machine, 2), [0.0] * machine.ranks)
+    assert position.makespan < INFINITE
+    anneal(position, random.Random(seed), 3000, 3.0, 1.0, lambda steps, at: None)
+    table = machine.schedule_from_rows(position.rows_with_weights())
+    verify(table, skips=list(costs.skips))
+    simulated = simulate(table, replace(costs, backward=None))
+    full = IncrementalSimulation(machine, position.rows_with_weights())
+    assert full.makespan == simulated.makespan
+    peaks = [max([memory for _, memory, *_ in trace[1:]], default=0.0) for trace in full.trace]
+    assert peaks == pytest.approx(simulated.peak_memory)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(pipelines_with_teacher(), st.booleans(), st.sampled_from([1.0, 1.5, INFINITE]))
+def test_a_table_with_a_teacher_is_proved_within_its_limit_and_no_longer_than_the_rules(pipeline, ahead, more):
+    costs, placement, microbatches, teacher = pipeline
+    least = [0.0] * (max(placement) + 1)
+    for stage, rank in enumerate(placement):
+        least[rank] += costs.act[stage] * (stage < teacher)
+    least[placement[-1]] += costs.teacher_output * (microbatches if ahead else 1)
+    found = search(
+        costs, placement, microbatches, [more * size for size in least], "quick", progress=soon, teacher=teacher, ahead=ahead
+    )
+    table, timeline = found.schedule, simulate(found.schedule, costs)
+    verify(table, skips=list(costs.skips))
+    assert (table.placement, table.microbatches, table.teacher, table.ahead) == (placement, microbatches, teacher, ahead)
+    assert found.bound <= found.makespan == timeline.makespan
+    assert all(peak <= more * size * (1 + 1e-9) for peak, size in zip(timeline.peak_memory, least, strict=True))
+    for own in published_schedules(placement[:teacher], microbatches):
+        rule = simulate(with_teacher(own, placement[teacher:], ahead, costs), costs)
+        if all(peak <= more * size for peak, size in zip(rule.peak_memory, least, strict=True)):
+            assert found.bound * (1 - 1e-9) <= found.makespan <= found.family_makespan <= rule.makespan
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("ahead", "limit"), [(True, None), pytest.param(False, 9, marks=pytest.mark.slow)])
+def test_a_teacher_gets_the_shortest_order_that_any_table_has(ahead, limit):
+    placement, costs = (0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3), costs_with_teacher(Costs(teacher_output=2), 4, 8)
+    found = search(costs, placement, 8, limit, "quick", teacher=4, ahead=ahead)
+    assert found.proven
+    assert (found.makespan, found.family_makespan) == (33, 33.5)
+    assert found.family == "zb-h1 with a teacher" + " ahead" * ahead
 
 
 @pytest.mark.costly

@@ -1,6 +1,7 @@
 """The forwards of a second model in the idle time of a table."""
 
 import re
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -60,10 +61,11 @@ def test_the_step_grows_by_little_of_what_the_teacher_takes(name: str, ahead: bo
 @pytest.mark.parametrize(
     ("name", "size", "ahead", "now", "own"),
     [
-        ("1f1b", 1, 35, 37, 33),  # of the model's own: 1.06 and 1.12
+        ("1f1b", 1, 34.5, 37, 33),  # of the model's own: 1.05 and 1.12
         pytest.param("interleaved-1f1b", 1, 67, 71, 57, marks=pytest.mark.slow),  # 1.175, and 1.12 for the work alone
         ("zb-h1", 1, 33.5, 33.5, 27),  # 1.24, and 1.19
         ("zb-v", 1, 67, 67, 51),  # 1.31, and 1.25: where the model's stages are
+        pytest.param("1f1b", 2, 42, 46, 33, marks=pytest.mark.slow),  # 1.27, and 1.21
         pytest.param("zb-h1", 2, 41, 41, 27, marks=pytest.mark.slow),  # 1.52, and 1.48
     ],
 )
@@ -112,8 +114,9 @@ def test_costs_of_a_teacher_follow_the_models() -> None:
     assert costs.backward == [4, 5, 0, 0, 0, 0]
     assert costs.send == [0.5] * 5
     assert costs.act == [1, 2, 0, 0, 0, 0]
+    costs = replace(costs, backward=None)
     table = with_teacher(build("1f1b", 2, 2), "V", costs=costs)
-    assert simulate(table, costs).makespan >= 2 * (3 + 5 + 4)
+    assert simulate(table, costs).makespan >= 2 * (3 + 3 + 4)
 
 
 @pytest.mark.costly

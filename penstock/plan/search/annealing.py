@@ -13,6 +13,7 @@ MAX_SHIFT_IN_ACTION_TIMES = 3.0  # the most that actions of several stages move,
 SLACK_MOVE_SHARE = 0.03  # of all moves: those that change the slack of a rank
 MULTI_STAGE_MOVE_SHARE = 0.4  # of all moves: those of actions on several stages
 FORWARD_TO_BACKWARD_SHARE = 0.4  # of the moves on several stages: those that may go on from F to I
+TEACHER_MOVE_SHARE = 0.3  # of the moves on several stages, if there is a teacher: those of its forwards
 CRITICAL_MOVE_SHARE = 0.5  # of the moves on one rank: those on the critical chain; only they shorten the step
 MOVES_PER_REPORT = 512
 ReportProgress = Callable[[int, IncrementalSimulation], None]  # (work since the last report, the current simulation)
@@ -93,13 +94,16 @@ def shift_actions(problem: SearchProblem, row: list[int], index: int, places: in
     step = 1 if places > 0 else -1
     code = row[index] // count
     of_code = range(code * count, (code + 1) * count)
+    of_teacher = range(problem.first_of_teacher * count, problem.first_back)
     for action in range(row[index], min(row[index] + actions, of_code.stop))[::-step]:
         chain = range(action % count, first_weight if action < first_weight else 0, count)
+        is_of_teacher = action in of_teacher
         start = at = new.index(action, index)
         furthest = max(0, min(start + places, len(new) - 1))
         while at != furthest:
             neighbour = new[at + step]
-            if neighbour in of_code or neighbour in chain or abs(neighbour - action) == apart:
+            is_in_chain = neighbour in chain and (neighbour in of_teacher) == is_of_teacher
+            if neighbour in of_code or is_in_chain or abs(neighbour - action) == apart:
                 break
             at += step
         if at != start:
@@ -111,9 +115,11 @@ def shift_actions(problem: SearchProblem, row: list[int], index: int, places: in
 def _random_move_on_stages(simulation: IncrementalSimulation, rng: random.Random) -> dict[int, RowChange]:
     """Return a move of a part of a microbatch's path, and of some or all microbatches after it, by the same time."""
     problem, changes = simulation.problem, dict[int, RowChange]()
-    way = problem.codes_in_dependency_order()[: 2 * problem.num_stages]
-    if rng.random() >= FORWARD_TO_BACKWARD_SHARE:
-        way = way[: problem.num_stages] if rng.random() < 0.5 else way[problem.num_stages :]
+    way = problem.forward_codes + problem.backward_codes
+    if problem.teacher_codes and rng.random() < TEACHER_MOVE_SHARE:
+        way = problem.teacher_codes
+    elif rng.random() >= FORWARD_TO_BACKWARD_SHARE:
+        way = problem.forward_codes if rng.random() < 0.5 else problem.backward_codes
     begin, microbatch = int(rng.random() * len(way)), int(rng.random() * problem.passes)
     shift, actions = (
         (2 * rng.random() - 1) * MAX_SHIFT_IN_ACTION_TIMES * problem.typical_time,

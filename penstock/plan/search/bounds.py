@@ -41,14 +41,15 @@ def relaxed_problem(problem: SearchProblem) -> SearchProblem:
         keep=[min(size) for size in sizes],
         backward=None,
     )
-    return SearchProblem(cheaper, problem.placement, problem.microbatches, problem.limits, slices=problem.slices)
+    limits, slices, chains = problem.limits, problem.slices, problem.chains
+    return SearchProblem(cheaper, problem.placement, problem.microbatches, limits, slices=slices, chains=chains)
 
 
 def earliest_starts(problem: SearchProblem) -> list[float]:
     """Return the earliest start of every action, given only its dependencies and the earlier microbatches."""
     heads = [0.0] * len(problem.cost)
     count, arrival_times = problem.passes, list(problem.initial_slot_times)
-    for code in problem.codes_in_dependency_order():
+    for code in problem.codes:
         free = 0.0
         for action in range(code * count, (code + 1) * count):
             weight = action >= problem.first_weight
@@ -106,5 +107,5 @@ def _memory_bound(problem: SearchProblem, rank: int, earliest_starts: list[float
         if weight < len(problem.times):
             area += count * problem.sizes[stage].keep * problem.times[weight]
     limit = problem.limits[rank] / (1 + TOLERANCE)  # as given: the tolerance would make the bound too low
-    begin = min(earliest_starts[stage * count] for stage in problem.stages_of[rank])
+    begin = min([earliest_starts[stage * count] for stage in problem.stages_of[rank] if problem.sizes[stage].act], default=0.0)
     return begin + area / limit if 0 < limit < INFINITE else 0.0

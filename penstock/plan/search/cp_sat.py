@@ -31,14 +31,16 @@ class _Interval(NamedTuple):
     end: Any
 
 
-def check_solvable(costs: Costs, slices: int) -> None:
-    """Raise ScheduleError if OR-Tools is not installed, or if its model does not have these costs or slices."""
+def check_solvable(costs: Costs, slices: int, teacher: int | None) -> None:
+    """Raise ScheduleError if OR-Tools is not installed, or if its model does not have these costs, slices or a teacher."""
     if costs.overlap:
         raise ScheduleError(f"effort='optimal' knows no pairs that overlap: use 'long', or overlap=0 and not {costs.overlap}")
     if costs.is_ragged:
         raise ScheduleError("effort='optimal' knows no microbatches that cost unlike: use 'long'")
     if slices > 1:
         raise ScheduleError(f"effort='optimal' knows no slices: use 'long', or slices=1 and not {slices}")
+    if teacher is not None:
+        raise ScheduleError("effort='optimal' knows no teacher: use 'long'")
     _import_cp_model()
 
 
@@ -189,7 +191,7 @@ class _CpSatModel:
         """Return the table of the solution: the actions of every rank in the order in which they start."""
         problem, count = self.problem, self.problem.microbatches
         placed: list[list[tuple[int, int, Action]]] = [[] for _ in range(problem.ranks)]
-        for code in problem.codes_in_dependency_order():
+        for code in problem.codes:
             kind, stage = problem.kinds[code // problem.num_stages], code % problem.num_stages
             for m in range(count):
                 action = code * count + m

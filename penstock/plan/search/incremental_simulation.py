@@ -63,7 +63,8 @@ class IncrementalSimulation:
         """Restore the rows and slack of `snapshot`, and simulate them."""
         self.rows, self.slack = snapshot.rows[:], snapshot.slack and snapshot.slack[:]
         self.deferred_weights: Rows = [self._deferred_weights(row) for row in self.rows]
-        self.trace: list[Trace] = [[(0.0, 0.0, work, 0, 0)] for work in self.problem.work]
+        memory_and_work = zip(self.problem.initial_memory, self.problem.work, strict=True)
+        self.trace: list[Trace] = [[(0.0, memory, work, 0, 0)] for memory, work in memory_and_work]
         self.slot_times, self.makespan, self.tails = self.problem.initial_slot_times, INFINITE, self.problem.tails
         if self.try_changes({}, INFINITE) < INFINITE:
             self.accept_changes()
@@ -77,7 +78,8 @@ class IncrementalSimulation:
         net = self.problem.memory_change_with_weights if self.slack else self.problem.change
         for rank, (row, _, _) in changes.items():
             self.work += WORK_PER_ROW
-            if max(accumulate(map(net.__getitem__, row))) > self.problem.limits[rank]:
+            memory = accumulate(map(net.__getitem__, row), initial=self.problem.initial_memory[rank])
+            if max(memory) > self.problem.limits[rank]:
                 return INFINITE
         traces: list[Trace] = [[] for _ in self.rows]
         end = self._simulate(changes, max_makespan, traces)

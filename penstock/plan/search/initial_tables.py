@@ -2,15 +2,32 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import product
 
 from penstock.errors import ScheduleError
-from penstock.plan.search.problem import Rows, SearchProblem, number_actions_in_order
+from penstock.plan.search.problem import INFINITE, Rows, SearchProblem, number_actions_in_order
 from penstock.schedule.catalog import FAMILIES, build
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import PLACEMENTS, Kind, receiving_stages
+from penstock.timing.teacher import with_teacher
 
 _NO_ACTION = (float("inf"), 0, 0, 0)
 ROUND_TRIP_FACTORS = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
+
+
+def published_tables(problem: SearchProblem) -> Iterator[Schedule]:
+    """Yield the published tables of a problem, with its teacher; if memory is limited, also those whose outputs wait least."""
+    teacher, ahead = problem.chains.teacher, problem.chains.ahead
+    own = list(published_schedules(problem.placement[:teacher], problem.microbatches, problem.slices))
+    if teacher is None:
+        yield from own
+        return
+    is_limited = problem.costs.teacher_output and min(problem.limits) < INFINITE
+    fewest = [problem.microbatches if ahead else 1] if is_limited else []
+    for table, most in product(own, (None, *fewest)):
+        with suppress(ScheduleError):  # losses in another order need more
+            yield with_teacher(table, problem.placement[teacher:], ahead, problem.costs, most)
 
 
 def published_schedules(placement: Sequence[int], microbatches: int, slices: int = 1) -> Iterator[Schedule]:
@@ -28,11 +45,11 @@ def published_schedules(placement: Sequence[int], microbatches: int, slices: int
 def grouped_rows(problem: SearchProblem, size: int) -> Rows:
     """Return the F and I of groups of `size` microbatches that go through the pipeline and back, one group after the other."""
     rows, size = [], size * problem.slices
-    for stages in problem.stages_of:
+    for rank in range(problem.ranks):
         codes = list[int]()
         for first in range(0, problem.passes, size):
             group_size = min(size, problem.passes - first)
-            for code in (*stages, *(problem.num_stages + stage for stage in reversed(stages))):
+            for code in problem.codes_of_rank(rank):
                 codes += [code] * group_size
         rows.append(number_actions_in_order(codes, problem.passes))
     return rows
@@ -50,7 +67,8 @@ class GreedyDispatch:
         self.free, self.memory = [0.0] * problem.ranks, [0.0] * problem.ranks
         self.slot_times, self.num_done = list(problem.initial_slot_times), [0] * (2 * problem.num_stages)
         self.deferred_weights = [deque[int]() for _ in range(problem.ranks)]  # the W that can run
-        receivers = receiving_stages(problem.num_stages, list(problem.costs.skips))
+        receivers = receiving_stages(problem.chains, list(problem.costs.skips))
+        self.codes_of_rank = list(map(problem.codes_of_rank, range(problem.ranks)))
         self.affected_ranks = [  # stage -> the ranks that may get an input from it
             {problem.placement[affected] for affected in (stage, *receivers[Kind.F][stage], *receivers[Kind.B][stage])}
             for stage in range(problem.num_stages)
@@ -61,7 +79,7 @@ class GreedyDispatch:
         problem = self.problem
         rows: Rows = [[] for _ in range(problem.ranks)]
         firsts = [min(self._startable_actions(rank), default=_NO_ACTION) for rank in range(problem.ranks)]
-        for _ in range(2 * problem.num_stages * problem.passes):
+        for _ in range(sum(map(len, self.codes_of_rank)) * problem.passes):
             earliest = min(firsts)
             if earliest is _NO_ACTION:
                 return []
@@ -75,15 +93,22 @@ class GreedyDispatch:
     def _startable_actions(self, rank: int) -> Iterator[tuple[float, int, int, int]]:
         """Yield the next F and I of `rank` that can begin: start time, priority (the smaller the more urgent), number, rank."""
         problem = self.problem
-        for stage in problem.stages_of[rank]:
+        for code in self.codes_of_rank[rank]:
+            stage = code % problem.num_stages
             in_flight = self.num_done[stage] - self.num_done[problem.num_stages + stage]
-            for code in (stage, problem.num_stages + stage):
-                if self.num_done[code] < problem.passes and (code > stage or in_flight < self.depth[stage]):
-                    action = code * problem.passes + self.num_done[code]
-                    ready_time, weights = self._ready_time(action), self._weights_to_free_memory(rank, action)
-                    if ready_time >= 0 and weights is not None:
-                        free = self.free[rank] + sum(problem.cost[weight] for weight in weights)
-                        yield max(ready_time, free), -stage - (problem.num_stages if code > stage else 0), action, rank
+            if self.num_done[code] < problem.passes and (code > stage or in_flight < self.depth[stage]):
+                action = code * problem.passes + self.num_done[code]
+                ready_time, weights = self._ready_time(action), self._weights_to_free_memory(rank, action)
+                if ready_time >= 0 and weights is not None:
+                    free = self.free[rank] + sum(problem.cost[weight] for weight in weights)
+                    yield max(ready_time, free), self._priority(code), action, rank
+
+    def _priority(self, code: int) -> int:
+        """Return the priority of a code: forwards of a teacher that runs ahead come last."""
+        problem = self.problem
+        if problem.chains.ahead and code in problem.teacher_codes:
+            return problem.num_stages - code
+        return -(code % problem.num_stages) - (problem.num_stages if code >= problem.num_stages else 0)
 
     def _ready_time(self, action: int) -> float:
         """Return when the inputs of `action` have arrived; negative if that is not known yet."""
@@ -127,10 +152,11 @@ def in_flight_limits(problem: SearchProblem) -> Iterator[list[float]]:
     period = max(problem.work) / problem.passes
     yield [float("inf")] * problem.num_stages
     for factor in ROUND_TRIP_FACTORS:
-        depth = []
-        for stage in range(problem.num_stages):
-            trip = sum(problem.times[s] + problem.times[problem.num_stages + s] for s in range(stage, problem.num_stages))
-            depth.append(max(1.0, factor * trip / period))
+        depth = [float("inf")] * problem.num_stages
+        for stage in set(range(problem.num_stages)) - problem.chains.forward_only:
+            later = range(stage, problem.first_of_teacher)
+            trip = sum(problem.times[s] + problem.times[problem.num_stages + s] for s in later)
+            depth[stage] = max(1.0, factor * trip / period)
         yield depth
 
 

@@ -53,7 +53,7 @@ def _start_times(problem: SearchProblem, period: float, waits: list[float]) -> l
     """Return each code's start for microbatch 0: after its wait, with its rank free in every period; empty if none is."""
     count, arrival_times, starts = problem.passes, problem.initial_slot_times[:], [0.0] * len(problem.times)
     busy_times: list[list[tuple[float, float]]] = [[] for _ in range(problem.ranks)]
-    for code in problem.codes_in_dependency_order():
+    for code in problem.codes:
         action, length = code * count, problem.times[code]
         ready_time = max([arrival_times[action], *(arrival_times[slot] for slot in problem.also_needs[action])])
         if action >= problem.first_weight:
@@ -123,11 +123,10 @@ def unroll_modulo_schedule(problem: SearchProblem, start_offsets: StartOffsets) 
     The first backward of a microbatch waits for the forwards of all its K slices, so backwards begin K - 1 periods later.
     """
     rows: Rows = []
-    for stages in problem.stages_of:
-        codes = [code for stage in stages for code in (stage, problem.num_stages + stage)]
+    for rank in range(problem.ranks):
         starts = [
             (start_offsets[code] + n + (problem.slices - 1) * (code >= problem.num_stages), code * problem.passes + n)
-            for code in codes
+            for code in problem.codes_of_rank(rank)
             for n in range(problem.passes)
         ]
         rows.append([action for _, action in sorted(starts)])

@@ -4,16 +4,20 @@ The action of stage s for pass n has the number `code * N + n`; its code is s fo
 microbatch, or one of its K slices: N = M K. Passes run in the order 0, 1, 2, .., so the n-th action of a code is pass n, of
 microbatch n // K. Forwards take the slices of a microbatch from first to last, backwards from last to first; the first
 backward waits for the last forward.
+
+Stages that have F only, such as a teacher's, have codes for I and W too: these cost nothing, and no row has them.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from statistics import fmean
 from typing import NamedTuple
 
+from penstock.schedule.memory import ActivationSize
 from penstock.schedule.schedule import Schedule, from_rows
-from penstock.schedule.table import Action, Kind, Table, receiving_stages
+from penstock.schedule.table import Action, Chains, Kind, Table, receiving_stages
 from penstock.timing.costs import Costs
 
 Rows = list[list[int]]  # rank -> the numbers of its actions, in order
@@ -47,27 +51,40 @@ class SearchProblem:
         limits: Sequence[float],
         full_backwards: bool = False,
         slices: int = 1,
+        chains: Chains | None = None,
     ) -> None:
-        """`limits`: every rank's memory limit. `full_backwards`: backwards are not split: I stands for B, and there is no W."""
+        """`limits`: every rank's memory limit. `full_backwards`: backwards are not split: I stands for B, and there is no W.
+
+        `chains`: that the stages form; by default one, all trained.
+        """
         self.costs, self.placement, self.microbatches = costs, tuple(placement), microbatches
         self.slices, self.passes = slices, microbatches * slices
         self.full_backwards = full_backwards
         self.limits = [limit * (1 + TOLERANCE) for limit in limits]
         self.num_stages, self.ranks = len(placement), len(limits)
+        self.chains = chains or Chains(self.num_stages)
+        self.first_of_teacher = self.num_stages if self.chains.teacher is None else self.chains.teacher
         self.stages_of = [[stage for stage, home in enumerate(placement) if home == rank] for rank in range(self.ranks)]
         self.kinds = (Kind.F, Kind.B) if full_backwards else (Kind.F, Kind.I, Kind.W)
         self.first_back, self.first_weight = self.num_stages * self.passes, 2 * self.num_stages * self.passes
-        times, self.sizes = costs.action_costs(self.num_stages), costs.activation_sizes(self.num_stages)
+        self.codes = self._codes_in_dependency_order()
+        has_code = [code in self.codes for code in range(len(self.kinds) * self.num_stages)]
+        times = costs.action_costs(self.num_stages)
+        self.sizes = [
+            ActivationSize(0, 0) if stage in self.chains.forward_only else size
+            for stage, size in enumerate(costs.activation_sizes(self.num_stages))
+        ]
         self.factors = [factor / slices for factor in costs.factors_by_microbatch(microbatches) for _ in range(slices)]
         slice_shares = [factor / slices for factor in costs.factors_by_slice(slices)]
         mean = fmean(costs.factors_by_microbatch(microbatches)) * fmean(slice_shares)
-        self.times = [mean * times[kind][stage] for kind in self.kinds for stage in range(self.num_stages)]  # by code
-        self.typical_time = sum(self.times) / len(self.times)
+        times_of_codes = [times[kind][stage] for kind in self.kinds for stage in range(self.num_stages)]
+        self.times = [mean * time * exists for time, exists in zip(times_of_codes, has_code, strict=True)]
+        self.typical_time = sum(self.times) / len(self.codes)
         by_microbatch = costs.action_costs_by_microbatch(self.num_stages, microbatches)
         self.cost = [
-            cost * share
-            for kind in self.kinds
-            for stage_costs in by_microbatch[kind]
+            cost * share * has_code[number * self.num_stages + stage]
+            for number, kind in enumerate(self.kinds)
+            for stage, stage_costs in enumerate(by_microbatch[kind])
             for cost in stage_costs
             for share in (slice_shares if kind is Kind.F else reversed(slice_shares))
         ]
@@ -82,7 +99,21 @@ class SearchProblem:
             max(self.factors) * sum(self.sizes[t].act for t in self.stages_of[home] if t > s)
             for s, home in enumerate(placement)
         ]
+        self._count_waiting_outputs()
         self._connect_actions()
+
+    def _count_waiting_outputs(self) -> None:
+        """Add what a teacher's outputs take that wait for their losses: those of a batch at first if it runs ahead."""
+        self.initial_memory = [0.0] * self.ranks
+        if self.chains.teacher is None:
+            return
+        size, count = self.costs.teacher_output, self.passes
+        if self.chains.ahead:
+            self.initial_memory[self.placement[-1]] = size * count
+        for values in (self.change, self.memory_change_with_weights):
+            for n in range(count):
+                values[(self.num_stages - 1) * count + n] += size
+                values[(self.first_of_teacher - 1) * count + n] -= size
 
     def _values_per_action(self, of_codes: Sequence[float]) -> list[float]:
         return [value * factor for value in of_codes for factor in self.factors]
@@ -96,7 +127,7 @@ class SearchProblem:
         self.receiver = dict[int, int]()  # slot -> the action that needs it
         slots, filled_slots = count + 1, set[int]()
         for source, receiver, send in self._dependencies_with_messages():
-            joins_slices = source == stages - 1 and receiver == 2 * stages - 1  # from the last forward to the first backward
+            joins_slices = (source, receiver) == self._codes_of_loss  # from the last forward to the first backward
             for n in range(0, self.passes, self.slices if joins_slices else 1):
                 action = slot = receiver * self.passes + n
                 sender = source * self.passes + n + (self.slices - 1 if joins_slices else 0)
@@ -112,36 +143,61 @@ class SearchProblem:
         self.slot, self.latency = [send.slot for send in first_sends], [send.latency for send in first_sends]
         self.initial_slot_times = [-1.0 if slot in filled_slots else 0.0 for slot in range(count)] + [-1.0] * (slots - count)
         self.is_simple_chain = slots == count + 1 and all(send.transmission == 0 for sends in self.sends for send in sends)
-        self.has_positive_times = self.is_simple_chain and min(self.cost[: 2 * stages * self.passes]) > 0
+        costs = [self.cost[code * self.passes + n] for code in self.codes if code < 2 * stages for n in range(self.passes)]
+        self.has_positive_times = self.is_simple_chain and min(costs) > 0
 
     def _dependencies_with_messages(self) -> Iterator[tuple[int, int, ActionMessage]]:
         """Yield (sending code, receiving code, cost of the message), in the order in which a rank sends."""
         stages, home = self.num_stages, self.placement
         borders = self.costs.message_costs(stages)
-        receivers = receiving_stages(stages, list(self.costs.skips))
+        receivers = receiving_stages(self.chains, list(self.costs.skips))
         for base, kind in ((0, Kind.F), (stages, Kind.I)):
             for stage in range(stages):
                 for receiver in receivers[kind][stage]:
-                    border = borders[min(stage, receiver), max(stage, receiver)]
-                    link = home[stage], home[receiver]
-                    is_local = link[0] == link[1]
-                    yield (
-                        base + stage,
-                        base + receiver,
-                        ActionMessage(0, None, 0.0, 0.0) if is_local else ActionMessage(0, link, *border),
-                    )
-        yield stages - 1, 2 * stages - 1, ActionMessage(0, None, 0.0, 0.0)
+                    message, link = ActionMessage(0, None, 0.0, 0.0), (home[stage], home[receiver])
+                    if link[0] != link[1]:
+                        message = ActionMessage(0, link, *borders[min(stage, receiver), max(stage, receiver)])
+                    yield base + stage, base + receiver, message
+        yield *self._codes_of_loss, ActionMessage(0, None, 0.0, 0.0)
 
-    def codes_in_dependency_order(self) -> list[int]:
-        """Return the codes, each after those that it needs."""
-        stages = self.num_stages
-        return [*range(stages), *reversed(range(stages, 2 * stages)), *range(2 * stages, len(self.times))]
+    @property
+    def _codes_of_loss(self) -> tuple[int, int]:
+        """The last forward of the trained model, and its first backward."""
+        return self.first_of_teacher - 1, self.num_stages + self.first_of_teacher - 1
+
+    @cached_property
+    def forward_codes(self) -> list[int]:
+        """The codes of the trained model's forwards, in order."""
+        return list(range(self.first_of_teacher))
+
+    @cached_property
+    def teacher_codes(self) -> list[int]:
+        """The codes of a teacher's forwards, in order."""
+        return list(range(self.first_of_teacher, self.num_stages))
+
+    @cached_property
+    def backward_codes(self) -> list[int]:
+        """The codes of I, in order."""
+        stages = [stage for stage in reversed(self.forward_codes) if stage not in self.chains.forward_only]
+        return [self.num_stages + stage for stage in stages]
+
+    def _codes_in_dependency_order(self) -> list[int]:
+        """Return the codes that rows may have, each after those that it needs."""
+        weights = [] if self.full_backwards else [self.num_stages + code for code in sorted(self.backward_codes)]
+        if self.chains.loss_waits:
+            return [*self.teacher_codes, *self.forward_codes, *self.backward_codes, *weights]
+        return [*self.forward_codes, *self.backward_codes, *weights, *self.teacher_codes]
+
+    def codes_of_rank(self, rank: int) -> list[int]:
+        """Return the codes of F and I that a rank has, in the order of dependencies."""
+        codes = [code for code in self.codes if code < 2 * self.num_stages]
+        return [code for code in codes if self.placement[code % self.num_stages] == rank]
 
     @cached_property
     def tails(self) -> list[float]:
         """The least time from the end of each action to the end of the step."""
         tails, count = [0.0] * len(self.cost), self.passes
-        for code in reversed(self.codes_in_dependency_order()):
+        for code in reversed(self.codes):
             follows = 0.0
             for action in reversed(range(code * count, (code + 1) * count)):
                 ways = [follows]
@@ -182,7 +238,10 @@ class SearchProblem:
             kind = self.kinds[code // self.num_stages]
             return Action(kind, code % self.num_stages, microbatch, place if kind is Kind.F else self.slices - 1 - place)
 
-        return from_rows(name, [list(map(action, row)) for row in rows], self.placement)
+        table = from_rows(name, [list(map(action, row)) for row in rows], self.placement)
+        teacher = self.chains.teacher
+        frozen = frozenset(stage for stage in self.chains.forward_only if teacher is None or stage < teacher)
+        return replace(table, forward_only=frozen, teacher=teacher, ahead=self.chains.ahead)
 
 
 def number_actions_in_order(codes: Iterable[int], passes: int) -> list[int]:

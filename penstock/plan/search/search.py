@@ -16,7 +16,7 @@ from penstock.plan.search.incremental_simulation import IncrementalSimulation, S
 from penstock.plan.search.problem import INFINITE, TOLERANCE, Rows, SearchProblem
 from penstock.schedule.proof import verify
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.table import Kind, Table, check_is_table
+from penstock.schedule.table import Chains, Kind, Table, check_is_table
 from penstock.schedule.transform import with_full_backwards, with_overlapped_pairs
 from penstock.timing.costs import Costs
 from penstock.timing.simulate import simulate
@@ -56,6 +56,8 @@ def search(
     start: Schedule | None = None,
     progress: Progress | None = None,
     slices: int = 1,
+    teacher: int | None = None,
+    ahead: bool = True,
 ) -> Found:
     """Search for the table with the shortest step, within a limit on memory, for these costs.
 
@@ -63,8 +65,8 @@ def search(
     unequal costs run in their order.
     `placement`: the rank of every stage.
     `microbatches`: M, the number of microbatches of a batch.
-    `limit`: the most that the activations of a rank may take at once (`Timeline.peak_memory`), in the unit of `costs.act`:
-    a number, or one for each rank. By default any amount.
+    `limit`: the most that the activations of a rank, and a teacher's outputs, may take at once (`Timeline.peak_memory`), in the
+    unit of `costs.act` and `costs.teacher_output`: a number, or one for each rank. By default any amount.
     `effort`: `quick`, `normal` or `long`: about 1, 10 and 60 seconds. Work is counted, not time, so the same arguments give the
     same table on any machine. `optimal`, for small pipelines: `normal`, and then up to some minutes of OR-Tools
     (`pip install 'penstock-pipeline[optimal]'`), which proves that nothing is shorter, or finds it, or raises the bound.
@@ -72,6 +74,8 @@ def search(
     `progress`: called with the share of work done and the best makespan so far (infinite before there is one), about ten
     times a second. If it returns something true, the search ends with its best table, as it does on Ctrl-C.
     `slices`: K, the slices of a microbatch along its sequence. Costs are of whole microbatches.
+    `teacher`, `ahead`: the first stage in `placement` of a second, frozen model, and whether its forwards are of the next
+    batch, as in `with_teacher`, which adds them to the published tables. The order of both models is searched.
 
     The table found is never longer than the best published one within the limit. Raises ScheduleError for a limit that no table
     keeps, for invalid costs, placement or numbers, and for `optimal` without OR-Tools or with overlapping pairs.
@@ -86,12 +90,13 @@ def search(
     microbatches, seed = as_integer("microbatches", microbatches, 1), as_integer("seed", seed, -INFINITE)
     slices = as_integer("slices", slices, 1)
     placement = as_placement(placement)
-    limits = memory_limits(limit, costs, placement)
-    _check_start(start, placement, microbatches, slices)
+    chains = _chains(placement, teacher, ahead, slices)
+    limits = memory_limits(limit, costs, placement, chains, microbatches)
+    _check_start(start, placement, microbatches, slices, chains)
     if effort == "optimal":
-        cp_sat.check_solvable(costs, slices)
+        cp_sat.check_solvable(costs, slices, teacher)
     problems = [
-        SearchProblem(costs, placement, microbatches, limits, full_backwards, slices)
+        SearchProblem(costs, placement, microbatches, limits, full_backwards, slices, chains)
         for full_backwards in _full_backward_choices(costs, len(placement))
     ]
     best = _BestSchedule(problems[0], start, EFFORTS[effort], progress)
@@ -113,15 +118,34 @@ def _full_backward_choices(costs: Costs, stages: int) -> list[bool]:
     return [False, True] if cheaper or any(keep > act for act, keep in costs.activation_sizes(stages)) else [False]
 
 
-def _check_start(start: Schedule | None, placement: tuple[int, ...], microbatches: int, slices: int) -> None:
+def _chains(placement: Sequence[int], teacher: int | None, ahead: bool, slices: int) -> Chains:
+    """Return the chains of the stages. Raises ScheduleError for a teacher that cannot be."""
+    count = len(placement)
+    if teacher is None:
+        return Chains(count)
+    if not is_whole_number(teacher, 1) or teacher >= count:
+        raise ScheduleError(f"teacher={teacher!r}: give the first stage of the teacher in the placement, 1 to {count - 1}")
+    if placement[-1] != placement[teacher - 1]:
+        raise ScheduleError(
+            f"the teacher's last stage {count - 1} is on rank {placement[-1]}, but the loss, which takes its outputs, on rank "
+            f"{placement[teacher - 1]}, with stage {teacher - 1}: place both on one rank"
+        )
+    if slices > 1:
+        raise ScheduleError(f"slices={slices} with a teacher, whose tokens are not cut: use slices=1")
+    return Chains(count, frozenset(range(teacher, count)), int(teacher), bool(ahead))
+
+
+def _check_start(start: Schedule | None, placement: tuple[int, ...], microbatches: int, slices: int, chains: Chains) -> None:
     if start is not None:
         check_is_table(start)
         verify(start)
-        if start.chains.forward_only:
+        if start.forward_only:
             raise ScheduleError(
-                f"{start.name} is no start: it has stages with a forward only. Search a table of a model that is all trained, "
-                "and give it to with_teacher"
+                f"{start.name} is no start: it has frozen stages. Search a table of a model that is all trained"
             )
+        if (start.teacher, start.ahead) != (chains.teacher, chains.ahead):
+            of_start, of_search = (f"teacher={of.teacher}, ahead={of.ahead}" for of in (start, chains))
+            raise ScheduleError(f"{start.name} is no start: it has {of_start}, not {of_search}")
         if start.slices != slices:
             raise ScheduleError(f"{start.name} is no start: it has slices={start.slices}, not {slices}")
         if (start.placement, start.microbatches) != (placement, microbatches):
@@ -135,7 +159,7 @@ class _BestSchedule:
     def __init__(self, problem: SearchProblem, start: Schedule | None, work: int, progress: Progress | None) -> None:
         self.problem, self.work, self.progress, self.work_done = problem, work, progress, 0.0
         self.bound = lower_bound(problem)
-        self.published = list(initial_tables.published_schedules(problem.placement, problem.microbatches, problem.slices))
+        self.published = list(initial_tables.published_tables(problem))
         self.tables = [*self.published, *([start] if start else ())]
         self.time = lru_cache(self._makespan_within_limits)
         self.makespan = min(map(self.time, self.tables), default=INFINITE)
@@ -175,7 +199,7 @@ class _BestSchedule:
         """Return the best table and its bound; the sequential table if the search was stopped before it had any."""
         problem = self.problem
         plain = SearchProblem(
-            problem.costs, problem.placement, problem.microbatches, problem.limits, full_backwards=True, slices=problem.slices
+            problem.costs, problem.placement, problem.microbatches, problem.limits, True, problem.slices, problem.chains
         )
         tables = [*self.tables, plain.schedule_from_rows(initial_tables.grouped_rows(plain, 1), "sequential")]
         if self.searched:
@@ -270,8 +294,17 @@ def as_placement(placement: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(int, homes))
 
 
-def memory_limits(limit: float | Sequence[float] | None, costs: Costs, placement: tuple[int, ...]) -> list[float]:
-    """Return the limit of every rank. Raises ScheduleError if one is too low for one microbatch."""
+def memory_limits(
+    limit: float | Sequence[float] | None,
+    costs: Costs,
+    placement: tuple[int, ...],
+    chains: Chains | None = None,
+    microbatches: int = 1,
+) -> list[float]:
+    """Return the limit of every rank. Raises ScheduleError if one is too low for one microbatch.
+
+    With a teacher in `chains` its outputs count: one, or, between two steps with one that runs ahead, those of a batch.
+    """
     ranks = max(placement) + 1
     limit_value: Any = INFINITE if limit is None else limit
     try:
@@ -280,11 +313,17 @@ def memory_limits(limit: float | Sequence[float] | None, costs: Costs, placement
         raise ScheduleError(f"limit={limit!r}: give one number, or one for each rank") from None
     if len(limits) != ranks:
         raise ScheduleError(f"limit has {len(limits)} numbers for {ranks} ranks: give one number, or one for each rank")
-    min_memory = [0.0] * ranks
-    for size, home in zip(costs.activation_sizes(len(placement)), placement, strict=True):
-        min_memory[home] += size.act * max(costs.microbatch_factors or [1.0])
+    chains = chains or Chains(len(placement))
+    min_memory, factor = [0.0] * ranks, max(costs.microbatch_factors or [1.0])
+    sizes = costs.activation_sizes(len(placement))
+    for stage, home in enumerate(placement):
+        min_memory[home] += sizes[stage].act * factor * (stage not in chains.forward_only)
+    if chains.teacher is not None:  # the last forward takes an output and keeps its own activation
+        waiting = costs.teacher_output * (microbatches if chains.ahead else 1)
+        min_memory[placement[-1]] += waiting - min(costs.teacher_output, sizes[chains.teacher - 1].act * factor)
     short = [rank for rank in range(ranks) if not min_memory[rank] <= limits[rank] * (1 + TOLERANCE)]
     if short:
+        what = "the activations" if chains.teacher is None else "the teacher's outputs and the activations"
         rank_texts = ", ".join(f"rank {rank} {min_memory[rank]:g} (limit {limits[rank]:g})" for rank in short)
-        raise ScheduleError(f"no table keeps the limit: the activations of one microbatch take on {rank_texts}")
+        raise ScheduleError(f"no table keeps the limit: {what} of one microbatch take on {rank_texts}")
     return limits

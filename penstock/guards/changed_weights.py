@@ -20,6 +20,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.engine.observers import ObservedStep, Observer, StepFunctions
 from penstock.errors import MismatchError
 from penstock.guards.tensor_snapshot import TensorSnapshot
+from penstock.mesh.fsdp import fsdp_modules
 from penstock.schedule.table import Action, Kind
 from penstock.stage.stage import Stage
 from penstock.torch_private import buffer_slots
@@ -55,7 +56,7 @@ class ChangedWeightsCheck(Observer):
             return functions
         actions: dict[Kind, ActionFunction] = {**functions.actions, Kind.F: partial(self._forward, functions.actions[Kind.F])}
         for kind in {Kind.B, Kind.I} & actions.keys():
-            actions[kind] = partial(self._backward, actions[kind])
+            actions[kind] = partial(self._backward, actions[kind], step)
         return functions._replace(actions=actions)
 
     def _forward(self, run: ActionFunction, action: Action, values: Sequence[Any]) -> Any:
@@ -76,8 +77,10 @@ class ChangedWeightsCheck(Observer):
                 self._compare(state, self._text(action.stage, f"buffer {name}", reason, advice))
         return messages
 
-    def _backward(self, run: ActionFunction, action: Action, values: Sequence[Any]) -> Any:
-        parameters = self._parameters(action.stage) if self._recomputes else {}
+    def _backward(self, run: ActionFunction, step: ObservedStep, action: Action, values: Sequence[Any]) -> Any:
+        # After its last backward a sharded stage's gathered parameters are freed, by another thread.
+        is_freed = action in step.agreed.program.last_backwards and bool(fsdp_modules(self._stages[action.stage].module))
+        parameters = self._parameters(action.stage) if self._recomputes and not is_freed else {}
         messages = run(action, values)
         self._in_flight[action.stage].discard((action.microbatch, action.slice))
         for name, state in parameters.items():
@@ -86,8 +89,7 @@ class ChangedWeightsCheck(Observer):
 
     def _compare(self, state: TensorSnapshot, text: str) -> None:
         """Compare on the tensor's device, for which the host waits at the end of the step."""
-        if not _has_no_memory(state.tensor):
-            self._comparisons.append((text, state.has_other_values()))
+        self._comparisons.append((text, state.has_other_values()))
 
     def _parameters(self, stage: int) -> dict[str, TensorSnapshot]:
         return self._states(stage, self._stages[stage].module.named_parameters())
@@ -105,7 +107,6 @@ class ChangedWeightsCheck(Observer):
             names.get(name, name): TensorSnapshot.of(tensor)
             for name, tensor in named_tensors
             if not (hasattr(tensor, "placements") or tensor.is_meta or tensor.is_inference() or tensor.layout != torch.strided)
-            and not _has_no_memory(tensor)
         }
 
     def _text(self, stage: int, what: str, reason: str, advice: str = ADVICE) -> str:
@@ -125,8 +126,3 @@ class ChangedWeightsCheck(Observer):
             found = [text for (text, _), is_changed in zip(self._comparisons, values, strict=True) if is_changed]
             findings = self._control.all_gather_value(found[:1], "to compare changed weights")
             raise MismatchError(next(chain.from_iterable(findings)))
-
-
-def _has_no_memory(tensor: Tensor) -> bool:
-    """Whether `fully_shard` has freed the memory of a gathered parameter."""
-    return tensor.untyped_storage().nbytes() == 0

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
 from penstock import checkpoint
+from penstock.guards.tensor_snapshot import TensorSnapshot
 from penstock.launcher import rank_processes
+from penstock.mesh.fsdp import FSDPHooks
 from penstock.stage.dtensor import gather_full_tensor
 
 pytestmark = pytest.mark.ranks
@@ -331,6 +334,33 @@ EVERYDAYS = tuple((way, *option) for way, option in product(WAYS, OPTIONS))
 def test_steps_add_up_eval_changes_nothing_and_layers_can_be_frozen(case: tuple[str, str, Any]) -> None:
     expected = everyday_alone()
     for ours in together(everyday, 4, EVERYDAYS)[case]:
+        close(ours["twice"], expected["twice"])
+        close(ours["frozen"], expected["frozen"])
+
+
+def everyday_freed_early() -> dict[str, Any]:
+    """`everyday` where another thread has freed a sharded stage's parameters before a check that follows its last backward."""
+    begin, compare, averagings = FSDPHooks.after_last_backward, TensorSnapshot.has_other_values, list[Any]()
+
+    def begin_and_note(hooks: FSDPHooks) -> None:
+        begin(hooks)
+        averagings.extend([hooks._averaging] if hooks._averaging is not None else [])
+
+    def wait_and_compare(snapshot: TensorSnapshot) -> Tensor:
+        for averaging in averagings:
+            averaging.result()
+        return compare(snapshot)
+
+    with (
+        mock.patch.object(FSDPHooks, "after_last_backward", begin_and_note),
+        mock.patch.object(TensorSnapshot, "has_other_values", wait_and_compare),
+    ):
+        return everyday("fsdp", "recompute", "stage")
+
+
+def test_no_check_reads_parameters_that_the_averaging_of_a_sharded_stage_has_freed() -> None:
+    expected = everyday_alone()
+    for ours in ps.launch(everyday_freed_early, 4):
         close(ours["twice"], expected["twice"])
         close(ours["frozen"], expected["frozen"])
 

@@ -1,6 +1,6 @@
 """Teachers of other sizes, architectures and dtypes, cut by an example, with tied weights and skips; and with replicas."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -86,7 +86,7 @@ def t5(seed: int, width: int, layers: int) -> nn.Module:
 
 
 def qwen2_with_lora(seed: int) -> nn.Module:
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    peft, transformers = pytest.importorskip("peft", reason="no peft: make neighbours"), pytest.importorskip("transformers")
     shape = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
     torch.manual_seed(seed)
     model = transformers.Qwen2ForCausalLM(
@@ -103,9 +103,11 @@ MODELS = {
     "skips and tied weights": (lambda: gpt(0, 8, 4), lambda: skipping(1)),
     "one llama of another": (lambda: llama(0), lambda: llama(1)),
     "a GPT of a model with skips": (lambda: skipping(0), lambda: gpt(1, 16, 4)),
+    "a deep GPT of a deeper one": (lambda: gpt(0, 8, 8), lambda: gpt(1, 4, 10)),
+}
+WITH_ADAPTERS = {
     "adapters of qwen2 of a GPT": (lambda: qwen2_with_lora(0), lambda: gpt(1, 16, 4)),
     "a GPT of qwen2 with adapters": (lambda: gpt(0, 8, 4), lambda: qwen2_with_lora(1)),
-    "a deep GPT of a deeper one": (lambda: gpt(0, 8, 8), lambda: gpt(1, 4, 10)),
 }
 LARGER_T5 = {"a larger t5": (lambda: t5(0, 8, 2), lambda: t5(1, 16, 3))}  # takes long
 
@@ -127,7 +129,7 @@ def batches(rows: int = 7, steps: int = STEPS) -> list[Tensor]:
 
 
 def rank_distils(which: str, schedule: str, announces: bool, steps: int = STEPS) -> dict[str, Any]:
-    student, teacher = (make() for make in (MODELS | LARGER_T5)[which])
+    student, teacher = (make() for make in (MODELS | WITH_ADAPTERS | LARGER_T5)[which])
     options = {"example_args": (batches()[0][:2],)}
     pipe = ps.Pipeline(student, loss_fn, schedule, M, teacher=teacher, **options)
     optimizer, losses, tokens = torch.optim.AdamW(pipe.parameters()), [], batches(steps=steps)
@@ -141,7 +143,7 @@ def rank_distils(which: str, schedule: str, announces: bool, steps: int = STEPS)
 
 @cache
 def reference(which: str, steps: int = STEPS) -> dict[str, Any]:
-    student, teacher = (make() for make in (MODELS | LARGER_T5)[which])
+    student, teacher = (make() for make in (MODELS | WITH_ADAPTERS | LARGER_T5)[which])
     teacher.eval()
     optimizer, losses = torch.optim.AdamW(student.parameters()), []
     for batch in batches(steps=steps):
@@ -158,7 +160,8 @@ def reference(which: str, steps: int = STEPS) -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients(student.named_parameters())}
 
 
-CASES = tuple((which, schedule, announces) for which in MODELS for schedule, announces in (("1f1b", True), ("zb-v", False)))
+WAYS = (("1f1b", True), ("zb-v", False))  # schedule -> whether the next batch is announced
+CASES, CASES_WITH_ADAPTERS = (tuple((which, *way) for which in models for way in WAYS) for models in (MODELS, WITH_ADAPTERS))
 
 
 QUICK = CASES[0], CASES[3]
@@ -167,7 +170,10 @@ SLOW = tuple(case for case in CASES if case not in QUICK)
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_a_teacher_of_any_kind_gives_the_bits_of_one_process(case: tuple[Any, ...]) -> None:
-    results, expected = together(rank_distils, 2, QUICK if case in QUICK else SLOW)[case], reference(case[0])
+    check_bits(together(rank_distils, 2, QUICK if case in QUICK else SLOW)[case], reference(case[0]))
+
+
+def check_bits(results: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
     for result in results:
         assert all(map(torch.equal, result["losses"], expected["losses"]))
     assert_same(merged([result["gradients"] for result in results]), expected["gradients"])
@@ -188,10 +194,19 @@ LONG_CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in LONG_CASES.items() for case in cases])
 def test_in_fifty_steps_on_three_and_four_ranks_the_bits_stay_those_of_one_process(ranks: int, case: tuple[Any, ...]) -> None:
-    results, expected = together(rank_distils, ranks, LONG_CASES[ranks])[case], reference(case[0], 50)
-    for result in results:
-        assert all(map(torch.equal, result["losses"], expected["losses"]))
-    assert_same(merged([result["gradients"] for result in results]), expected["gradients"])
+    check_bits(together(rank_distils, ranks, LONG_CASES[ranks])[case], reference(case[0], 50))
+
+
+LONG_CASES_WITH_ADAPTERS = tuple((which, "zb-h1", True, 50) for which in WITH_ADAPTERS)
+
+
+@pytest.mark.neighbours
+@pytest.mark.parametrize("case", CASES_WITH_ADAPTERS + LONG_CASES_WITH_ADAPTERS)
+def test_adapters_are_distilled_and_a_teacher_may_have_some(case: tuple[Any, ...]) -> None:
+    which, _, _, *steps = case
+    expected = reference(which, *steps)  # skips the test where peft is missing
+    ranks, cases = (3, LONG_CASES_WITH_ADAPTERS) if steps else (2, CASES_WITH_ADAPTERS)
+    check_bits(together(rank_distils, ranks, cases)[case], expected)
 
 
 # -- meshes --------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1  # Linux's prctl for the signal that a process gets when it
 class RankResult(NamedTuple):
     """What a rank returned or raised, and the status that follows from it: its own, or that of a rank which its error names."""
 
-    value: Any  # what the function returned, or the error; None if the process has ended without either
+    value: Any  # what the function returned, or the error, pickled while on its way; None if the process has ended without
     status: RankStatus
     traceback: str = ""
     steps_done: int | None = None  # training steps of its pipelines
@@ -137,7 +137,7 @@ def _num_threads() -> int:
 def _pickle_value(value: Any, status: RankStatus, by_value: bool) -> bytes:
     """Return the RankResult of a function that returned `value`, as bytes. Raises PenstockError if it does not pickle."""
     try:
-        return choose_pickle_dumps(by_value)(RankResult(value, status, steps_done=_steps_done()))
+        return pickle.dumps(RankResult(choose_pickle_dumps(by_value)(value), status, steps_done=_steps_done()))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise PenstockError(
             f"rank {status.rank} cannot send home what its function returned ({error}): it must pickle"
@@ -145,7 +145,7 @@ def _pickle_value(value: Any, status: RankStatus, by_value: bool) -> bytes:
 
 
 def _pickle_error(error: BaseException, rank: int, by_value: bool) -> bytes:
-    """Return the RankResult of a function that raised `error`, as bytes; a PenstockError replaces one that does not pickle."""
+    """Return the RankResult of a function that raised `error`, as bytes. An error that does not pickle is sent as its text."""
     if isinstance(error, SystemExit) and not error.code:  # `launch` would raise it, and end the program without an error
         error = EarlyExitError(f"rank {rank} called sys.exit() before its function was done")
 
@@ -156,13 +156,11 @@ def _pickle_error(error: BaseException, rank: int, by_value: bool) -> bytes:
         ).with_traceback(error.__traceback__)
 
     text = f"\n\nrank {rank}:\n" + "".join(traceback.format_exception(error))
-    result = RankResult(error, _status_of_failure(error, rank), text, _steps_done())
     try:
-        data = choose_pickle_dumps(by_value)(result)
-        str(pickle.loads(data).value)
-        return data
+        value = choose_pickle_dumps(by_value)(error)
     except Exception:
-        return pickle.dumps(result._replace(value=PenstockError(f"rank {rank}: {explain_error(error)}")))
+        value = b""
+    return pickle.dumps(RankResult(value, _status_of_failure(error, rank), text, _steps_done()))
 
 
 def _status_of_failure(error: BaseException, rank: int) -> RankStatus:

@@ -117,14 +117,22 @@ def collect_results_and_errors(
 
 
 def _unpickle_result(data: bytes, rank: int) -> RankResult:
-    """Return the result that `rank` has sent; a failed one with a PenstockError if it does not unpickle."""
+    """Return the result that `rank` has sent. An error that does not unpickle, or has no text, becomes a PenstockError.
+
+    A returned value that does not unpickle makes it a failed one.
+    """
+    result: RankResult = pickle.loads(data)
     try:
-        result: RankResult = pickle.loads(data)
+        value = pickle.loads(result.value)
+        if not result.succeeded:
+            str(value)
     except Exception as error:  # of any class: unpickling runs code of the program
+        if not result.succeeded:
+            return result._replace(value=PenstockError(f"rank {rank}: {result.status.text}"))
         problem = f"what rank {rank} returned does not unpickle ({explain_error(error)})"
         text = f"{problem}: return values that do, such as numbers and tensors"
         return RankResult.of_error(rank, PenstockError(text))
-    return result
+    return result._replace(value=value)
 
 
 def _result_of_ended_process(

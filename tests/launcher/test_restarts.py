@@ -153,6 +153,8 @@ def rank_fails(how):
             raise FileNotFoundError(2, "No such file", "\udcff")
         case "exits":
             sys.exit()
+        case "raises two arguments":
+            raise TwoArguments(1, 2)
         case "returns":
             return TwoArguments(1, 2)
         case "real-time":
@@ -167,6 +169,7 @@ def rank_fails(how):
         ("unspeakable", r"rank 0: Unspeakable: it cannot say what it is \(RuntimeError\)"),
         ("no text", "No such file"),
         ("exits", r"rank 0 called sys.exit\(\) before its function was done"),
+        ("raises two arguments", "rank 0: TwoArguments: 1"),
         ("returns", r"what rank 0 returned does not unpickle \(TypeError: .*other.*\): return values that do"),
         ("real-time", f"rank 0 was killed by signal {signal.SIGRTMIN + 1}"),
     ],

@@ -2,8 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,13 +38,23 @@ class InputParameter(NamedTuple):
     leaves: tuple[Any, ...] = ()  # InputTensorSpec, or the value itself, which is a constant of the graph
 
 
+class ValueCheck(Protocol):
+    """Raises MismatchError unless the graph holds for what values are, see `traced_values.py`."""
+
+    def check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Check the arguments of the model's forward, by name."""
+
+    def check_values(self, is_training: bool, values: Sequence[tuple[Any, Any]]) -> None:
+        """Check other values, with their keys; those that are not given are tensors."""
+
+
 class GraphInputs(NamedTuple):
     """The inputs of a graph, and what it assumes of their sizes."""
 
     signature: inspect.Signature  # of the model's forward
     parameters: Sequence[InputParameter]
     guards: Sequence[str] = ()  # Python expressions of the dict `values` of the arguments
-    check_nones: Callable[[Mapping[str, Any]], None] | None = None  # raises MismatchError unless the graph holds for the Nones
+    value_check: ValueCheck | None = None  # of a graph that was traced without data
 
     def flatten_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], cast: torch.dtype | None = None) -> list[Any]:
         """Return the graph's inputs for a call of the model's forward. Raises MismatchError if the graph does not hold for it.
@@ -61,8 +71,8 @@ class GraphInputs(NamedTuple):
             value = arguments[parameter.name]
             leaves += [value] if parameter.structure is None else _flatten_and_check(parameter, value, cast)
 
-        if self.check_nones is not None:
-            self.check_nones({parameter.name: arguments[parameter.name] for parameter in self.parameters})
+        if self.value_check is not None:
+            self.value_check.check_arguments({parameter.name: arguments[parameter.name] for parameter in self.parameters})
         for guard in self.guards:
             if not compile_guard(guard, "values")(arguments):
                 condition = re.sub(r"values\['(\w+)'\]", r"\1", guard)

@@ -17,6 +17,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import map_arg
 
 from penstock.partition.model_graph import DEVICE_ATTRIBUTE, NO_GRAD, SEED_NUMBER, ModelGraph, train_eval_mismatch_error
+from penstock.partition.traced_values import MISSING, UNUSED_READS, VALUE_KEY, read_path
 from penstock.torch_private import fsdp_input_dtype, is_persistent_buffer
 
 CallLayer = Callable[..., Any]  # (seed number, function, args, kwargs): calls what may draw random numbers
@@ -67,6 +68,23 @@ class GraphInterpreter:
 
     def __call__(self, messages: Sequence[Any], kwargs: Mapping[str, Any], call_layer: CallLayer) -> Any:
         """Return what the stage's forward returns. `call_layer` calls every unit, and what is random between them."""
+        check = self._inputs.value_check
+        if check is None or torch.compiler.is_compiling():
+            return self._run(messages, kwargs, call_layer, None)
+        is_training, values = self.stage.training, list[tuple[Any, Any]]()
+        try:
+            return self._run(messages, kwargs, call_layer, values)
+        finally:  # also if a layer fails: for a value that the trace took for a tensor, perhaps
+            check.check_values(is_training, values)
+
+    def _run(
+        self,
+        messages: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        call_layer: CallLayer,
+        no_tensors: list[tuple[Any, Any]] | None,
+    ) -> Any:
+        """Run the nodes. `no_tensors`: gets the values that are no tensors, and those that nobody uses, with their keys."""
         cast = fsdp_input_dtype(self.stage)
         inputs = iter(self._unpack(messages) if self.sources else self._inputs.flatten_call(messages, kwargs, cast))
         values: dict[fx.Node, Any] = {}
@@ -80,9 +98,16 @@ class GraphInterpreter:
                 args, kwargs = map(_with_mutable_containers, map_arg((node.args, node.kwargs), values.__getitem__))
                 if node.op == "output":
                     return args[0]
-                with torch.no_grad() if NO_GRAD in node.meta else _NOTHING:
-                    values[node] = self._call(call_layer, node, args, kwargs)
+                try:
+                    with torch.no_grad() if NO_GRAD in node.meta else _NOTHING:
+                        values[node] = self._call(call_layer, node, args, kwargs)
+                except AttributeError:
+                    if node.target is getattr and no_tensors is not None:
+                        no_tensors.append((node.meta[VALUE_KEY], MISSING))
+                    raise
                 del args, kwargs
+            if no_tensors is not None:
+                _record_value(node, values[node], no_tensors)
             for dead_node in node.meta.get(LAST_USES, ()):
                 del values[dead_node]
         raise AssertionError("a graph ends with its output")
@@ -107,6 +132,14 @@ class GraphInterpreter:
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def _record_value(node: fx.Node, value: Any, no_tensors: list[tuple[Any, Any]]) -> None:
+    meta = node.meta
+    if type(value) is not Tensor and VALUE_KEY in meta and node.op != "placeholder":
+        no_tensors.append((meta[VALUE_KEY], value))
+    for key, path in meta.get(UNUSED_READS, ()):
+        no_tensors.append((key, read_path(value, path)))
 
 
 def _with_mutable_containers(value: Any) -> Any:

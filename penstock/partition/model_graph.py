@@ -66,7 +66,7 @@ class ModelGraph(NamedTuple):
 
 def eliminate_unused_nodes(graph: fx.Graph) -> None:
     """Remove nodes whose values nobody uses, and that change nothing."""
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _has_side_effect(node))
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or has_side_effect(node))
 
 
 def train_then_eval(model: nn.Module) -> Iterator[bool]:
@@ -98,7 +98,7 @@ def _called_units(graph: fx.Graph) -> list[str]:
     return [str(node.target) for node in graph.nodes if node.op == "call_module"]
 
 
-def _has_side_effect(node: fx.Node) -> bool:
+def has_side_effect(node: fx.Node) -> bool:
     """Return whether a node must stay even if its value is not used: it may change something in place."""
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"

@@ -3,41 +3,35 @@
 The units remain modules that are called. Only what is between them, in the forwards of the modules around them, is traced.
 """
 
+import builtins
 import inspect
 import operator
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
-from torch import fx, nn
-from torch.fx.node import map_arg
+from torch import Tensor, fx, nn
 
 from penstock.errors import MismatchError
 from penstock.partition.attributes import Attribute, AttributeChange, restore_attributes_afterwards
 from penstock.partition.graph_inputs import GraphInputs, InputParameter, varargs_error
-from penstock.partition.model_graph import (
-    INPLACE_OPERATORS,
-    NO_GRAD,
-    ModelGraph,
-    eliminate_unused_nodes,
-    first_line,
-    train_then_eval,
+from penstock.partition.model_graph import INPLACE_OPERATORS, NO_GRAD, ModelGraph, first_line, train_then_eval
+from penstock.partition.traced_values import (
+    MISSING,
+    VALUE_KEY,
+    Constant,
+    Key,
+    Kind,
+    Leaf,
+    Templates,
+    TracedValueCheck,
+    record_unused_reads,
+    value_key,
 )
-from penstock.torch_private import (
-    TensorSlot,
-    buffer_slots,
-    keystr,
-    tensor_version,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_map_only,
-    tree_unflatten,
-)
-from penstock.trees import leaves
+from penstock.torch_private import TensorSlot, buffer_slots, tensor_version, tree_map_only
 
 ADVICE = "give example_args, so that it can be exported; or a list with one module for each stage"
 
@@ -48,101 +42,20 @@ def trace_graph(model: nn.Module, units: Mapping[str, nn.Module]) -> ModelGraph:
     Raises MismatchError for a forward that decides by values or shapes.
     """
     changes = dict[Attribute, AttributeChange]()
-    graphs = [_trace(model, units, changes, {}) for _ in train_then_eval(model)]
+    graphs = [_trace(model, units, changes) for _ in train_then_eval(model)]
+    for graph in graphs:
+        record_unused_reads(graph)
     names = [str(node.target) for node in graphs[0].find_nodes(op="placeholder")]
-    check_nones = _NoneCheck(model, units, names)
-    inputs = GraphInputs(inspect.signature(model.forward), [*map(InputParameter, names)], check_nones=check_nones)
+    check = TracedValueCheck(model, partial(_trace_again, tuple(units)), names)
+    inputs = GraphInputs(inspect.signature(model.forward), [*map(InputParameter, names)], value_check=check)
     return ModelGraph.from_train_and_eval_graphs(model, graphs, inputs, list(changes.values()))
 
 
-# -- arguments that are None -------------------------------------------------------------------------------------------
-
-
-class _Leaf(str):
-    """The name of a tensor, or another value that is not None, in an argument."""
-
-    __repr__ = str.__str__
-
-
-Templates = Mapping[str, Any]  # argument with a None inside -> the same with a `_Leaf` in the place of each other leaf
-
-
-class _NoneCheck:
-    """Whether the graphs hold for arguments with a None inside: in them `is None` is False of a value.
-
-    Which items may be None together is seen by tracing the forward once more, for the first batch that has these Nones. Which
-    argument may be None alone is known before, also where the stages are and the model is not.
-    """
-
-    def __init__(self, model: nn.Module, units: Collection[str], names: Sequence[str]) -> None:
-        self._model, self._units = ref(model), tuple(units)
-        self._holds: dict[str, bool] = {}
-        if len(names) > 1:
-            self._compare(model, [{name: None} for name in names])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what holds in another process, which has no model to trace."""
-        return {"_model": _no_model, "_units": (), "_holds": self._holds}
-
-    def __deepcopy__(self, memo: Any) -> "_NoneCheck":
-        return self
-
-    def __call__(self, arguments: Mapping[str, Any]) -> None:
-        """Raise MismatchError if the forward does something else for the Nones in `arguments`."""
-        if all(leaf is not None for leaf in leaves(dict(arguments))):
-            return
-
-        entries = [(name, *entry) for name, value in arguments.items() for entry in tree_flatten_with_path(value)[0]]
-        nones = ", ".join(f"{name}{keystr(path)} is None" for name, path, leaf in entries if leaf is None)
-        templates = _make_templates(arguments)
-        if str(templates) not in self._holds:
-            model = self._model()
-            if model is None:
-                raise MismatchError(
-                    f"{nones}, and whether the forward does something else then is seen by tracing the model that was cut, "
-                    "which is gone: keep a reference to it until the first step, or give example_args with None"
-                )
-            self._compare(model, [templates])
-        if not self._holds[str(templates)]:
-            raise MismatchError(
-                f"{nones}, and the model was cut for another value, for which its forward does something else: give "
-                "example_args with None if it is always None, or a list with one module for each stage"
-            )
-
-    def _compare(self, model: nn.Module, sets_of_nones: Sequence[Templates]) -> None:
-        """Record whether the forward traced with each set of Nones does what it does without them."""
-        graphs_without_nones = cache(partial(self._trace_in_both_modes, model, {}))
-        for templates in sets_of_nones:
-            self._holds[str(templates)] = self._is_same(model, templates, graphs_without_nones)
-
-    def _is_same(self, model: nn.Module, templates: Templates, graphs_without_nones: Callable[[], list[fx.Graph]]) -> bool:
-        try:
-            graphs, graphs_for_nones = graphs_without_nones(), self._trace_in_both_modes(model, templates)
-            return [_calls(graph, templates) for graph in graphs] == [_calls(graph, {}) for graph in graphs_for_nones]
-        except Exception:  # whatever the forward makes of a None
-            return False
-
-    def _trace_in_both_modes(self, model: nn.Module, templates: Templates) -> list[fx.Graph]:
-        """Return the graphs of training and of evaluation."""
-        graphs = []
-        for is_training in (True, False):
-            with _training_flags(model, is_training):
-                graphs.append(_trace(model, self._units, {}, templates))
-        return graphs
-
-
-def _no_model() -> None:
-    """Stand for a reference to a model that is gone."""
-
-
-def _make_templates(arguments: Mapping[str, Any]) -> Templates:
-    templates = dict[str, Any]()
-    for name, value in arguments.items():
-        flat, structure = tree_flatten(value)
-        if any(leaf is None for leaf in flat):
-            marked = [None if leaf is None else _Leaf(f"{name}.{number}") for number, leaf in enumerate(flat)]
-            templates[name] = tree_unflatten(marked, structure)
-    return templates
+def _trace_again(
+    units: Collection[str], model: nn.Module, is_training: bool, templates: Templates, kinds: Mapping[Key, Kind]
+) -> fx.Graph:
+    with _training_flags(model, is_training):
+        return _trace(model, units, {}, templates, kinds)
 
 
 @contextmanager
@@ -158,37 +71,78 @@ def _training_flags(model: nn.Module, is_training: bool) -> Iterator[None]:
             module.training = flag
 
 
-def _calls(graph: fx.Graph, templates: Templates) -> list[str]:
-    """Return what the graph does, with `templates` for its arguments: items that it takes out of them are taken out here."""
-    eliminate_unused_nodes(graph)
-    values, calls = dict[fx.Node, Any](), list[str]()
-    for node in graph.nodes:
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-        if node.op == "placeholder":
-            template = templates.get(node.target, _Leaf(node.target))
-            values[node] = tree_map_only(_Leaf, lambda leaf: leaf, template)  # a copy: the graph may change it
-        elif _is_of_template(node, values):
-            function = node.target if node.op == "call_function" else getattr(args[0], node.target)
-            values[node] = function(*(args if node.op == "call_function" else args[1:]), **kwargs)
-        else:
-            values[node] = _Leaf(f"%{len(calls)}")
-            calls.append(f"{node.op} {node.target} {args} {kwargs} {NO_GRAD in node.meta}")
-    return calls
+class _Value(fx.Proxy):
+    """A value in the graph.
+
+    `value += operand` changes it in place in the graph too, where torch's own proxy would make another.
+    """
+
+    _is_param = _is_buffer = False  # `isinstance(value, nn.Parameter)` and `nn.Buffer` look at them
+    _own_attributes = ("node", "tracer", "root", "attr", "_node", "is_called")
+
+    def _key(self) -> Key:
+        raise NotImplementedError
+
+    def _unit_tracer(self) -> "_UnitTracer":
+        assert isinstance(self.tracer, _UnitTracer)
+        return self.tracer
+
+    def class_(self) -> type:
+        """Return the class of the value for which this one stands: that of tensors unless known otherwise."""
+        return self._unit_tracer().class_of(self._key())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._own_attributes or name.startswith("__"):
+            raise AttributeError(name)
+        kind = self._unit_tracer().kinds.get((self.node.name, name))
+        if not isinstance(kind, Constant):
+            return self._unit_tracer().attribute(self, name)
+        if kind.value is MISSING:
+            raise AttributeError(name)
+        return kind.value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._own_attributes:
+            model = type(self._unit_tracer().root).__name__
+            raise MismatchError(
+                f"the forward of {model} sets .{name} of a value between its layers, which is lost where it is cut: do it in a "
+                "layer, or hand the value on"
+            )
+        object.__setattr__(self, name, value)
 
 
-def _is_of_template(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
-    """Whether a node takes an item out of a dict or tuple in the templates, or calls a method of it."""
-    container = values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-    if container is None or isinstance(container, _Leaf):
-        return False
-    return node.op == "call_method" or node.target in (getattr, operator.getitem, operator.setitem)
+class _Proxy(_Value):
+    def _key(self) -> Key:
+        return self.node.meta[VALUE_KEY]
 
 
-# -- the trace ---------------------------------------------------------------------------------------------------------
+class _Attribute(_Value, fx.proxy.Attribute):
+    """An attribute, or a method that is called."""
+
+    is_called = False
+
+    def _key(self) -> Key:
+        return self.root.node.name, self.attr
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.is_called = True
+        return super().__call__(*args, **kwargs)
 
 
-class _Proxy(fx.Proxy):
-    """A value in the graph. `value += operand` changes it in place there too, where torch's own proxy would make another."""
+@contextmanager
+def _isinstance_of_values() -> Iterator[None]:
+    """Answer `isinstance` of a value in the graph as of the value for which it stands. A `__class__` would deceive C++ too."""
+    original = builtins.isinstance
+
+    def is_instance(value: Any, classes: Any) -> bool:
+        is_value = type(value) in (_Proxy, _Attribute)
+        return original(value, classes) or (is_value and issubclass(value.class_(), classes))
+
+    builtins.isinstance = is_instance
+    try:
+        yield
+    finally:
+        builtins.isinstance = original
 
 
 def _inplace_method(change: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,20 +150,41 @@ def _inplace_method(change: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in INPLACE_OPERATORS:
-    setattr(_Proxy, f"__{_name}__", _inplace_method(getattr(operator, _name)))
+    setattr(_Value, f"__{_name}__", _inplace_method(getattr(operator, _name)))
 
 
 class _UnitTracer(fx.Tracer):
-    def __init__(self, units: Collection[str], templates: Templates) -> None:
+    def __init__(self, units: Collection[str], templates: Templates, kinds: Mapping[Key, Kind]) -> None:
         super().__init__(param_shapes_constant=True)
-        self.units, self._templates, self._autocast = units, templates, _autocast_modes()
+        self.units, self.kinds, self._templates, self._autocast = units, kinds, templates, _autocast_modes()
         self.changes: dict[Attribute, AttributeChange] = {}  # attributes that the forward has set
+        self._attributes: list[_Attribute] = []  # of values, which the forward has read
+        self._argument_classes: dict[str, type] = {}  # by name of a placeholder
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return name in self.units
 
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
+    def proxy(self, node: fx.Node) -> Any:
+        """Return what the forward gets of a node: a value in the graph, or the value itself if it is known."""
+        kind = self.kinds.get(node.meta[VALUE_KEY])
+        if not isinstance(kind, Constant):
+            return _Proxy(node, self)
+        if kind.value is MISSING:
+            raise KeyError(node.args[1])
+        return kind.value
+
+    def attribute(self, value: _Value, name: str) -> _Attribute:
+        self._attributes.append(_Attribute(value, name))
+        return self._attributes[-1]
+
+    def class_of(self, key: Key) -> type:
+        """Return the class of the value for which one in the graph stands."""
+        kind = self.kinds.get(key) or self._argument_classes.get(key, Tensor)
+        return type(kind.value) if isinstance(kind, Constant) else kind
+
+    def create_arg(self, a: Any) -> Any:
+        """Return what stands in the graph for an argument."""
+        return a.node if type(a) in (_Proxy, _Attribute) else super().create_arg(a)  # `isinstance` would find a tensor
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Return a node that records whether it is inside a `torch.no_grad()`."""
@@ -219,6 +194,7 @@ class _UnitTracer(fx.Tracer):
                 "in the forward of a layer, or call step() under torch.autocast"
             )
         node = super().create_node(*args, **kwargs)
+        node.meta[VALUE_KEY] = value_key(node)
         node.meta |= {} if torch.is_grad_enabled() else {NO_GRAD: True}
         return node
 
@@ -233,14 +209,23 @@ class _UnitTracer(fx.Tracer):
             for parameter in parameters
             if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
         ]
-        templates = {name: self._templates.get(name, _Leaf(name)) for name in names}
-        arguments = tree_map_only(_Leaf, lambda leaf: self.create_proxy("placeholder", leaf, (), {}), templates)
+        templates = {name: self._templates.get(name, Leaf(name)) for name in names}
+        arguments = tree_map_only(Leaf, self._placeholder, templates)
 
         def traced_forward(model: nn.Module) -> Any:
             with restore_attributes_afterwards(model) as self.changes:
-                return forward(model, **arguments)
+                output = forward(model, **arguments)
+            for attribute in self._attributes:
+                if not attribute.is_called:
+                    assert attribute.node  # makes it, if the forward has only looked at the attribute
+            return output
 
         return traced_forward, [self.root]
+
+    def _placeholder(self, leaf: Leaf) -> Any:
+        value = self.create_proxy("placeholder", leaf.text, (), {})
+        self._argument_classes[value.node.name] = leaf.class_
+        return value
 
 
 def _autocast_modes() -> list[bool]:
@@ -248,14 +233,21 @@ def _autocast_modes() -> list[bool]:
 
 
 def _trace(
-    model: nn.Module, units: Collection[str], changes: dict[Attribute, AttributeChange], templates: Templates
+    model: nn.Module,
+    units: Collection[str],
+    changes: dict[Attribute, AttributeChange],
+    templates: Templates | None = None,
+    kinds: Mapping[Key, Kind] | None = None,
 ) -> fx.Graph:
-    """Return the graph; put the attributes that the forward sets into `changes`. `templates`: of arguments with a None."""
+    """Return the graph; put the attributes that the forward sets into `changes`.
+
+    `templates`, `kinds`: what arguments and other values are if they are no tensors.
+    """
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     buffers = [(slot, tensor_version(slot.tensor)) for slot in buffer_slots(model)]
-    name, tracer = type(model).__name__, _UnitTracer(units, templates)
+    name, tracer = type(model).__name__, _UnitTracer(units, templates or {}, kinds or {})
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), _isinstance_of_values():
             graph = tracer.trace(model)
     except MismatchError:
         raise

@@ -1,4 +1,4 @@
-"""A model that is cut by names is traced without data: `is None` is false of each value then, and a batch may have Nones."""
+"""A model that is cut by names is traced without data, where each value is taken for a tensor: what else may values be?"""
 
 import gc
 import pickle
@@ -11,7 +11,7 @@ from reference import accumulate, assert_same, gradients, merged
 from torch import nn
 
 import penstock as ps
-from penstock.partition import run, split
+from penstock.partition import run, split, trace
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
 
@@ -202,3 +202,100 @@ def test_a_step_with_a_none_has_the_bits_of_one_process_or_is_refused_on_all_ran
             expected_loss, expected_gradients = in_one_process(function, *nones)
             assert all(torch.equal(loss, expected_loss) for loss in losses)
             assert_same(merged(parts), expected_gradients)
+
+
+class GivesTwo(nn.Linear):
+    """Returns a second value, too, if its first row begins with a negative number."""
+
+    def forward(self, x):
+        return super().forward(x), (x * 2 if x[0, 0] < 0 else None)
+
+
+class AsksBetweenLayers(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.first, self.layer, self.last = function, GivesTwo(4, 4), TakesNone(), nn.Linear(4, 4)
+
+    def forward(self, x, option):
+        hidden, aux = self.first(x)
+        return self.last(self.function(self.layer, hidden, aux, option))
+
+
+ASKS_WHAT_VALUES_ARE = {
+    "a layer's None": (lambda layer, h, aux, _: h * 2 if aux is None else h + aux, -X, 1.0, "first(..)[1] is None"),
+    "a layer's None that is not used": (lambda layer, h, aux, _: h if aux is not None else -h, -X, 1.0, "first(..)[1] is None"),
+    "a layer's None that is added": (lambda layer, h, aux, _: h if aux is None else h + aux, -X, 1.0, "first(..)[1] is None"),
+    "True": (lambda layer, h, aux, option: h * 2 if option is True else h, X, True, "option is True"),
+    "False": (lambda layer, h, aux, option: h * 2 if option is False else h, X, False, "option is False"),
+    "a flag's class": (lambda layer, h, aux, option: h * 2 if type(option) is bool else h, X, True, "option is True"),
+    "a text": (lambda layer, h, aux, option: {"double": h * 2}.get(option, h), X, "double", "option is 'double'"),
+    "a number's class": (lambda layer, h, aux, n: h * n if isinstance(n, float) else h, X, 2.0, "option is of class float"),
+    "a tuple": (lambda layer, h, aux, option: h if isinstance(option, tuple) else -h, X, (X, X), "option is of class tuple"),
+    "a dtype": (
+        lambda layer, h, aux, _: h * 2 if h.dtype is torch.float32 else h,
+        X,
+        1.0,
+        "first(..)[0].dtype is torch.float32",
+    ),
+    "a missing attribute": (
+        lambda layer, h, aux, _: h * getattr(h, "scale", 3),
+        X,
+        1.0,
+        "first(..)[0].scale is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ASKS_WHAT_VALUES_ARE)
+def test_a_model_cut_by_names_refuses_values_of_which_its_forward_asks_what_they_are(what):
+    function, x, option, text = ASKS_WHAT_VALUES_ARE[what]
+    stages = split(AsksBetweenLayers(function), 2, cuts=["last"])
+    for _ in range(2):
+        with pytest.raises(ps.MismatchError, match=rf"^{re.escape(text)}, and the model was cut for another value, for which"):
+            run(stages, x, option)
+
+
+HARMLESS_QUESTIONS = {
+    "a layer gets the None": (lambda layer, h, aux, _: layer(h, aux), -X, 1.0),
+    "is it a tensor": (lambda layer, h, aux, option: h * option if isinstance(option, torch.Tensor) else h, X, X),
+    "torch.is_tensor": (lambda layer, h, aux, option: h * option if torch.is_tensor(option) else h, X, X),
+    "another class": (lambda layer, h, aux, option: h[0] if isinstance(h, tuple) else h, X, 1.0),
+    "an attribute that is there": (lambda layer, h, aux, option: h * 2 if hasattr(h, "dtype") else h, X, 1.0),
+    "a method": (lambda layer, h, aux, option: h.view(h.shape) if hasattr(h, "view") else h, X, 1.0),
+    "a graph": (lambda layer, h, aux, option: h * 2 if h.grad_fn is not None else h * 3, X, 1.0),
+    "a dtype for another": (lambda layer, h, aux, option: h + option.to(h.dtype), X, X.double()),
+    "sizes": (lambda layer, h, aux, option: h.reshape(h.shape[0], -1) * (h.size(1) + option), X, 1.5),
+    "a flag that multiplies": (lambda layer, h, aux, option: h * option + (option + 1), X, True),
+    "a number that a layer gets": (lambda layer, h, aux, option: layer(h, aux, option), X, 3.0),
+}
+
+
+@pytest.mark.parametrize("what", HARMLESS_QUESTIONS)
+def test_a_model_cut_by_names_takes_values_for_which_its_forward_does_the_same(what):
+    function, x, option = HARMLESS_QUESTIONS[what]
+    model = AsksBetweenLayers(function)
+    stages = split(model, 2, cuts=["last"])
+    for _ in range(2):
+        assert torch.equal(run(stages, x, option), model(x, option))
+
+
+def test_kinds_of_values_that_were_seen_are_not_traced_again(monkeypatch):
+    traces, model = [], AsksBetweenLayers(lambda layer, h, aux, option: layer(h, aux) * option)
+    original = trace._trace
+    monkeypatch.setattr(trace, "_trace", lambda *args: traces.append(0) or original(*args))
+    stages = split(model, 2, cuts=["last"])
+    counts = []
+    for x, option in [(X, 1.0), (-X, 2.0), (X, 3.0), (-X, 4.0)]:
+        run(stages, x, option)
+        counts.append(len(traces))
+    assert counts[0] < counts[1] == counts[2] == counts[3]
+
+
+def test_an_attribute_that_is_set_on_a_value_between_layers_is_refused():
+    def tags(layer, hidden, aux, option):
+        hidden.scale = 3
+        return hidden
+
+    with pytest.raises(ps.MismatchError, match=r"^the forward of AsksBetweenLayers sets \.scale of a value between its layers"):
+        split(AsksBetweenLayers(tags), 2, cuts=["last"])

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from batched_launch import launch_once
+from error_text import error_text
 from models import toy
-from slow_cases import slow_except
 from torch import Tensor, nn
 
 import penstock as ps
 from penstock.comms.transport import channels
 from penstock.comms.transport.group_transport import GroupReceiver, GroupSender
-from penstock.plan.microbatch_order import plan_order
 
 WIDTH, WORDS = 8, 13
 
@@ -63,28 +63,6 @@ def _losses(pipe: Any, lists: Sequence[tuple[list[Tensor], list[Tensor]]], **opt
     return found
 
 
-LISTS = [_list(seed, microbatches) for seed, microbatches in enumerate((4, 4, 1, 3, 4, 2))]
-
-
-def _train(schedule: str, options: dict[str, Any], lists: Any = LISTS, microbatches: int = 4) -> Any:
-    pipe = ps.Pipeline(_model(), _loss, schedule, microbatches, loss_weight=ps.tokens(), **options)
-    losses = _losses(pipe, lists)
-    return losses, {name: parameter.grad for name, parameter in pipe.named_parameters()}
-
-
-QUICK = ("1f1b", "interleaved-1f1b", "zb-v")
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("schedule", slow_except(QUICK, ps.schedule.names()))
-@pytest.mark.parametrize("ranks", slow_except([4], [2, 4]))
-def test_every_family_has_the_bits_of_one_process(schedule: str, ranks: int) -> None:
-    expected_losses, expected = _one_process(LISTS, 7)
-    results = ps.launch(_train, ranks, schedule, {"seed": 7})
-    assert all(losses == expected_losses for losses, _ in results)
-    _assert_same(results, expected)
-
-
 def _assert_same(results: Any, expected: dict[str, Tensor]) -> None:
     found = {name: grad for _, grads in results for name, grad in grads.items()}
     assert found.keys() == expected.keys()
@@ -92,7 +70,7 @@ def _assert_same(results: Any, expected: dict[str, Tensor]) -> None:
 
 
 def test_a_plain_loop_has_its_bits() -> None:
-    model, (inputs, targets) = _model().eval(), LISTS[0]
+    model, (inputs, targets) = _model().eval(), _list(0, 4)
     total = sum(target.numel() for target in targets)
     for entry, target in zip(inputs, targets, strict=True):
         loss = _loss(model(entry), target)
@@ -103,36 +81,6 @@ def test_a_plain_loop_has_its_bits() -> None:
     pipe.step_microbatches(inputs, targets)
     pairs = zip(model.parameters(), pipe.parameters(), strict=True)
     assert all(torch.equal(expected.grad, parameter.grad) for expected, parameter in pairs)
-
-
-def _in_order(order: Any) -> Any:
-    """Losses in the given order, gradients summed in the one that ran; inputs and targets where they are read only."""
-    inputs, targets = _list(3, 9)
-    pipe = ps.Pipeline(_model(), _loss, "1f1b", 4, loss_weight=ps.tokens(), seed=7)
-    losses: list[Tensor] = []
-    is_first, is_last = pipe.topology.rank == pipe.first_rank, pipe.topology.rank == pipe.last_rank
-    loss = pipe.step_microbatches(inputs if is_first else None, targets if is_last else None, order=order, losses=losses)
-    return (loss.item(), [value.item() for value in losses]), {name: p.grad for name, p in pipe.named_parameters()}
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("order", ["given", "planned", [8, 0, 1, 7, 2, 6, 3, 5, 4]])
-def test_losses_are_those_of_the_given_order_and_more_microbatches_than_the_table_has_run(order: Any) -> None:
-    inputs, targets = _list(3, 9)
-    given = _one_process([(inputs, targets)], 7)[0][0]
-    results = ps.launch(_in_order, 2, order)
-    assert all(losses == given for losses, _ in results)
-
-    planned = plan_order([entry.numel() for entry in inputs], ps.schedule.build("1f1b", ranks=2, microbatches=9))
-    ran = {"given": list(range(9)), "planned": planned}.get(str(order), order)
-    _assert_same(results, _accumulated(inputs, targets, ran))
-
-
-def _accumulated(inputs: list[Tensor], targets: list[Tensor], order: Sequence[int]) -> dict[str, Tensor]:
-    """The gradients of a world of one that runs in this order; random numbers belong to the given one."""
-    pipe = ps.Pipeline(_model(), _loss, "gpipe", 4, topology=ps.Topology(), seed=7, loss_weight=ps.tokens())
-    pipe.step_microbatches(inputs, targets, order=order)
-    return {name: parameter.grad for name, parameter in pipe.named_parameters()}
 
 
 def _count_descriptions() -> list[int]:
@@ -176,8 +124,8 @@ def test_replicas_have_lists_of_their_own() -> None:
         assert all(torch.allclose(grads[name], expected[name], rtol=0, atol=1e-14) for name in grads)
 
 
-def _wrong(case: str) -> str:
-    """One sentence on every rank, and the next step works."""
+def _wrong() -> dict[str, str]:
+    """The error of each wrong call; after each the next step works."""
     pipe = ps.Pipeline(_model(), _loss, "1f1b", 4, loss_weight=ps.tokens())
     inputs, targets = _list(0, 4)
     calls: dict[str, Any] = {
@@ -205,10 +153,11 @@ def _wrong(case: str) -> str:
             pipe.step_microbatches(inputs, targets) if pipe.topology.rank else pipe.step(inputs[0], target=targets[0])
         ),
     }
-    with pytest.raises(ps.PenstockError) as caught:
-        calls[case]()
-    pipe.step_microbatches(inputs, targets)
-    return str(caught.value)
+    errors = {}
+    for case, call in calls.items():
+        errors[case] = error_text(call, ps.PenstockError)
+        pipe.step_microbatches(inputs, targets)
+    return errors
 
 
 @pytest.mark.ranks
@@ -234,8 +183,8 @@ def _wrong(case: str) -> str:
     ],
 )
 def test_a_wrong_list_is_one_sentence_on_every_rank(case: str, message: str) -> None:
-    for text in ps.launch(_wrong, 2, case):
-        assert re.search(message, text)
+    for errors in launch_once(_wrong, 2):
+        assert re.search(message, errors[case])
 
 
 def _too_many() -> str:
@@ -298,22 +247,14 @@ def test_known_and_unknown_messages_take_turns_over_process_groups() -> None:
     _assert_same(results, expected)
 
 
-def _evaluated() -> Any:
-    pipe = ps.Pipeline(_model(), _loss, "1f1b", 2, loss_weight=ps.tokens())
-    return pipe.eval_microbatches(LISTS[0][0]), pipe.eval_microbatches(*LISTS[0])
-
-
-@pytest.mark.ranks
 def test_each_microbatch_is_evaluated_as_it_is() -> None:
-    model, (inputs, targets) = _model().eval(), LISTS[0]
+    model, (inputs, targets) = _model().eval(), _list(0, 4)
     expected = [model(entry).detach() for entry in inputs]
-    (no_outputs, (nothing, loss)), (outputs, (same_outputs, same_loss)) = ps.launch(_evaluated, 2)
-    assert no_outputs is nothing is None
-    assert len(outputs) == len(same_outputs) == len(expected)
+    pipe = ps.Pipeline(_model(), _loss, "1f1b", 2, topology=ps.Topology(), loss_weight=ps.tokens())
+    outputs, (same_outputs, loss) = pipe.eval_microbatches(inputs), pipe.eval_microbatches(inputs, targets)
     assert all(torch.equal(*pair) for pair in (*zip(outputs, expected, strict=True), *zip(same_outputs, expected, strict=True)))
     tokens = [target.numel() for target in targets]
     mean = sum(_loss(*pair) * n for pair, n in zip(zip(expected, targets, strict=True), tokens, strict=True)) / sum(tokens)
-    assert loss == same_loss
     assert torch.allclose(loss, mean, rtol=0, atol=1e-14)
 
 
@@ -339,22 +280,12 @@ def _assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected)
 
 
-@pytest.mark.ranks
-def test_lists_are_cut_into_slices_with_the_bits_of_one_process_that_slices_alike() -> None:
-    whole_numbers, whole, outputs = _cut_along_tokens(topology=ps.Topology())
-    numbers, expected, _ = _cut_along_tokens(topology=ps.Topology(), slices=3)
+def test_lists_are_cut_into_slices_with_the_numbers_of_whole_entries() -> None:
+    whole_numbers, whole, whole_outputs = _cut_along_tokens(topology=ps.Topology())
+    numbers, found, outputs = _cut_along_tokens(topology=ps.Topology(), slices=3)
     assert numbers == pytest.approx(whole_numbers, abs=1e-12)
-    _assert_near(expected, whole)
-
-    results = ps.launch(_slice_lists, 2)
-    assert all(found == numbers for found, *_ in results)
-    _assert_same([result[:2] for result in results], expected)
-    assert results[0][2] is None
-    assert all(torch.allclose(*pair, rtol=0, atol=1e-12) for pair in zip(results[1][2], outputs, strict=True))
-
-
-def _slice_lists() -> Any:
-    return _cut_along_tokens(slices=3)
+    _assert_near(found, whole)
+    assert all(torch.allclose(*pair, rtol=0, atol=1e-12) for pair in zip(outputs, whole_outputs, strict=True))
 
 
 @pytest.mark.ranks

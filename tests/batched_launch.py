@@ -1,15 +1,15 @@
-"""Several tests on one start of the ranks: to start one and to end it takes a tenth of a second of a processor."""
+"""Results of ranks that several tests read."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
-import penstock as ps
+from shared_ranks import on_ranks
 
 
 def launch_once(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """Return `ps.launch(function, ranks, *args)`, or raise its error; only the first test that asks starts the ranks."""
+    """Return `on_ranks(function, ranks, *args)`, or raise its error; it runs for the first test that asks."""
     return _launch(function, ranks, args).result()
 
 
@@ -24,7 +24,7 @@ def _launch(function: Callable[..., Any], ranks: int, args: tuple[Any, ...]) -> 
     """Return the results or the error: a launch that takes minutes to fail would else do so in each of its tests."""
     future = Future[list[Any]]()
     try:
-        future.set_result(ps.launch(function, ranks, *args))
+        future.set_result(on_ranks(function, ranks, *args))
     except BaseException as error:  # pytest's own for a timeout is no Exception
         future.set_exception(error)
     return future

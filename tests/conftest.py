@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from shared_ranks import end_shared_ranks
 
 import penstock as ps
 from penstock.commands import cli
@@ -63,6 +64,13 @@ def pytest_configure(config):
 
         launch = ps.launch
         ps.launch = lambda function, ranks, *args, **how: launch(over_nccl, ranks, mode, function, *args, **how)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_of_file_end():
+    """Those that `on_ranks` has started for the tests of a file end with it."""
+    yield
+    end_shared_ranks()
 
 
 @pytest.fixture(scope="module")

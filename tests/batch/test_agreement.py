@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import toy
 from reference import accumulate, assert_same, gradients
+from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps
@@ -83,7 +84,7 @@ def rank_kinds():
 
 @pytest.mark.ranks
 def test_the_last_kinds_of_batch_are_remembered_and_no_more():
-    everyone = ps.launch(rank_kinds, 2)
+    everyone = on_ranks(rank_kinds, 2)
     whole = model()
     for length in [*range(1, MAX_KINDS + 20), 1, MAX_KINDS + 19]:
         inputs = torch.ones(2, length, 8)
@@ -110,7 +111,7 @@ def rank_noted():
 
 @pytest.mark.ranks
 def test_a_new_kind_of_batch_is_measured_by_one_microbatch_a_stage():
-    assert ps.launch(rank_noted, 2) == [[2, 2, 4]] * 2  # two stages a rank
+    assert on_ranks(rank_noted, 2) == [[2, 2, 4]] * 2  # two stages a rank
 
 
 def rank_counts():
@@ -153,7 +154,7 @@ def test_a_new_kind_of_step_takes_no_exchange_more_unless_its_description_does_n
     known = {"finish_all_gather_row": 2, "send": 4}
     new = {**known, "pack_spec": 4, "__enter__": 1}  # each message is described, one microbatch measured
     long_list = {"finish_all_gather_row": 3, "all_gather_value": 1}
-    assert ps.launch(rank_counts, 2) == [([new, known, new, known], long_list)] * 2
+    assert on_ranks(rank_counts, 2) == [([new, known, new, known], long_list)] * 2
 
 
 def replica_kinds():
@@ -170,7 +171,7 @@ def replica_kinds():
 
 @pytest.mark.ranks
 def test_a_step_is_the_first_of_its_kind_on_all_replicas_or_on_none():
-    first, second = ps.launch(replica_kinds, 2)
+    first, second = on_ranks(replica_kinds, 2)
     assert first == second
     assert len(first) == 2
 

@@ -9,6 +9,7 @@ import torch
 from error_text import error_text
 from models import LayerListNet, toy
 from reference import gradients
+from shared_ranks import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps
@@ -84,7 +85,7 @@ def rank_names() -> dict[str, Any]:
 
 @pytest.mark.ranks
 def test_a_keyword_that_is_the_models_and_the_pipelines_is_refused_with_the_way_to_give_it() -> None:
-    first, last = ps.launch(rank_names, 2)
+    first, last = on_ranks(rank_names, 2)
     (x, y), (model, modules) = data(ROWS, WIDTH), uncut(scaled)
     for result in (first, last):
         assert "step() takes scale= for itself, and the model's forward has a parameter scale too" in result["scale"]
@@ -134,7 +135,7 @@ def rank_cut_models() -> list[Any]:
 
 @pytest.mark.ranks
 def test_a_keyword_of_a_model_that_was_cut_is_refused_with_a_way_that_works() -> None:
-    for result in ps.launch(rank_cut_models, 2):
+    for result in on_ranks(rank_cut_models, 2):
         cut = "the model was cut without it: cut it with example_kwargs={.., 'scale': value}, a tensor if it changes; give the"
         ways = "give the model's by position, step(x, scale, ..)", "give the model's in an entry of step_microbatches([{.., 'sc"
         for way, (by_cuts, by_example, with_scale, losses) in zip(ways, (result[:4], result[4:]), strict=True):
@@ -171,7 +172,7 @@ def rank_graph() -> dict[str, Any]:
 
 @pytest.mark.ranks
 def test_inputs_with_a_graph_are_refused_before_anything_runs_and_go_on_by_hand() -> None:
-    first, last = ps.launch(rank_graph, 2)
+    first, last = on_ranks(rank_graph, 2)
     for result in (first, last):
         for name, what in (("step", "inputs"), ("tree", "inputs"), ("list", "inputs"), ("target", "target")):
             assert f"was given {what} with a graph (TanhBackward0)" in result[name]
@@ -213,7 +214,7 @@ def rank_lists() -> dict[str, Any]:
 
 @pytest.mark.ranks
 def test_entries_of_a_list_may_be_named_tuples_and_have_tensors_of_other_rows_and_outputs_are_returned() -> None:
-    first, last = ps.launch(rank_lists, 2)
+    first, last = on_ranks(rank_lists, 2)
     (x, y), (model, modules) = data(ROWS, WIDTH), uncut(several)
     images = torch.ones(3, WIDTH)
     calls, targets = [(x[:3], images), (x[3:], images[:2]), (x[:2], images)], [y[:3], y[3:], y[:2]]

@@ -11,6 +11,7 @@ import torch
 from batched_launch import launch_once
 from error_text import error_text
 from models import toy
+from shared_ranks import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps
@@ -103,7 +104,7 @@ def _count_descriptions() -> list[int]:
 
 @pytest.mark.ranks
 def test_messages_of_shapes_that_were_seen_are_not_described_again() -> None:
-    assert ps.launch(_count_descriptions, 2) == [[2, 0, 1, 0], [2, 0, 1, 0]]
+    assert on_ranks(_count_descriptions, 2) == [[2, 0, 1, 0], [2, 0, 1, 0]]
 
 
 def _replicas(data_parallel: str) -> Any:
@@ -119,7 +120,7 @@ def _replicas(data_parallel: str) -> Any:
 def test_replicas_have_lists_of_their_own() -> None:
     inputs, targets = _list(3, 7)
     losses, expected = _one_process([(inputs, targets)], 7)
-    for (loss, _), grads in ps.launch(_replicas, 4, "ddp"):
+    for (loss, _), grads in on_ranks(_replicas, 4, "ddp"):
         assert abs(loss - losses[0][0]) < 1e-14
         assert all(torch.allclose(grads[name], expected[name], rtol=0, atol=1e-14) for name in grads)
 
@@ -197,12 +198,12 @@ def _too_many() -> str:
 
 @pytest.mark.ranks
 def test_a_table_cannot_take_more_microbatches_than_it_has() -> None:
-    assert all("a list of 3 microbatches does not fit" in text for text in ps.launch(_too_many, 2))
+    assert all("a list of 3 microbatches does not fit" in text for text in on_ranks(_too_many, 2))
 
 
 @pytest.mark.ranks
 def test_arguments_and_keywords_may_differ_from_microbatch_to_microbatch() -> None:
-    ps.launch(_with_keywords, 2)
+    on_ranks(_with_keywords, 2)
 
 
 def _with_keywords() -> None:
@@ -242,7 +243,7 @@ def test_known_and_unknown_messages_take_turns_over_process_groups() -> None:
         pairs = [_list(100 + 10 * seed + number, 1) if rng.random() < 0.4 else rng.choice(known) for number in range(6)]
         lists.append(([inputs[0] for inputs, _ in pairs], [targets[0] for _, targets in pairs]))
     expected_losses, expected = _one_process(lists, 7)
-    results = ps.launch(_over_gloo, 3, lists)
+    results = on_ranks(_over_gloo, 3, lists)
     assert all(losses == expected_losses for losses, _ in results)
     _assert_same(results, expected)
 
@@ -291,6 +292,6 @@ def test_lists_are_cut_into_slices_with_the_numbers_of_whole_entries() -> None:
 @pytest.mark.ranks
 def test_ranks_along_cp_share_the_tokens_of_each_entry() -> None:
     whole_numbers, whole, _ = _cut_along_tokens(topology=ps.Topology())
-    for numbers, gradients in ps.launch(_cut_over_cp, 2):
+    for numbers, gradients in on_ranks(_cut_over_cp, 2):
         assert numbers == pytest.approx(whole_numbers, abs=1e-12)
         _assert_near(gradients, whole)

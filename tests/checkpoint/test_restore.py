@@ -16,6 +16,7 @@ from models import OPTIMIZERS, Oddities
 from prompt import penstock
 from reference import assert_same, data, make, merged
 from safetensors.torch import load_file, save_file
+from shared_ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -63,7 +64,7 @@ def rank_train(folder, schedule, until, resumed=None, options=None):
 def never_stopped(tmp_path_factory):
     """Four ranks, a checkpoint of every step, and what all of it came to."""
     folder = tmp_path_factory.mktemp("run")
-    everyone = ps.launch(rank_train, 4, folder, "1f1b", UNTIL)
+    everyone = on_ranks(rank_train, 4, folder, "1f1b", UNTIL)
     return folder, merged([state for state, _ in everyone]), everyone[0][1]
 
 
@@ -81,16 +82,16 @@ def never_stopped(tmp_path_factory):
 def test_stopped_anywhere_and_resumed_on_any_ranks_ends_in_the_same_bits(never_stopped, ranks, schedule, options):
     folder, expected, drawn = never_stopped
     stopped = folder / f"step-{random.randrange(1, UNTIL):08d}"
-    everyone = ps.launch(rank_train, ranks, None, schedule, UNTIL, stopped, options)
+    everyone = on_ranks(rank_train, ranks, None, schedule, UNTIL, stopped, options)
     assert_same(merged([state for state, _ in everyone]), expected)
     assert everyone[0][1] == drawn, stopped  # Python's, numpy's and torch's own generators go on too
 
 
 def test_a_run_that_was_stopped_twice_ends_in_the_same_bits_too(never_stopped, tmp_path):
     _, expected, drawn = never_stopped
-    ps.launch(rank_train, 3, tmp_path, "zb-h2", 2)
-    ps.launch(rank_train, 2, tmp_path, "1f1b", 5, tmp_path)
-    state, again = ps.launch(rank_train, 1, tmp_path, "gpipe", UNTIL, tmp_path)[0]
+    on_ranks(rank_train, 3, tmp_path, "zb-h2", 2)
+    on_ranks(rank_train, 2, tmp_path, "1f1b", 5, tmp_path)
+    state, again = on_ranks(rank_train, 1, tmp_path, "gpipe", UNTIL, tmp_path)[0]
     assert_same(state, expected)
     assert again == drawn
 
@@ -127,8 +128,8 @@ def rank_optimize(folder, resumed):
 
 @pytest.mark.slow
 def test_any_optimizer_and_any_tensor_goes_on_with_its_bits(tmp_path):
-    everyone = ps.launch(rank_optimize, 3, tmp_path, False)
-    again = ps.launch(rank_optimize, 1, tmp_path, True)[0]
+    everyone = on_ranks(rank_optimize, 3, tmp_path, False)
+    again = on_ranks(rank_optimize, 1, tmp_path, True)[0]
     for name in OPTIMIZERS:
         assert_same(again[name], merged([result[name] for result in everyone]))
     shutil.rmtree(tmp_path / "RAdam")
@@ -170,7 +171,7 @@ def rank_tied(folder, begin):
 
 
 def test_a_tied_parameter_is_kept_once_and_every_owner_gets_it_back(tmp_path):
-    before = ps.launch(rank_tied, 3, tmp_path, 0)
+    before = on_ranks(rank_tied, 3, tmp_path, 0)
     newest = tmp_path / "step-00000002"
     content = json.loads((newest / "manifest.json").read_text())
     assert content["aliases"] == {"3.weight": "0.weight"}
@@ -192,7 +193,7 @@ def test_a_tied_parameter_is_kept_once_and_every_owner_gets_it_back(tmp_path):
             assert_same({name: optimizer.state[p]["exp_avg"] for name, p in pipe.named_parameters()}, moments)
         else:
             folder = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
-            after = merged([state for state, _ in ps.launch(rank_tied, ranks, folder, 2)])
+            after = merged([state for state, _ in on_ranks(rank_tied, ranks, folder, 2)])
             assert torch.equal(after["0.weight"], after["3.weight"])
 
     del exported["0.weight"]  # as other programs write it: under one name, whichever
@@ -327,7 +328,7 @@ def rank_train_in_float16(folder, until, resumed):
 def test_the_scaler_of_a_pipeline_goes_on_with_its_scale(tmp_path):
     for folder, runs in (("whole", [12]), ("stopped", [3, 7, 12])):
         for number, until in enumerate(runs):
-            everyone = ps.launch(rank_train_in_float16, 2, tmp_path / folder, until, number > 0)
+            everyone = on_ranks(rank_train_in_float16, 2, tmp_path / folder, until, number > 0)
         state, scale = merged([state for state, _ in everyone]), everyone[0][1]
         if folder == "whole":
             expected = state, scale
@@ -437,7 +438,7 @@ def rank_saves_between(folder):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_save_in_the_middle_of_an_accumulation_is_a_warning(tmp_path, ranks):
-    counts = ps.launch(rank_saves_between, ranks, tmp_path)
+    counts = on_ranks(rank_saves_between, ranks, tmp_path)
     assert [len(count) for count in counts[0]] == [0, 1, 1, 0, 0, 0]
     assert counts[0][1][0].startswith("checkpoint.save() comes between pipe.step() and optimizer.step()")
     assert not any(map(any, counts[1:]))

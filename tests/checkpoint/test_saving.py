@@ -17,6 +17,7 @@ import pytest
 import torch
 from error_text import error_text, outcome
 from reference import assert_same
+from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps
@@ -63,7 +64,7 @@ def rank_save(folder, steps=STEPS, keep=9):
 def saved(tmp_path_factory):
     """Three checkpoints of two ranks."""
     folder = tmp_path_factory.mktemp("saved")
-    ps.launch(rank_save, 2, folder)
+    on_ranks(rank_save, 2, folder)
     return folder
 
 
@@ -214,7 +215,7 @@ def rank_resume(folder):
 def test_all_ranks_agree_whichever_of_them_looked_at_the_damaged_file(copy):
     path = next((copy / "step-00000003").glob("shard-00002*"))
     flip(path, 1000)
-    everyone = ps.launch(rank_resume, 3, copy)
+    everyone = on_ranks(rank_resume, 3, copy)
     assert [result[:2] for result in everyone] == [(2, True)] * 3
     assert [len(result[2]) for result in everyone] == [1, 0, 0]
     assert str(path) in everyone[0][2][0]
@@ -281,7 +282,7 @@ def rank_saves_until_killed(folder, victim, delay, wait):
 def test_a_kill_in_the_middle_of_a_save_costs_nothing_that_was_whole(tmp_path, moment):
     ranks, wait = 1 + moment // 6, moment % 2 == 0
     with suppress(ps.LostRankError):
-        ps.launch(rank_saves_until_killed, ranks, tmp_path, moment // 2 % ranks, random.uniform(0, 0.06), wait)
+        on_ranks(rank_saves_until_killed, ranks, tmp_path, moment // 2 % ranks, random.uniform(0, 0.06), wait)
     done = int((tmp_path / "done").read_text().splitlines()[-1])
     pipe = pipeline()
     with warnings.catch_warnings():
@@ -367,7 +368,7 @@ def rank_cannot_write(folder):
 
 def test_what_a_rank_cannot_write_is_the_same_clear_error_on_all_and_leaves_nothing_behind(tmp_path):
     (tmp_path / "file").touch()
-    everyone = ps.launch(rank_cannot_write, 2, tmp_path / "run")
+    everyone = on_ranks(rank_cannot_write, 2, tmp_path / "run")
     assert everyone[0][0][:-1] == everyone[1][0][:-1]
     errors, files, step = everyone[0]
     expected = [

@@ -10,6 +10,7 @@ import torch
 from batched_launch import together
 from error_text import error_text
 from reference import assert_same, merged
+from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps
@@ -64,7 +65,7 @@ def resume(folder: Path, schedule: Any, cuts: list[str] | None) -> tuple[dict[st
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    assert ps.launch(save, 2, folder) == [3, 0]
+    assert on_ranks(save, 2, folder) == [3, 0]
     return folder
 
 
@@ -73,7 +74,7 @@ def test_a_training_with_two_optimizers_goes_on_to_the_bit_on_other_ranks_and_cu
     expected, whole = train(pipe, optimizers, rates, STEPS), checkpoint.digests(pipe, optimizers)["optimizer"]
     assert len(whole) == 10
     for ranks, schedule, cuts in ((1, "1f1b", None), (2, "zb-v", ["1", "2", "3"]), (3, "gpipe", ["2", "5"])):
-        everyone = ps.launch(resume, ranks, saved, schedule, cuts)
+        everyone = on_ranks(resume, ranks, saved, schedule, cuts)
         assert_same(merged([state for state, _ in everyone]), expected)
         assert all(digests == whole for _, digests in everyone)
 
@@ -117,7 +118,7 @@ def errors_of_ranks(folder: Path, saved: Path) -> list[str]:
 
 
 def test_other_optimizers_on_a_rank_or_in_the_checkpoint_are_one_sentence_on_every_rank(saved: Path, tmp_path: Path) -> None:
-    everyone = ps.launch(errors_of_ranks, 2, tmp_path, saved)
+    everyone = on_ranks(errors_of_ranks, 2, tmp_path, saved)
     assert everyone[0] == everyone[1]
     expected = [
         "by optimizer: rank 0 gives 2, rank 1 gives one; give all of them the same",
@@ -163,7 +164,7 @@ def test_penstock_train_has_muon_for_inner_matrices_and_the_losses_of_one_proces
         ranks=2, schedule="gpipe", microbatches=2, optimizer="muon", steps=3, batch=4, layers=2, width=16, context=8,
         checkpoint_every=2, data=Path(__file__),
     )  # fmt: skip
-    losses = [ps.launch(train_rank, ranks, config, tmp_path / str(ranks))[0].losses for ranks in (1, 2)]
+    losses = [on_ranks(train_rank, ranks, config, tmp_path / str(ranks))[0].losses for ranks in (1, 2)]
     assert losses[0] == losses[1]
     content = manifest.read(tmp_path / "2" / "step-00000003")
     assert [part["kind"] for part in content["optimizers"]] == ["Muon", "AdamW"]

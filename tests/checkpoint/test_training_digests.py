@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import TiedModel, token_batch
 from reference import data, make
+from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps
@@ -86,7 +87,7 @@ def test_digests_are_those_of_one_process_for_any_cut_and_schedule_tied_paramete
     alone = rank_digests(name, "gpipe")
     assert alone[0] != alone[1]
     for schedule in schedules:
-        everyone = ps.launch(rank_digests, 2, name, schedule)
+        everyone = on_ranks(rank_digests, 2, name, schedule)
         assert all(result == alone for result in everyone)
     assert ("head.weight" in alone[0]["weights"]) == (name == "gpt")
     frozen = {"1.weight", "1.bias", "3.weight"} if name == "mixed" else set()
@@ -131,7 +132,7 @@ def rank_replicas(folder, shape, what, schedule="1f1b"):
     ("shape", "what"), [((2, 2, 1), "weight"), ((1, 2, 1), "optimizer"), ((1, 1, 2), "weight")], ids=["dp", "optimizer", "tp"]
 )
 def test_replicas_that_differ_in_one_bit_are_not_saved_and_named(tmp_path, shape, what):
-    everyone = ps.launch(rank_replicas, shape[0] * shape[1] * shape[2], tmp_path, shape, what)
+    everyone = on_ranks(rank_replicas, shape[0] * shape[1] * shape[2], tmp_path, shape, what)
     before, after, result = everyone[0]
     assert all(result == everyone[0] for result in everyone)
     assert not any(isinstance(parameter, dict) for named in before.values() for parameter in named.values())
@@ -160,7 +161,7 @@ def rank_sharded():
 @pytest.mark.ranks
 def test_what_replicas_have_shards_of_has_the_digest_of_the_whole():
     model, loss_fn = make("gpt")
-    before, after, whole = ps.launch(rank_sharded, 2)[0]
+    before, after, whole = on_ranks(rank_sharded, 2)[0]
     assert before == {"weights": checkpoint.digests(ps.Pipeline(model, loss_fn, "gpipe", 2))["weights"]}
     assert after["weights"] == whole != before["weights"]
     assert all(len(after[kind]) == len(whole) for kind in ("gradients", "optimizer"))
@@ -172,7 +173,7 @@ def test_what_replicas_have_shards_of_has_the_digest_of_the_whole():
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_flipped_bit_is_found_at_its_step_and_traced_to_kind_and_name(tmp_path, ranks):
-    found, missed = ps.launch(flips.rank_flips, ranks, tmp_path, 20, random.randrange(2**32))[0]
+    found, missed = on_ranks(flips.rank_flips, ranks, tmp_path, 20, random.randrange(2**32))[0]
     assert missed == []
     assert found.total() == 20
 
@@ -273,7 +274,7 @@ def test_a_full_disk_is_told_on_every_rank(tmp_path):
     message = (
         f"digests cannot be written to {tmp_path}/digests.jsonl: No space left on device; make room there, or train without"
     )
-    assert [result.startswith(message) for result in ps.launch(rank_has_no_room, 2, tmp_path)] == [True, True]
+    assert [result.startswith(message) for result in on_ranks(rank_has_no_room, 2, tmp_path)] == [True, True]
 
 
 def test_the_command_ends_with_0_if_runs_are_the_same_1_if_not_2_if_that_cannot_be_said(tmp_path, capsys):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from reference import assert_same, merged
 from safetensors.torch import load_file, save_file
+from shared_ranks import on_ranks
 from test_saving import holds, pipeline
 from torch import nn
 
@@ -34,12 +35,12 @@ def rank_import(path):
 def test_one_file_holds_the_uncut_model_and_each_rank_reads_its_own_part_of_one(tmp_path):
     path = tmp_path / "deep" / "model.safetensors"
     path.parent.mkdir()
-    whole = merged(ps.launch(rank_export, 2, path))
+    whole = merged(on_ranks(rank_export, 2, path))
     assert [value.name for value in path.parent.iterdir()] == ["model.safetensors"]
     loaded = load_file(path)
     assert_same(loaded, whole)
     nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2)).load_state_dict(loaded)
-    parts = ps.launch(rank_import, 3, path)
+    parts = on_ranks(rank_import, 3, path)
     assert_same(merged([state for state, _ in parts]), whole)
     assert [names for _, names in parts] == [list(state) for state, _ in parts]
     assert sum(len(names) for _, names in parts) == len(whole)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import toy
 from reference import assert_same, data, gradients, make
+from shared_ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -39,7 +40,7 @@ def rank_mlp(schedule, recompute=None):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_16_layer_mlp_keeps_what_a_hand_counts(schedule):
-    timeline = ps.launch(rank_mlp, RANKS, schedule)[0]
+    timeline = on_ranks(rank_mlp, RANKS, schedule)[0]
     # of every layer what the ReLU gave, and on all ranks but the first, whose input is the caller's batch, what was received
     kept = [EACH * BLOCK + BLOCK * (rank > 0) for rank in range(RANKS)]
     assert timeline.memory_unit == "bytes"
@@ -52,7 +53,7 @@ def test_the_16_layer_mlp_keeps_what_a_hand_counts(schedule):
 
 
 def test_planned_from_what_was_measured_the_same_table_holds_the_same_bytes_and_another_its_own():
-    timeline = ps.launch(rank_mlp, RANKS, "1f1b")[0]
+    timeline = on_ranks(rank_mlp, RANKS, "1f1b")[0]
     measured = Measurement.from_timelines(timeline)
     planned = measured.predict(measured.schedule)
     assert (planned.peak_memory, planned.memory_unit) == (timeline.peak_memory, "bytes")
@@ -68,7 +69,7 @@ def test_planned_from_what_was_measured_the_same_table_holds_the_same_bytes_and_
 
 
 def test_after_i_the_weights_still_need_their_inputs_and_the_gradients_of_their_outputs():
-    timeline = ps.launch(rank_mlp, RANKS, "zb-h1")[0]
+    timeline = on_ranks(rank_mlp, RANKS, "zb-h1")[0]
     for rank, (act, keep) in enumerate(timeline.activation_sizes):
         assert act == EACH * BLOCK + BLOCK * (rank > 0)
         # for every layer the input, the output's gradient and, computed, the bias's; the last ReLU's output went with I.
@@ -78,7 +79,7 @@ def test_after_i_the_weights_still_need_their_inputs_and_the_gradients_of_their_
 
 @pytest.mark.parametrize(("recompute", "blocks"), [("stage", (0, 1, 1, 2)), ("block", (7, 8, 8, 9))])
 def test_recomputed_a_stage_or_a_layer_keeps_its_input(recompute, blocks):
-    timeline = ps.launch(rank_mlp, RANKS, "1f1b", recompute)[0]
+    timeline = on_ranks(rank_mlp, RANKS, "1f1b", recompute)[0]
     assert [size.act / BLOCK for size in timeline.activation_sizes] == list(
         blocks
     )  # the last one's loss keeps the output besides
@@ -101,7 +102,7 @@ def rank_saved(kind):
 
 @pytest.mark.parametrize("kind", ["gpt", "mlp", "mixed"])
 def test_of_a_whole_model_it_is_what_autograd_saves(kind):
-    ((size,), saved) = ps.launch(rank_saved, 1, kind)[0]
+    ((size,), saved) = on_ranks(rank_saved, 1, kind)[0]
     assert size == ActivationSize(saved, saved)
 
 
@@ -120,7 +121,7 @@ def rank_others():
 
 
 def test_frozen_weights_checkpoints_and_shared_memory_are_counted_as_what_they_keep():
-    first, second = ps.launch(rank_others, 2)[0]
+    first, second = on_ranks(rank_others, 2)[0]
     assert first.act == BLOCK  # the ReLU's output, which the checkpoint keeps too; not what that has inside
     # no input of the frozen weights; what Tanh gave (shared), the square that is multiplied again, and for the loss the last
     assert second.act == 3 * BLOCK
@@ -142,7 +143,7 @@ def rank_kinds():
 
 
 def test_each_kind_of_batch_is_weighed_once_and_where_a_stage_is_compiled_activations_are_counted():
-    found, compiled, evaluated = ps.launch(rank_kinds, 2)[0]
+    found, compiled, evaluated = on_ranks(rank_kinds, 2)[0]
     one = (LAYERS // 2 + 1) * BLOCK
     assert found == [one, 2 * one, one]
     assert compiled == ((), "", (2, 1))
@@ -167,7 +168,7 @@ def rank_bits(kind, schedule, recompute):
     ("kind", "schedule", "recompute"), [("gpt", "zb-h1", None), ("gpt", "1f1b", "block"), ("mixed", "zb-v", None)]
 )
 def test_weighing_changes_no_bit(kind, schedule, recompute):
-    for weighed, plain in ps.launch(rank_bits, 2, kind, schedule, recompute):
+    for weighed, plain in on_ranks(rank_bits, 2, kind, schedule, recompute):
         assert_same(weighed, plain)
 
 
@@ -194,7 +195,7 @@ def rank_compiled():
 
 
 def test_functions_that_are_compiled_or_differentiate_within_run_as_ever_while_weighed():
-    assert ps.launch(rank_compiled, 1) == [(1, "bytes")]
+    assert on_ranks(rank_compiled, 1) == [(1, "bytes")]
 
 
 def test_memory_counts_a_block_once_and_only_once_it_is_gone():
@@ -220,7 +221,7 @@ def rank_new_to_others():
 
 @pytest.mark.ranks
 def test_a_kind_of_batch_that_is_new_to_another_rank_only_is_measured_too():
-    first, second = ps.launch(rank_new_to_others, 3)[0]
+    first, second = on_ranks(rank_new_to_others, 3)[0]
     assert len(first) == 3
     assert [2 * result for result in second] == [3 * result for result in first]
 
@@ -268,6 +269,6 @@ def rank_new_elsewhere(microbatches):
 
 
 def test_the_first_stage_is_measured_where_a_step_is_new_on_another_rank_only():
-    for first, second in ps.launch(rank_new_elsewhere, 2, 2):
+    for first, second in on_ranks(rank_new_elsewhere, 2, 2):
         assert len(first) == 2
         assert second == first

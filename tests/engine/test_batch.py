@@ -9,6 +9,7 @@ import torch
 from error_text import NO_ERROR, error_text, outcome
 from models import has_auxiliary_loss, toy
 from reference import accumulate, assert_same, data, gradients, make, merged
+from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps
@@ -138,7 +139,7 @@ def rank_is_told(batch, rank):
 
 @pytest.fixture(scope="module")
 def everyone():
-    return ps.launch(rank_data, 3)
+    return on_ranks(rank_data, 3)
 
 
 @pytest.mark.ranks
@@ -271,7 +272,7 @@ def rank_samples():
 
 @pytest.mark.ranks
 def test_the_ranks_of_a_pipeline_sample_the_same_rows_and_replicas_others():
-    everyone = ps.launch(rank_samples, 4)
+    everyone = on_ranks(rank_samples, 4)
     by_replica = {replica: numbers for replica, numbers, _ in everyone}
     assert all(numbers == by_replica[replica] for replica, numbers, _ in everyone)
     assert sorted(by_replica[0] + by_replica[1]) == list(range(10))
@@ -299,8 +300,8 @@ def rank_groups():
 
 @pytest.mark.ranks
 def test_groups_have_every_row_once_an_epoch_and_a_resumed_training_goes_on_in_the_same_ones():
-    (steps, epochs, resumed), other = ps.launch(rank_groups, 2)
-    assert (steps, epochs, resumed) == other == tuple(ps.launch(rank_groups, 1)[0])
+    (steps, epochs, resumed), other = on_ranks(rank_groups, 2)
+    assert (steps, epochs, resumed) == other == tuple(on_ranks(rank_groups, 1)[0])
     assert steps == 3
     assert all(sorted(row for groups in epoch for group in groups for row in group) == list(range(23)) for epoch in epochs)
     assert [len(groups) for groups in epochs[0]] == [3, 3, 3]
@@ -340,7 +341,7 @@ def rank_page(blocks):
 
 @pytest.mark.ranks
 def test_the_pages_code_runs_and_accumulates_as_one_process():
-    everyone = ps.launch(rank_page, 2, re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+    everyone = on_ranks(rank_page, 2, re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
     whole, loss_fn = make("mlp")
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     for pair in (range(2), range(2, 4)):

@@ -13,6 +13,7 @@ import torch
 from batched_launch import together
 from prompt import results_under_torchrun
 from reference import assert_same, merged
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -218,7 +219,7 @@ def gradients_of_untrained(case: str) -> list[dict[str, Tensor | None]]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", slow_except(["each microbatch differs"], CASES))
 def test_a_gradient_is_none_if_it_is_none_on_all_replicas(case: str) -> None:
-    everyone = ps.launch(rank_of_replicas, 4, case, "ddp")
+    everyone = on_ranks(rank_of_replicas, 4, case, "ddp")
     for number, expected in enumerate(gradients_of_untrained(case)):
         for steps in everyone:
             for name, gradient in steps[number].items():
@@ -299,7 +300,7 @@ def sliced_steps(schedule: str) -> dict[str, dict[str, Tensor | None]]:
 @pytest.mark.costly
 @pytest.mark.parametrize("schedule", slow_except(["1f1b"], ["gpipe", "1f1b", "zb-h1"]))
 def test_messages_of_slices_change_too(schedule: str) -> None:
-    alone, ranks = sliced_steps(schedule), ps.launch(sliced_steps, 2, schedule)
+    alone, ranks = sliced_steps(schedule), on_ranks(sliced_steps, 2, schedule)
     for step, expected in alone.items():
         assert_same({name: value for rank in ranks for name, value in rank[step].items()}, expected)
 
@@ -348,5 +349,5 @@ def sets_of_one_process(adds):
 @pytest.mark.ranks
 @pytest.mark.parametrize("adds", ["new", "own"])
 def test_a_set_that_stages_change_in_place_is_in_each_message_as_it_was_sent(adds):
-    for losses in ps.launch(rank_sets, 3, adds):
+    for losses in on_ranks(rank_sets, 3, adds):
         assert losses == pytest.approx(sets_of_one_process(adds), rel=1e-12)

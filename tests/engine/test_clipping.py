@@ -10,6 +10,7 @@ import torch
 from batched_launch import together
 from error_text import NO_ERROR, outcome
 from reference import accumulate, assert_same, data, gradients, make, merged
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -100,7 +101,7 @@ def rank_clips(schedule):
 
 @pytest.mark.parametrize(("schedule", "ranks"), slow_except([("zb-v", 2)], [("1f1b", 2), ("zb-v", 2), ("gpipe", 3)]))
 def test_torchs_own_clipping_of_a_pipelines_parameters_has_the_bits_of_one_process(schedule, ranks):
-    everyone = ps.launch(rank_clips, ranks, schedule)
+    everyone = on_ranks(rank_clips, ranks, schedule)
     for name, model in MODELS.items():
         whole = model()
         for form, work in FORMS.items():
@@ -128,7 +129,7 @@ def test_parameters_that_are_not_the_pipelines_may_come_after_its_own():
     other = nn.Linear(3, 3)
     other.weight.grad, other.bias.grad = torch.ones(3, 3), torch.ones(3)
     norm = clip(itertools.chain(model.parameters(), other.parameters()), MOST)
-    everyone = ps.launch(rank_with_another_model, 2)
+    everyone = on_ranks(rank_with_another_model, 2)
     assert_same(merged([found for _, found, _ in everyone]), gradients(model.named_parameters()))
     for ours, _, theirs in everyone:
         assert torch.equal(ours, norm)
@@ -155,7 +156,7 @@ def rank_gives_the_same_parameters():
 
 
 def test_whoever_does_not_ask_for_a_norm_gets_the_ranks_own_parameters():
-    assert ps.launch(rank_gives_the_same_parameters, 2) == [[True] * 5] * 2
+    assert on_ranks(rank_gives_the_same_parameters, 2) == [[True] * 5] * 2
 
 
 def rank_infinite():
@@ -170,7 +171,7 @@ def rank_infinite():
 
 
 def test_a_norm_that_is_not_finite_is_raised_on_all_ranks():
-    assert ps.launch(rank_infinite, 2) == [True, False]
+    assert on_ranks(rank_infinite, 2) == [True, False]
 
 
 def rank_alone():
@@ -183,7 +184,7 @@ def rank_alone():
 
 
 def test_clipping_on_one_rank_only_is_an_error_on_all():
-    first, second = ps.launch(rank_alone, 2)
+    first, second = on_ranks(rank_alone, 2)
     assert first == second
     assert re.search(r"do different things|different", first), first
 
@@ -245,7 +246,7 @@ def rank_clips_a_list(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ranks_that_multiply_their_gradients_by_numbers_of_their_own_are_a_warning_in_the_next_step(dtype):
-    first, second = ps.launch(rank_clips_a_list, 2, dtype)
+    first, second = on_ranks(rank_clips_a_list, 2, dtype)
     for name in BY_LIST:
         ((where, result),) = first[name]
         assert where == __file__
@@ -280,7 +281,7 @@ def rank_accumulates():
 
 
 def test_sums_over_steps_a_scaler_and_a_step_that_failed_are_no_warning():
-    ps.launch(rank_accumulates, 2)
+    on_ranks(rank_accumulates, 2)
 
 
 def rank_steps(how):
@@ -332,6 +333,6 @@ def rank_shares(cuts):
 
 @pytest.mark.ranks
 def test_two_pipelines_that_train_the_same_layer_on_different_ranks_are_told():
-    assert ps.launch(rank_shares, 2, (["1"], ["3"])) == [[NO_ERROR] * 4] * 2
+    assert on_ranks(rank_shares, 2, (["1"], ["3"])) == [[NO_ERROR] * 4] * 2
     message = "another pipeline has 2.weight"
-    assert ps.launch(rank_shares, 2, (["1"], ["2"])) == [[NO_ERROR, NO_ERROR, message, NO_ERROR]] * 2
+    assert on_ranks(rank_shares, 2, (["1"], ["2"])) == [[NO_ERROR, NO_ERROR, message, NO_ERROR]] * 2

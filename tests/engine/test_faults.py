@@ -24,6 +24,7 @@ import torch
 from batched_launch import together
 from error_text import outcome
 from reference import accumulate, assert_same, data, gradients, make, merged
+from shared_ranks import end_shared_ranks
 from slow_cases import slow_except
 from torch import nn
 
@@ -41,6 +42,7 @@ RANKS = 4
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     yield
+    end_shared_ranks()
     assert not multiprocessing.active_children()
 
 

@@ -10,6 +10,7 @@ from error_text import NO_ERROR, outcome
 from models import CASES
 from models import accumulate as accumulate_model
 from reference import accumulate, assert_same, data, gradients, make, merged
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import nn
 
@@ -148,7 +149,7 @@ def rank_mistakes() -> dict[str, Any]:
 
 @cache
 def mistakes() -> list[dict[str, Any]]:
-    return ps.launch(rank_mistakes, 2)
+    return on_ranks(rank_mistakes, 2)
 
 
 TOLD = {
@@ -251,7 +252,7 @@ def test_replicas_of_frozen_stages_average_nothing(data_parallel):
     inputs, target = data("mlp", ROWS)
     accumulate(whole, loss_fn, (inputs.double(), target), 1)
     expected = {name: grad for name, grad in gradients(whole.named_parameters()).items() if grad is not None}
-    found = ps.launch(rank_replicas, 4, data_parallel)
+    found = on_ranks(rank_replicas, 4, data_parallel)
     assert [kinds for *_, kinds in found] == [["F", "BF"]] * 4
     assert {name for _, grads, _ in found for name in grads} == expected.keys()
     for _, grads, _ in found:

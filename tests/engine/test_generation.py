@@ -10,6 +10,7 @@ import pytest
 import torch
 from error_text import error_text
 from models import toy
+from shared_ranks import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps
@@ -81,7 +82,7 @@ def rank_remembered() -> list[int]:
 
 
 def test_passes_of_a_text_that_grows_are_not_remembered_in_the_place_of_training_steps() -> None:
-    assert ps.launch(rank_remembered, 2) == [[1, 2, 1, 1]] * 2
+    assert on_ranks(rank_remembered, 2) == [[1, 2, 1, 1]] * 2
 
 
 def rank_gpt() -> dict[str, Any]:
@@ -107,7 +108,7 @@ def rank_gpt() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def everyone() -> list[dict[str, Any]]:
-    return ps.launch(rank_gpt, 2)
+    return on_ranks(rank_gpt, 2)
 
 
 def test_greedy_tokens_are_those_of_the_uncut_model_beyond_its_context_too(everyone):
@@ -187,7 +188,7 @@ def rank_mistakes() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def mistakes() -> list[dict[str, Any]]:
-    return ps.launch(rank_mistakes, 2)
+    return on_ranks(rank_mistakes, 2)
 
 
 def test_arguments_that_cannot_be_are_told_on_every_rank(mistakes):
@@ -234,7 +235,7 @@ def rank_mesh() -> list[Any]:
 def test_replicas_generate_for_rows_of_their_own_and_ranks_that_share_products_for_the_same():
     alone = ps.Pipeline(gpt())
     expected = alone.generate(prompts(), max_new_tokens=4), alone.generate(prompts(), **DRAWN)
-    for result in ps.launch(rank_mesh, 4):
+    for result in on_ranks(rank_mesh, 4):
         for (replica, *texts), replicas in zip(result, (2, 2, 1), strict=True):
             for text, whole in zip(texts, expected, strict=True):
                 assert torch.equal(text, whole.tensor_split(replicas)[replica])
@@ -305,4 +306,4 @@ def rank_asks_in_numpys_numbers(folder):
 
 
 def test_numbers_of_numpy_are_taken_as_whole_numbers(tmp_path):
-    assert ps.launch(rank_asks_in_numpys_numbers, 2, tmp_path) == [(int, True)] * 2
+    assert on_ranks(rank_asks_in_numpys_numbers, 2, tmp_path) == [(int, True)] * 2

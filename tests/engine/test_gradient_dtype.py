@@ -7,6 +7,7 @@ import pytest
 import torch
 from batched_launch import together
 from reference import accumulate, assert_same, gradients, merged, pieces
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 
@@ -112,7 +113,7 @@ QUICK = ("1f1b", "zb-v, recomputed", "slices")
 def test_they_have_the_bits_of_one_process_and_so_has_the_step_of_the_optimizer(case: str) -> None:
     launched = tuple(CASES[name] for name in CASES if (name in QUICK) == (case in QUICK))
     everyone = together(train, 2, launched)[CASES[case]]
-    grads, weights, norm = ps.launch(train, 1, "zb-h1", "one", (("slices", 2),))[0] if case == "slices" else one_process()
+    grads, weights, norm = on_ranks(train, 1, "zb-h1", "one", (("slices", 2),))[0] if case == "slices" else one_process()
     assert {grad.dtype for grad in grads.values()} == {torch.float32}
     assert_same(merged([result[0] for result in everyone]), grads)
     assert all(torch.equal(result[2], norm) for result in everyone)
@@ -128,6 +129,6 @@ def build_replicas(data_parallel: str) -> str:
 
 @pytest.mark.parametrize("data_parallel", ["ddp", "fsdp"])
 def test_replicas_which_torch_would_average_in_bfloat16_are_refused(data_parallel: str) -> None:
-    for text in ps.launch(build_replicas, 2, data_parallel):
+    for text in on_ranks(build_replicas, 2, data_parallel):
         assert "one.weight is torch.bfloat16 and has grad_dtype=torch.float32" in text
         assert "reduce_dtype=torch.float32" in text

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from reference import merged
+from shared_ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -78,7 +79,7 @@ def train(kind: str, tied: bool) -> Any:
 @pytest.mark.ranks
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow, id="own weight"), pytest.param(True, id="tied")])
 def test_no_tensor_has_the_size_of_all_logits_and_the_numbers_are_rounded_alike(tied: bool) -> None:
-    plain, chunks = (ps.launch(train, 2, kind, tied) for kind in ("plain", "chunks"))
+    plain, chunks = (on_ranks(train, 2, kind, tied) for kind in ("plain", "chunks"))
     assert plain[1][2] >= LOGITS_BYTES
     assert chunks[1][2] <= LARGEST_SHARE * LOGITS_BYTES
     assert chunks[0][0] == pytest.approx(plain[0][0], rel=1e-6)
@@ -97,7 +98,7 @@ def test_the_numbers_are_those_of_one_process_in_chunks() -> None:
     for rows in (slice(2), slice(2, 4)):
         loss = names["loss_in_chunks"](whole(tokens[rows]), target[rows])
         loss.backward(torch.full_like(loss, 0.5))
-    found = merged([gradients for _, gradients, _ in ps.launch(train, 2, "chunks", True)])
+    found = merged([gradients for _, gradients, _ in on_ranks(train, 2, "chunks", True)])
     for name, parameter in whole.named_parameters():
         assert torch.equal(found[name], parameter.grad), name
 

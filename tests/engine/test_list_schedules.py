@@ -4,6 +4,7 @@ import pytest
 import torch
 from example_rules import RULES
 from reference import accumulate, assert_same, data, gradients, make, merged
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 
 import penstock as ps
@@ -29,7 +30,7 @@ def rank_every_rule(ranks: int, microbatches: int):
 
 @pytest.mark.parametrize(("ranks", "microbatches"), slow_except([(2, 3)], [(2, 3), (3, 4), (4, 8)]))
 def test_three_rules_have_the_loss_and_the_gradients_of_one_process(ranks: int, microbatches: int) -> None:
-    everyone = ps.launch(rank_every_rule, ranks, ranks, microbatches)
+    everyone = on_ranks(rank_every_rule, ranks, ranks, microbatches)
     model, loss_fn = make("mlp", depth=4 * ranks)
     expected = []
     for rows, count in ((2 * microbatches + 1, microbatches), (microbatches + 2, microbatches + 2)):

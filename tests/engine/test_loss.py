@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import has_auxiliary_loss, toy
 from reference import accumulate, assert_same, data, gradients, make, merged, pieces
+from shared_ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -62,7 +63,7 @@ def test_losses_that_are_sums_have_the_loss_and_the_gradients_of_one_process_tha
     loss, expected = add_up(loss_fn, batch)
     torch.testing.assert_close(loss, loss_fn(model()(batch[0]), batch[1]))
     for schedule, ranks in (("1f1b", 2), ("zb-v", 2), ("gpipe", 3)):
-        everyone = ps.launch(rank_sums, ranks, schedule)
+        everyone = on_ranks(rank_sums, ranks, schedule)
         for result in everyone:
             assert torch.equal(result["step"][0], loss)
             assert torch.equal(result["eval"][0], loss)
@@ -92,7 +93,7 @@ def test_auxiliary_losses_are_added_up_with_losses_that_are_sums():
         loss = loss_fn(whole[2](whole[1](hidden)), target) + hidden.square().sum()
         loss.backward()
         total += loss.item()
-    everyone = ps.launch(rank_auxiliary_sums, 2)
+    everyone = on_ranks(rank_auxiliary_sums, 2)
     for ours, _ in everyone:
         assert ours.item() == pytest.approx(total, rel=1e-6)
     found = merged([grads for _, grads in everyone])
@@ -113,7 +114,7 @@ def rank_scaled_sum():
 @pytest.mark.ranks
 def test_a_scaler_scales_losses_that_are_sums():
     loss, expected = add_up(nn.CrossEntropyLoss(reduction="sum"), data("mlp", 8))
-    everyone = ps.launch(rank_scaled_sum, 2)
+    everyone = on_ranks(rank_scaled_sum, 2)
     assert all(torch.equal(ours, loss) for ours, _ in everyone)
     assert_same(merged([grads for _, grads in everyone]), expected)
 
@@ -138,7 +139,7 @@ def test_sums_of_replicas_are_added_up(way):
     inputs, target = data("mlp", 11)
     loss = loss_fn(whole(inputs.double()), target)
     loss.backward()
-    for ours, grads in ps.launch(rank_replicas_sum, 4, way):
+    for ours, grads in on_ranks(rank_replicas_sum, 4, way):
         assert ours.item() == pytest.approx(loss.item(), abs=1e-12)
         for name, grad in grads.items():
             assert (grad - whole.get_parameter(name).grad).abs().max() < 1e-12
@@ -207,7 +208,7 @@ def rank_other_reduction():
 
 @pytest.mark.ranks
 def test_ranks_with_other_reductions_are_told():
-    ps.launch(rank_other_reduction, 2)
+    on_ranks(rank_other_reduction, 2)
 
 
 # ---- a mean over what counts
@@ -245,7 +246,7 @@ def rank_counted():
 
 @pytest.mark.ranks
 def test_tokens_makes_of_microbatches_the_mean_of_the_whole_batch():
-    everyone = ps.launch(rank_counted, 2)
+    everyone = on_ranks(rank_counted, 2)
     for name, (loss_fn, arguments) in LOSSES.items():
         whole, batch = model(), batch_for(name)
         loss, expected = alone(loss_fn, batch, ps.tokens(**arguments))
@@ -364,7 +365,7 @@ def rank_warned():
 
 @pytest.mark.ranks
 def test_a_pipeline_without_loss_weight_warns_where_it_was_called_once_and_on_its_last_rank():
-    assert ps.launch(rank_warned, 2) == [[[], [], []], [[__file__], [], []]]
+    assert on_ranks(rank_warned, 2) == [[[], [], []], [[__file__], [], []]]
 
 
 # ---- a loss that its rows' losses do not make up
@@ -435,7 +436,7 @@ def rank_by_rows():
 
 @pytest.mark.ranks
 def test_a_loss_that_microbatches_cannot_be_added_up_to_is_a_warning_in_the_first_step():
-    first, last = ps.launch(rank_by_rows, 2)
+    first, last = on_ranks(rank_by_rows, 2)
     assert first == [[]] * len(BY_ROWS)
     for (name, (_, _, result)), found in zip(BY_ROWS.items(), last, strict=True):
         if result:

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps
@@ -107,7 +108,7 @@ def rank_watch(schedule):
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
 def test_outputs_go_once_sent_receives_are_bounded_and_saved_activations_are_the_tables(schedule):
     planned = ps.schedule.simulate(ps.schedule.build(schedule, 3, MICROBATCHES)).peak_in_flight
-    everyone = ps.launch(rank_watch, 3, schedule)
+    everyone = on_ranks(rank_watch, 3, schedule)
     for rank, (outputs, saved, posted, measured) in enumerate(everyone):
         assert measured == planned
         assert saved == planned[rank]

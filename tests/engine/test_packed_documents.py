@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import toy
 from reference import assert_same, gradients, merged
+from shared_ranks import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps
@@ -94,7 +95,7 @@ def expected() -> dict[str, tuple[float, dict[str, Tensor | None]]]:
 
 @pytest.mark.ranks
 def test_packed_rows_offsets_and_images_in_some_microbatches_have_the_gradients_of_one_process() -> None:
-    everyone = ps.launch(ranks, 2)
+    everyone = on_ranks(ranks, 2)
     for name, (loss, grads) in expected().items():
         assert [found[name][0] for found in everyone] == [loss] * 2, name
         assert_same(merged([found[name][1] for found in everyone]), grads)
@@ -137,5 +138,5 @@ def send_a_block_mask() -> str:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_block_mask_is_made_in_each_stage_and_refused_as_a_message() -> None:
-    assert ps.launch(outputs_with_flex_attention, 2) == [None, True]
-    assert all("an object of class BlockMask cannot be sent" in text for text in ps.launch(send_a_block_mask, 2))
+    assert on_ranks(outputs_with_flex_attention, 2) == [None, True]
+    assert all("an object of class BlockMask cannot be sent" in text for text in on_ranks(send_a_block_mask, 2))

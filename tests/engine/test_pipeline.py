@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 from reference import accumulate, assert_same, data, gradients, make, merged
+from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps
@@ -52,7 +53,7 @@ def alone(microbatches, kind, split):
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.kernels), 3, 4])
 def test_loss_and_gradients_are_those_of_one_process(ranks):
-    everyone = ps.launch(rank_grid, ranks)
+    everyone = on_ranks(rank_grid, ranks)
     for schedule, microbatches, kind, split in GRID:
         expected, whole = alone(microbatches, kind, split)
         results = [result[schedule, microbatches, kind, split] for result in everyone]
@@ -85,18 +86,18 @@ def test_after_fifty_clipped_optimizer_steps_the_weights_are_those_of_one_proces
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    everyone = ps.launch(rank_steps, 3, "mlp", "1f1b", 4, 0.0, 50)
+    everyone = on_ranks(rank_steps, 3, "mlp", "1f1b", 4, 0.0, 50)
     assert all(all(map(torch.equal, ours, losses)) for ours, _ in everyone)
     assert_same(merged([state for _, state in everyone]), model.state_dict())
 
 
 def test_dropout_draws_the_same_for_every_schedule_cut_and_number_of_ranks():
-    [(losses, state)] = ps.launch(rank_steps, 1, "gpt", "naive", 4, 0.2, 10)
+    [(losses, state)] = on_ranks(rank_steps, 1, "gpt", "naive", 4, 0.2, 10)
     for ranks, schedule in ((2, "gpipe"), (4, "1f1b")):
-        everyone = ps.launch(rank_steps, ranks, "gpt", schedule, 4, 0.2, 10)
+        everyone = on_ranks(rank_steps, ranks, "gpt", schedule, 4, 0.2, 10)
         assert all(all(map(torch.equal, ours, losses)) for ours, _ in everyone)
         assert_same(merged([part for _, part in everyone]), state)
-    [(without, _)] = ps.launch(rank_steps, 1, "gpt", "naive", 4, 0.0, 1)
+    [(without, _)] = on_ranks(rank_steps, 1, "gpt", "naive", 4, 0.0, 1)
     assert not torch.equal(losses[0], without[0])
 
 
@@ -114,7 +115,7 @@ def rank_dropout_leaves_the_generator():
 def test_dropout_differs_between_steps_and_leaves_torchs_generator_alone():
     torch.manual_seed(11)
     undisturbed = torch.rand(3)
-    for first, second, after in ps.launch(rank_dropout_leaves_the_generator, 2):
+    for first, second, after in on_ranks(rank_dropout_leaves_the_generator, 2):
         assert not torch.equal(first, second)
         assert torch.equal(after, undisturbed)
 
@@ -147,7 +148,7 @@ def rank_masked():
 
 
 def test_a_token_mean_weighs_microbatches_by_counted_tokens_and_an_empty_one_adds_nothing():
-    everyone = ps.launch(rank_masked, 2)
+    everyone = on_ranks(rank_masked, 2)
     for number, counted in enumerate(MASKS[:2]):
         model, loss_fn = make("gpt")
         loss = accumulate(model, loss_fn, masked(5, counted), 3, weight=counted_tokens)
@@ -184,7 +185,7 @@ def rank_norm_and_eval():
 
 
 def test_eval_touches_no_gradient_and_no_buffer_and_batchnorm_updates_once_for_each_microbatch():
-    everyone = ps.launch(rank_norm_and_eval, 2)
+    everyone = on_ranks(rank_norm_and_eval, 2)
     model, (inputs, target) = with_norm(), data("mlp", 8)
     accumulate(model, nn.functional.cross_entropy, (inputs, target), 2)
     for before, after, *_ in everyone:
@@ -220,7 +221,7 @@ def rank_sizes():
 
 
 def test_a_batch_of_another_size_in_the_next_step_is_right_also_with_fewer_rows_than_microbatches():
-    everyone = ps.launch(rank_sizes, 3)
+    everyone = on_ranks(rank_sizes, 3)
     model, loss_fn = make("mlp")
     expected = [accumulate(model, loss_fn, data("mlp", rows, seed=rows), 4) for rows in SIZES]
     assert all(all(map(torch.equal, losses, expected)) for losses, _ in everyone)
@@ -293,8 +294,8 @@ def rank_one_table(name):
 
 @pytest.mark.parametrize("name", ["looped", "folded"])
 def test_a_users_table_with_several_stages_on_a_rank_has_the_numbers_of_one_process(name):
-    everyone = [result[name] for result in ps.launch(rank_tables, 2)]
-    losses, grads, outputs = ps.launch(rank_one_table, 1, name)[0]
+    everyone = [result[name] for result in on_ranks(rank_tables, 2)]
+    losses, grads, outputs = on_ranks(rank_one_table, 1, name)[0]
     assert all(all(map(torch.equal, result[0], losses)) for result in everyone)
     assert_same(merged([result[1] for result in everyone]), grads)
     assert torch.equal(everyone[TABLES[name].placement[-1]][2], outputs)
@@ -302,8 +303,8 @@ def test_a_users_table_with_several_stages_on_a_rank_has_the_numbers_of_one_proc
 
 
 def test_a_reversed_order_on_the_last_stage_keeps_the_outputs_in_the_order_of_the_rows():
-    everyone = [result["reversed"] for result in ps.launch(rank_tables, 2)]
-    losses, grads, outputs = ps.launch(rank_one_table, 1, "reversed")[0]
+    everyone = [result["reversed"] for result in on_ranks(rank_tables, 2)]
+    losses, grads, outputs = on_ranks(rank_one_table, 1, "reversed")[0]
     assert all(all(map(torch.equal, result[0], losses)) for result in everyone)
     assert torch.equal(everyone[1][2], outputs)
     last_layers = {name: grads[name] for name in everyone[1][1]}
@@ -325,7 +326,7 @@ def rank_without_a_stage():
 
 
 def test_a_rank_without_a_stage_takes_part():
-    everyone = ps.launch(rank_without_a_stage, 3)
+    everyone = on_ranks(rank_without_a_stage, 3)
     model, loss_fn = make("mlp")
     expected = [accumulate(model, loss_fn, data("mlp", 6), 2) for _ in range(2)]
     assert all(all(map(torch.equal, losses, expected)) for losses, _, _ in everyone)
@@ -346,7 +347,7 @@ def test_a_table_from_a_file_runs(tmp_path):
     ps.schedule.build("1f1b", ranks=2, microbatches=3).to_csv(path)
     model, loss_fn = make("mlp")
     expected = accumulate(model, loss_fn, data("mlp", 8), 3)
-    for loss, microbatches in ps.launch(rank_csv, 2, path):
+    for loss, microbatches in on_ranks(rank_csv, 2, path):
         assert microbatches == 3
         assert torch.equal(loss, expected)
 
@@ -376,7 +377,7 @@ def rank_with_a_default_device(folder):
 
 def test_torchs_default_device_is_the_models_alone(tmp_path):
     model, loss_fn = make("gpt")
-    for loss, text in ps.launch(rank_with_a_default_device, 2, tmp_path):
+    for loss, text in on_ranks(rank_with_a_default_device, 2, tmp_path):
         assert torch.equal(loss, accumulate(model, loss_fn, data("gpt", 4), 2))
         assert text.shape == (4, 4)
 

@@ -16,6 +16,7 @@ from models import CASES, OPTIMIZERS, Oddities, toy
 from prompt import torchrun
 from reference import assert_same, data, make, merged
 from safetensors.torch import load_file
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -200,9 +201,9 @@ def rank_measured() -> tuple[int, RebuildResult]:
 
 @pytest.mark.slow
 def test_a_model_cut_on_an_example_is_measured_once():
-    (calls, ours), (none, others) = ps.launch(rank_measured, 2)
+    (calls, ours), (none, others) = on_ranks(rank_measured, 2)
     assert (calls, none) == (1, 0)
-    straight = ps.launch(rank_case, 2, "wide", (Setting("gpipe", 6),), "example")
+    straight = on_ranks(rank_case, 2, "wide", (Setting("gpipe", 6),), "example")
     assert_same(merged([ours.state, others.state]), merged([loss.state for loss in straight]))
 
 
@@ -243,7 +244,7 @@ def rank_memory() -> Any:
 
 
 def test_each_tensor_goes_once_from_its_rank_to_the_next_and_leaves_no_memory_behind():
-    (had, has, sent), (others, other, back) = ps.launch(rank_memory, 2)
+    (had, has, sent), (others, other, back) = on_ranks(rank_memory, 2)
     assert had == {f"{layer}.{name}" for layer in range(4) for name in ("weight", "bias")}
     assert has == {f"{layer}.{name}" for layer in (0, 1, 6, 7) for name in ("weight", "bias")}
     assert had | others == has | other
@@ -280,7 +281,7 @@ def rank_optimizers(settings: tuple[Setting, ...]) -> dict[str, RebuildResult]:
 @pytest.mark.slow
 def test_any_optimizer_goes_on_and_so_do_gradients_that_were_not_stepped_with_and_states_of_modules():
     settings = Setting("1f1b", 3), Setting("zb-v", 2), Setting("gpipe", 1)
-    ours, straight = (ps.launch(rank_optimizers, 2, value) for value in (settings, (Setting("gpipe", 6),)))
+    ours, straight = (on_ranks(rank_optimizers, 2, value) for value in (settings, (Setting("gpipe", 6),)))
     for name in OPTIMIZERS:
         assert_goes_on([value[name] for value in ours], [loss[name] for loss in straight])
     extra = {key: value["calls"] for item in ours for key, value in item["Adam"].state.items() if "extra" in key}
@@ -318,7 +319,7 @@ def rank_several(settings: tuple[Setting, ...]) -> Any:
 
 def test_muon_beside_adam_with_a_scaler_and_learning_rates_go_on():
     settings = Setting("1f1b"), Setting("zb-v")
-    ours, straight = (ps.launch(rank_several, 2, value) for value in (settings, (Setting("zb-v", 4),)))
+    ours, straight = (on_ranks(rank_several, 2, value) for value in (settings, (Setting("zb-v", 4),)))
     for number in range(2):
         assert_goes_on([value[number] for value in ours], [loss[number] for loss in straight])
 
@@ -369,7 +370,7 @@ def rank_options() -> list[Any]:
 
 
 def test_modes_frozen_parts_attributes_and_options_go_along_and_any_of_them_may_change():
-    first, second = ps.launch(rank_options, 2)
+    first, second = on_ranks(rank_options, 2)
     assert [value[:4] for value in first[:-1]] == [
         ("interleaved-1f1b", 8, M, 5),
         ("1f1b", 2, 2, 5),
@@ -430,7 +431,7 @@ def rank_saved(folder: Any) -> dict[str, Tensor]:
 
 
 def test_checkpoints_of_a_rebuilt_pipeline_are_those_of_any(tmp_path):
-    assert ps.launch(rank_saved, 2, tmp_path)[0] == ["step-00000001", "step-00000002"]
+    assert on_ranks(rank_saved, 2, tmp_path)[0] == ["step-00000001", "step-00000002"]
     assert_same(load_file(tmp_path / "rebuilt.safetensors"), load_file(tmp_path / "resumed.safetensors"))
 
 
@@ -473,7 +474,7 @@ def rank_sharded() -> list[str]:
 
 
 def test_what_is_in_shards_is_refused_in_a_sentence():
-    for said in zip(*ps.launch(rank_sharded, 4), strict=True):
+    for said in zip(*on_ranks(rank_sharded, 4), strict=True):
         assert len(set(said)) == 1
         assert "parameters are in shards on several ranks (fsdp, tp): save a checkpoint, build the other" in said[0]
 
@@ -540,7 +541,7 @@ def rank_often() -> list[tuple[int, int]]:
 
 @pytest.mark.slow
 def test_a_pipeline_that_was_rebuilt_leaves_no_file_and_no_thread_open():
-    for first, last in ps.launch(rank_often, 2):
+    for first, last in on_ranks(rank_often, 2):
         assert first == last
 
 
@@ -697,7 +698,7 @@ def rank_repr(folder):
 
 
 def test_a_pipeline_and_a_save_are_printed_in_a_line_that_says_where_the_cuts_are_from(tmp_path):
-    for rank, texts in enumerate(ps.launch(rank_repr, 2, tmp_path)):
+    for rank, texts in enumerate(on_ranks(rank_repr, 2, tmp_path)):
         assert texts == [
             f"Pipeline(gpipe, 2 ranks, 2 stages that begin at 1 (given), 4 microbatches, step 1; rank {rank} has stage {rank})",
             "Pipeline(this pipeline was rebuilt: use the one that rebuild() returned)",

@@ -8,6 +8,7 @@ import torch
 from error_text import error_text
 from models import toy
 from reference import assert_same, gradients, merged, same
+from shared_ranks import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps
@@ -162,7 +163,7 @@ def rank_layouts() -> dict[str, Any]:
 
 @cache
 def everyone() -> list[dict[str, Any]]:
-    return ps.launch(rank_layouts, 2)
+    return on_ranks(rank_layouts, 2)
 
 
 def assert_as_alone(name: str, expected: dict[str, Any], evaluated: list[Tensor], dim: int) -> None:
@@ -273,7 +274,7 @@ def test_replicas_share_the_rows_of_another_dimension():
     frames, target = random(TIME, ROWS, WIDTH).double(), random(TIME, ROWS, WIDTH, seed=2).double()
     model = sequences().double()
     expected = alone(model, nn.functional.mse_loss, [(frames,)], [target], [ROWS])
-    for loss, found in ps.launch(rank_replica, 2, frames, target):
+    for loss, found in on_ranks(rank_replica, 2, frames, target):
         torch.testing.assert_close(loss, expected["loss"], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found, expected["gradients"], rtol=1e-12, atol=1e-12)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from error_text import error_text
 from reference import assert_same, gradients, merged
+from shared_ranks import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps
@@ -54,7 +55,7 @@ def rank_pairs() -> dict[str, Any]:
 
 @cache
 def everyone() -> list[dict[str, Any]]:
-    return ps.launch(rank_pairs, 2)
+    return on_ranks(rank_pairs, 2)
 
 
 def test_pairs_are_cut_between_them_and_weigh_alike():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import toy
 from reference import accumulate, assert_same, data, gradients, make, merged
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 
@@ -63,7 +64,7 @@ def rank_every_schedule(ranks: int, kind: str):
 
 @pytest.mark.parametrize(("kind", "ranks"), slow_except(QUICK, MICROBATCHES))
 def test_every_schedule_has_the_loss_and_the_gradients_of_one_process(kind: str, ranks: int) -> None:
-    everyone = ps.launch(rank_every_schedule, ranks, ranks, kind)
+    everyone = on_ranks(rank_every_schedule, ranks, ranks, kind)
     model, loss_fn = make(kind, depth=depth(ranks))
     expected = {}
     for microbatches in {m for _, _, m in tables(ranks, kind)}:
@@ -138,7 +139,7 @@ def rank_peaks(microbatches: int) -> dict[str, tuple[int, tuple[int, ...], tuple
 
 
 def test_the_activations_alive_are_the_tables() -> None:
-    for rank, peaks in enumerate(ps.launch(rank_peaks, 3, 8)):
+    for rank, peaks in enumerate(on_ranks(rank_peaks, 3, 8)):
         for name, (counted, planned, measured) in peaks.items():
             assert measured == planned, name
             assert counted == planned[rank], name
@@ -180,7 +181,7 @@ def rank_awkward() -> dict[tuple[str, str], Any]:
 
 
 def test_frozen_stages_and_outputs_of_parameters_only_with_a_split_backward() -> None:
-    everyone = ps.launch(rank_awkward, 2)
+    everyone = on_ranks(rank_awkward, 2)
     for (case, name), (loss, _) in everyone[0].items():
         model = awkward(case)
         assert loss == accumulate(model, nn.functional.cross_entropy, data("mlp", 9), 5), (case, name)
@@ -208,7 +209,7 @@ def rank_fault_in_w() -> tuple[str, Tensor]:
 
 
 def test_an_exception_in_w_is_told_with_its_action_and_the_next_step_works() -> None:
-    result, losses = zip(*ps.launch(rank_fault_in_w, 2), strict=True)
+    result, losses = zip(*on_ranks(rank_fault_in_w, 2), strict=True)
     assert set(result) == {"rank 1, stage 1, action 1W0, microbatch 0: ArithmeticError: boom in the hook"}
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 3))
@@ -237,7 +238,7 @@ def rank_own_tables(path: str) -> list[tuple[Tensor, dict[str, Any]]]:
 def test_a_function_or_a_csv_is_a_schedule(tmp_path: Path) -> None:
     path = str(tmp_path / "mine.csv")
     ps.schedule.build("zb-v", 2, 5).to_csv(path)
-    everyone = ps.launch(rank_own_tables, 2, path)
+    everyone = on_ranks(rank_own_tables, 2, path)
     model, loss_fn = make("mlp")
     loss = accumulate(model, loss_fn, data("mlp", 9), 5)
     for results in zip(*everyone, strict=True):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from reference import assert_same, merged
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 
@@ -55,7 +56,7 @@ def test_distillation_has_the_numbers_of_one_process(divergence, schedule):
         target = evaluated(teacher, tokens, sizes)
         expected.append(stepped(student, optimizer, vars(distil)[divergence], tokens, target, sizes))
 
-    found = ps.launch(distil.train, 2, divergence, schedule)
+    found = on_ranks(distil.train, 2, divergence, schedule)
     assert [losses for losses, _ in found] == [expected] * 2
     assert_same(merged([weights for _, weights in found]), student.state_dict())
 
@@ -80,7 +81,7 @@ def test_the_first_update_of_grpo_has_importance_ratios_of_exactly_1(schedule):
         for _ in range(2):
             stepped(model, optimizer, loss_fn, text, target, sizes)
 
-    found = ps.launch(grpo.train, 2, schedule)
+    found = on_ranks(grpo.train, 2, schedule)
     assert [rewards for rewards, *_ in found] == [expected] * 2
     assert_same(merged([weights for *_, weights in found]), model.state_dict())
     ratios = next(ratios for _, ratios, _ in found if ratios)
@@ -105,7 +106,7 @@ def test_dpo_has_losses_rewards_and_weights_of_one_process(schedule):
     optimizer, target = torch.optim.AdamW(model.parameters(), lr=1e-3), (tokens, counts, reference)
     expected = [stepped(model, optimizer, loss_fn, tokens, target, sizes) for _ in range(5)]
 
-    found = ps.launch(dpo.train, 2, schedule)
+    found = on_ranks(dpo.train, 2, schedule)
     assert [losses for losses, *_ in found] == [expected] * 2
     assert_same(merged([weights for *_, weights in found]), model.state_dict())
     rewards = next(rewards for _, rewards, _ in found if rewards)

@@ -10,6 +10,7 @@ from error_text import error_text
 from models import toy
 from reference import accumulate, assert_same, gradients, merged
 from safetensors.torch import load_file
+from shared_ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -117,7 +118,7 @@ def rank_gives_its_own():
 
 @pytest.fixture(scope="module")
 def given():
-    return ps.launch(rank_gives_its_own, 2)
+    return on_ranks(rank_gives_its_own, 2)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -130,7 +131,7 @@ def test_own_stages_have_the_bits_and_names_of_all_stages_in_a_list(given, case)
 
 
 def test_own_stages_have_the_bits_of_one_process():
-    everyone = ps.launch(rank_gives_its_own_slices, 2)
+    everyone = on_ranks(rank_gives_its_own_slices, 2)
     model = nn.Sequential(*[layer for stage in chain(4, dropout=0.0) for layer in stage])
     loss = accumulate(model, mse, batch(), M)
     assert all(torch.equal(mine, loss) for mine, _ in everyone)
@@ -155,7 +156,7 @@ def rank_has_replicas():
 
 
 def test_replicas_give_their_own_stages_too():
-    for ((loss, own), (expected, listed)), bare, wrong in ps.launch(rank_has_replicas, 4):
+    for ((loss, own), (expected, listed)), bare, wrong in on_ranks(rank_has_replicas, 4):
         assert torch.equal(loss, expected)
         assert_same(own, listed)
         assert bare.startswith("1f1b has 2 stages, and Layer is no nn.Sequential")
@@ -258,7 +259,7 @@ def rank_gives_what_is_refused():
 
 @pytest.fixture(scope="module")
 def refusals():
-    return ps.launch(rank_gives_what_is_refused, 2)
+    return on_ranks(rank_gives_what_is_refused, 2)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -288,7 +289,7 @@ def rank_has_a_replica_of_all():
 
 
 def test_a_bare_module_is_the_whole_model_of_replicas_of_one_stage():
-    (loss, own), (other, same) = ps.launch(rank_has_a_replica_of_all, 2)
+    (loss, own), (other, same) = on_ranks(rank_has_a_replica_of_all, 2)
     assert torch.equal(loss, other)
     assert_same(own, same)
 
@@ -314,7 +315,7 @@ def rank_keeps_what_is_tied(folder):
 
 
 def test_a_weight_tied_within_a_ranks_own_stages_is_one_in_norms_checkpoints_and_exports(tmp_path):
-    for kept in ps.launch(rank_keeps_what_is_tied, 2, tmp_path):
+    for kept in on_ranks(rank_keeps_what_is_tied, 2, tmp_path):
         assert torch.equal(kept["own"][0], kept["list"][0])
         assert kept["own"][1] == kept["list"][1] == kept["resumed"][1]
     own, listed = (load_file(tmp_path / f"{name}.safetensors") for name in ("own", "list"))
@@ -334,7 +335,7 @@ def rank_wraps():
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_wrapper_of_a_model_is_told_to_be_left_out():
-    result = ps.launch(rank_wraps, 2)[0]
+    result = on_ranks(rank_wraps, 2)[0]
     assert [text.split(":")[0] for text in result] == [
         f"{name} is a wrapper of a model" for name in ("DataParallel", "OptimizedModule")
     ]
@@ -360,7 +361,7 @@ def rank_has_its_own_model(how):
 @pytest.mark.parametrize("how", ["seed", "load", "alike"])
 def test_a_model_with_other_values_on_another_rank_is_a_warning(how):
     message = "rank 1 has built another model than rank 0"
-    first, second = ps.launch(rank_has_its_own_model, 2, how)
+    first, second = on_ranks(rank_has_its_own_model, 2, how)
     assert [text for text, _ in first] == ([] if how == "alike" else [message])
     assert all(file == __file__ for _, file in first)
     assert not second

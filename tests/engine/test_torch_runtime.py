@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_ranks import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps
@@ -49,7 +50,7 @@ def rank_peer(folder: Path) -> dict[str, dict[str, Any]]:
 def test_our_tables_run_in_pytorchs_runtime_with_the_same_gradients(tmp_path: Path) -> None:
     for name in NAMES:
         ps.schedule.build(name, RANKS, MICROBATCHES).to_csv(tmp_path / f"{name}.csv")
-    everyone = ps.launch(rank_peer, RANKS, tmp_path)
+    everyone = on_ranks(rank_peer, RANKS, tmp_path)
     whole, inputs, target = model()
     nn.functional.mse_loss(whole(inputs), target).backward()
     for name in NAMES:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from batched_launch import together
 from reference import accumulate, assert_same, data, gradients, make, merged, pieces
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -22,7 +23,7 @@ M = 3
 
 def everyone(function, ranks, *args):
     """What the ranks return, (something that is the same everywhere, a dict that is not), put together."""
-    return as_one(ps.launch(function, ranks, *args))
+    return as_one(on_ranks(function, ranks, *args))
 
 
 def as_one(results):
@@ -113,7 +114,7 @@ def rank_with_plain_scaler():
 
 
 def test_a_scaler_that_judges_each_rank_by_itself_is_refused_when_the_pipeline_is_made():
-    ps.launch(rank_with_plain_scaler, 2)
+    on_ranks(rank_with_plain_scaler, 2)
 
 
 # ---- recomputation
@@ -425,7 +426,7 @@ def rank_at_once(folder):
 
 
 def test_an_optimizer_that_decides_by_all_parameters_at_once_is_refused_where_there_are_several_ranks(tmp_path):
-    first, second = ps.launch(rank_at_once, 2, tmp_path)
+    first, second = on_ranks(rank_at_once, 2, tmp_path)
     assert first == second
     for result, kind in zip(first, ("LBFGS", "Prodigy", "LBFGS", "LBFGS", "LBFGS"), strict=True):
         assert f"{kind} decides by all parameters at once, and each of 2 ranks has its own: use an optimizer that" in result

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from reference import data, same
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -170,7 +171,7 @@ def rank_run(schedule):
 
 @cache
 def results_of(schedule):
-    return ps.launch(rank_run, 2, schedule)
+    return on_ranks(rank_run, 2, schedule)
 
 
 @pytest.mark.parametrize("schedule", slow_except(QUICK, ps.schedule.names()))
@@ -229,7 +230,7 @@ def meshes():
 
 @pytest.mark.slow
 def test_replicas_and_shards_skip_and_raise_together():
-    for result in ps.launch(meshes, 4):
+    for result in on_ranks(meshes, 4):
         for skipped, text, after in result:
             assert (skipped, after) == (True, True)
             assert re.search(

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import load_file
+from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps
@@ -81,7 +82,7 @@ def rank_loads_and_trains(path):
 @pytest.mark.ranks
 def test_a_model_is_refused_again_after_each_step_and_can_be_read_once_it_is_loaded(tmp_path):
     expected = [True, False, True, True, False, True, True, True] * 2
-    assert ps.launch(rank_loads_and_trains, 2, str(tmp_path)) == [expected] * 2
+    assert on_ranks(rank_loads_and_trains, 2, str(tmp_path)) == [expected] * 2
 
 
 def reads_of_data(weight):
@@ -115,4 +116,4 @@ def rank_writes_data():
 
 @pytest.mark.ranks
 def test_data_of_all_parameters_may_be_written_on_every_rank_and_is_refused_where_it_is_read():
-    assert ps.launch(rank_writes_data, 2) == [[[True] * 7, [6.0, torch.Tensor]] * 2] * 2
+    assert on_ranks(rank_writes_data, 2) == [[[True] * 7, [6.0, torch.Tensor]] * 2] * 2

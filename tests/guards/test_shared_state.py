@@ -15,6 +15,7 @@ import torch
 from error_text import NO_ERROR, named_outcome
 from prompt import results_under_torchrun
 from reference import accumulate
+from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps
@@ -395,7 +396,7 @@ CASES = [
 @pytest.mark.ranks
 @pytest.mark.parametrize(("schedule", "how", "forms"), CASES)
 def test_an_object_that_a_forward_changes_and_another_stage_uses_is_told_on_every_rank(schedule, how, forms):
-    first, second = ps.launch(rank_refusals, 2, list(forms), schedule, how)
+    first, second = on_ranks(rank_refusals, 2, list(forms), schedule, how)
     assert first == second
     for position, form in enumerate(forms):
         told = [*REFUSED.values()][form].format(last=stages_of(schedule) - 1)
@@ -421,7 +422,7 @@ def rank_counts():
 
 @pytest.mark.ranks
 def test_a_counter_works_as_the_error_says():
-    assert ps.launch(rank_counts, 2) == [[[4, 4], [4, 4]]] * 2
+    assert on_ranks(rank_counts, 2) == [[[4, 4], [4, 4]]] * 2
 
 
 @pytest.mark.fresh
@@ -447,7 +448,7 @@ def rank_reads_on_one_rank():
 
 @pytest.mark.ranks
 def test_two_stages_of_one_rank_do_not_share_values_of_microbatches_either():
-    assert ps.launch(rank_reads_on_one_rank, 2) == [True, True]
+    assert on_ranks(rank_reads_on_one_rank, 2) == [True, True]
 
 
 # -- what is allowed
@@ -541,7 +542,7 @@ def rank_losses(schedule):
     "schedule", ["1f1b", *[pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "zb-h1", "interleaved-1f1b")]]
 )
 def test_what_is_only_read_and_what_each_rank_makes_alike_is_allowed(schedule):
-    losses, _ = ps.launch(rank_losses, 2, schedule)
+    losses, _ = on_ranks(rank_losses, 2, schedule)
     for make, loss in zip(ALLOWED, losses, strict=True):
         assert torch.equal(loss, accumulate(model_of(make), mse, (X, Y), 4)), make.__name__
 
@@ -562,7 +563,7 @@ def rank_collects():
 
 @pytest.mark.ranks
 def test_outputs_that_hooks_collect_in_one_dict_are_those_of_a_ranks_own_stages_which_is_a_warning():
-    (texts, first), (no_texts, last) = ps.launch(rank_collects, 2)
+    (texts, first), (no_texts, last) = on_ranks(rank_collects, 2)
     assert (first, last, no_texts) == ([0, 1], [2, 3], [])
     (text,) = texts
     assert "use one dict, in which the forwards of each stage leave values of their own (0, 1)" in text
@@ -586,7 +587,7 @@ def rank_loss_refers():
 
 @pytest.mark.ranks
 def test_a_loss_may_refer_to_a_layer_of_another_stage_but_not_read_what_its_forward_sets():
-    assert ps.launch(rank_loss_refers, 2) == [1, 1]
+    assert on_ranks(rank_loss_refers, 2) == [1, 1]
 
 
 # -- how much it looks
@@ -611,7 +612,7 @@ def rank_counts_comparisons():
 
 @pytest.mark.ranks
 def test_contents_are_compared_in_the_first_step_and_the_first_evaluation_only():
-    for first_step, first_evaluation, *later in ps.launch(rank_counts_comparisons, 2):
+    for first_step, first_evaluation, *later in on_ranks(rank_counts_comparisons, 2):
         assert first_step > 0
         assert first_evaluation > 0
         assert later == [0, 0]
@@ -633,7 +634,7 @@ def rank_own_stage():
 
 @pytest.mark.ranks
 def test_a_class_that_a_forward_changes_is_told_where_each_rank_gives_its_own_stages():
-    assert ps.launch(rank_own_stage, 2) == [True, True]
+    assert on_ranks(rank_own_stage, 2) == [True, True]
 
 
 # -- gradients
@@ -697,7 +698,7 @@ def rank_gradient_hooks(schedule):
 @pytest.mark.ranks
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
 def test_gradient_hooks_of_several_stages_that_change_one_object_are_told(schedule):
-    first, second = ps.launch(rank_gradient_hooks, 2, schedule)
+    first, second = on_ranks(rank_gradient_hooks, 2, schedule)
     assert first[:-1] == second[:-1]
     for text, expected in zip(first, GRADIENT_HOOKS.values(), strict=False):
         assert expected in text

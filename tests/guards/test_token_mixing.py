@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from error_text import error_text
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 from torch.nn import functional
@@ -261,6 +262,6 @@ MORE_CASES = [
 @pytest.mark.ranks
 @pytest.mark.parametrize("cases", slow_except([CASES], [CASES, *MORE_CASES]))
 def test_every_rank_names_the_layer_in_slices_of_any_schedule_and_along_cp(cases: list[tuple[str, str]]) -> None:
-    for texts in ps.launch(refusals, 2, cases):
+    for texts in on_ranks(refusals, 2, cases):
         for (name, _), text in zip(cases, texts, strict=True):
             assert "the tokens of a sequence cannot be cut before 1" in text, name

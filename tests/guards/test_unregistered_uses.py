@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps
@@ -82,7 +83,7 @@ def rank_strays():
 
 
 def test_a_parameter_of_another_stage_that_is_held_in_a_list_is_told_on_every_rank():
-    first, second = ps.launch(rank_strays, 2)
+    first, second = on_ranks(rank_strays, 2)
     assert first == second
     for name, (_, parameter) in REFUSED.items():
         message = f"rank 1: stage 1 uses the parameter {parameter} from where it is not registered"
@@ -99,7 +100,7 @@ def rank_trains(schedule, frozen):
 
 @pytest.mark.parametrize(("schedule", "frozen"), [("zb-v", False), ("1f1b", True)], ids=["the same rank's", "frozen"])
 def test_a_parameter_of_another_stage_may_be_held_in_a_list_where_no_gradient_is_lost(schedule, frozen):
-    parts = ps.launch(rank_trains, 2, schedule, frozen)
+    parts = on_ranks(rank_trains, 2, schedule, frozen)
     whole = model(frozen=frozen)
     mse(whole(X), X).backward()
     found = {name: gradient for part in parts for name, gradient in part.items()}
@@ -120,7 +121,7 @@ def rank_lets_go():
 
 
 def test_other_stages_need_not_stay_and_their_gradients_may_change_between_steps():
-    assert ps.launch(rank_lets_go, 2) == [3, 3]
+    assert on_ranks(rank_lets_go, 2) == [3, 3]
 
 
 def rank_wraps_tied():
@@ -135,4 +136,4 @@ def rank_wraps_tied():
 
 
 def test_zeros_that_data_parallelism_gives_a_tied_parameter_are_no_gradient_that_is_lost():
-    assert ps.launch(rank_wraps_tied, 2) == [1, 1]
+    assert on_ranks(rank_wraps_tied, 2) == [1, 1]

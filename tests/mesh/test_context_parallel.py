@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from models import toy
 from prompt import torchrun
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 
@@ -120,7 +121,7 @@ def shifted() -> list[str]:
 def test_recomputed_sharded_clipped_and_with_dropout_it_trains_as_one_process_which_goes_on_with_its_checkpoint(
     tmp_path: Path,
 ) -> None:
-    everyone = ps.launch(worked, 2, tmp_path)
+    everyone = on_ranks(worked, 2, tmp_path)
     alone = ps.Pipeline(gpt(0.1), models.loss_fn, "1f1b", 3, ps.tokens())
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
     expected = stepped(alone, optimizer, 3)
@@ -140,12 +141,12 @@ def test_recomputed_sharded_clipped_and_with_dropout_it_trains_as_one_process_wh
 @pytest.mark.ranks
 def test_a_rank_sends_half_of_its_queries_keys_values_and_outputs_and_as_much_in_the_backward() -> None:
     rows, tokens, width, layers = 6, 12 // 2, 16, 2
-    assert ps.launch(sends, 2) == [2 * layers * 4 * rows * tokens * width // 2] * 2
+    assert on_ranks(sends, 2) == [2 * layers * 4 * rows * tokens * width // 2] * 2
 
 
 @pytest.mark.ranks
 def test_a_loss_that_shifts_inside_is_a_warning_and_text_is_not_generated() -> None:
-    first, _ = ps.launch(shifted, 2)
+    first, _ = on_ranks(shifted, 2)
     assert any("tokens is" in text and "which is no mean over tokens" in text for text in first)
     assert "generate() does not cut tokens along cp" in first[-1]
 
@@ -239,7 +240,7 @@ def test_a_teacher_has_the_tokens_of_its_rank_in_this_step_and_ahead_and_one_tha
         optimizer.step()
 
     gradients = {name: parameter.grad for name, parameter in student.named_parameters()}
-    for cases, errors in ps.launch(with_teachers, 4):
+    for cases, errors in on_ranks(with_teachers, 4):
         for ours, own_gradients in cases:
             assert all(abs(value - loss) < 1e-12 for value, loss in zip(ours, losses, strict=True))
             assert own_gradients
@@ -302,5 +303,5 @@ def half_ignored() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.costly
 def test_a_loss_has_the_dtype_of_the_parts_that_count() -> None:
-    for loss, expected in ps.launch(half_ignored, 2):
+    for loss, expected in on_ranks(half_ignored, 2):
         torch.testing.assert_close(loss, expected)  # its dtype too; in bfloat16 the third digit would differ

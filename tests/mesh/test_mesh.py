@@ -14,6 +14,7 @@ from batched_launch import together
 from error_text import error_text
 from models import MLPBlock, has_auxiliary_loss, has_unused, toy
 from reference import accumulate, assert_same
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -123,7 +124,7 @@ def trained_alone(steps: int) -> Record:
 @pytest.mark.parametrize("name", slow_except(("pp2 dp2", "pp2 tp2"), MESHES))
 def test_it_has_the_gradients_of_one_process(name: str) -> None:
     shape, runs = MESHES[name], RUNS[name]
-    everyone = ps.launch(trained, shape[0] * shape[1] * shape[2], shape, runs)
+    everyone = on_ranks(trained, shape[0] * shape[1] * shape[2], shape, runs)
     expected = trained_alone(max(runs.values()))
     for run, steps in runs.items():
         for step in range(steps):
@@ -175,7 +176,7 @@ def alone_with_dropout(pieces: int, rows: int, steps: int) -> tuple[list[Tensor]
 @pytest.mark.parametrize("way", WAYS)
 def test_replicas_draw_random_numbers_as_if_their_microbatches_were_of_one_pipeline(way: str) -> None:
     everyone = together(replicas, 4, REPLICAS)["zb-h1", way, 2, 8, 0.5, 2]
-    ((losses, expected),) = ps.launch(alone_with_dropout, 1, 4, 8, 2)
+    ((losses, expected),) = on_ranks(alone_with_dropout, 1, 4, 8, 2)
     for ours, mine in everyone:
         assert all(abs(a - b) < 1e-12 for a, b in zip(ours, losses, strict=True))
         close(mine, expected)
@@ -484,7 +485,7 @@ def normalised() -> tuple[dict[str, Tensor], dict]:
 
 
 def test_statistics_are_those_of_the_first_replica_and_count_its_microbatches() -> None:
-    everyone = ps.launch(normalised, 4)
+    everyone = on_ranks(normalised, 4)
     assert [value for statistics, _ in everyone for name, value in statistics.items() if "num" in name] == [2, 2]
     for first, second in ((0, 1), (2, 3)):
         assert_same(everyone[first][0], everyone[second][0])
@@ -511,7 +512,7 @@ def test_tied_parameters_may_be_in_replicas() -> None:
     for _ in range(2):
         nn.functional.cross_entropy(whole(tokens), tokens.flip(0)).backward()
     expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
-    for ours in ps.launch(tied, 4, "ddp", (2, 2, 1)):
+    for ours in on_ranks(tied, 4, "ddp", (2, 2, 1)):
         close(ours, expected)
     with pytest.raises(ps.MismatchError, match=r"\(0.weight, 2.weight\) can be neither sharded .*: use data_parallel='ddp'"):
         ps.launch(tied, 4, "fsdp", (2, 2, 1))
@@ -527,11 +528,11 @@ def times_told(shape: Shape) -> tuple[dict[str, float], tuple[float, ...]]:
 
 
 def test_what_averaging_takes_beyond_the_table_is_told() -> None:
-    for metrics, averaging in ps.launch(times_told, 4, MESHES["pp2 dp2"]):
+    for metrics, averaging in on_ranks(times_told, 4, MESHES["pp2 dp2"]):
         assert len(averaging) == 2
         assert all(0 < metrics[f"averaging_seconds/rank{rank}"] < 5 for rank in range(2))
         assert metrics["makespan_seconds"] > 0
-    for metrics, averaging in ps.launch(times_told, 2, (2, 1, 1)):
+    for metrics, averaging in on_ranks(times_told, 2, (2, 1, 1)):
         assert averaging == ()
         assert not any(name.startswith("averaging") for name in metrics)
 
@@ -579,7 +580,7 @@ def test_norms_may_run_on_parts_of_a_sequence(way: str, dp: int) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs, target = torch.randn(4, 4, 6, generator=generator).double(), torch.randn(4, 4, 3, generator=generator).double()
     loss_fn(whole(inputs), target).backward()
-    for ours in ps.launch(sequence_parallel, 4 * dp, way, dp):
+    for ours in on_ranks(sequence_parallel, 4 * dp, way, dp):
         close(ours, {name: p.grad for name, p in whole.named_parameters()})
 
 
@@ -621,10 +622,10 @@ def test_heads_that_ranks_cannot_share_out_and_norms_of_some_heads_are_refused()
     expected = loss_fn(whole(torch.ones(4, 8).double()), torch.zeros(4, 3).double())
     expected.backward()
     weight: Any = whole[0].norm.weight
-    for loss, gradients in ps.launch(heads, 4, 2):
+    for loss, gradients in on_ranks(heads, 4, 2):
         assert abs(loss - expected) < 1e-12
         assert all((gradient - weight.grad).abs().max() < 1e-12 for gradient in gradients)
-    [(uneven, unshared)] = {*ps.launch(heads_refused, 4)}
+    [(uneven, unshared)] = {*on_ranks(heads_refused, 4)}
     assert uneven.endswith(
         "0.kv makes 3 heads of 2 features, which 2 ranks along tp cannot share: each needs as many whole heads; use a mesh "
         "with tp of 1, 3"
@@ -649,7 +650,7 @@ def mixed_groups() -> list[str]:
 
 
 def test_an_optimizer_is_told_that_torch_does_not_update_tensors_and_dtensors_at_once() -> None:
-    for result in ps.launch(mixed_groups, 2):
+    for result in on_ranks(mixed_groups, 2):
         for kind, text in zip(("AdamW", "SGD", "Adam"), result, strict=True):
             assert text.startswith(f"group 0 of the {kind} has tensors and DTensors, since tensor_parallel shares some")
             assert "foreach=False" in text
@@ -703,12 +704,12 @@ def resumed(folder: Path, shape: Shape, way: str) -> dict[str, Tensor]:
 )
 def test_checkpoints_move_between_meshes_to_the_bit(shape: Shape, kind: str, others: list[Shape], tmp_path: Path) -> None:
     expected: dict[str, Tensor] = {}
-    for part in ps.launch(saved, 4, tmp_path, shape, kind):
+    for part in on_ranks(saved, 4, tmp_path, shape, kind):
         expected |= part
     assert any("exp_avg" in name for name in expected)
     for other in [*others, shape]:
         whole: dict[str, Tensor] = {}
-        for part in ps.launch(resumed, other[0] * other[1] * other[2], tmp_path, other, "fsdp"):
+        for part in on_ranks(resumed, other[0] * other[1] * other[2], tmp_path, other, "fsdp"):
             whole |= part
         assert_same(whole, expected)
 
@@ -769,7 +770,7 @@ def without_parameters() -> list[str]:
 
 
 def test_a_stage_may_have_no_parameters() -> None:
-    everyone = ps.launch(without_parameters, 4)
+    everyone = on_ranks(without_parameters, 4)
     assert [len(names) for names in everyone] == [2, 2, 0, 0]
 
 
@@ -804,7 +805,7 @@ def refused() -> dict[str, str]:
 
 
 def test_what_does_not_fit_is_told_with_what_does() -> None:
-    for result in ps.launch(refused, 4):
+    for result in on_ranks(refused, 4):
         assert result.pop("models").startswith("stage 1 is not the same on all ranks that have it: ")
         assert result.pop("name").startswith("tensor_parallel has '*.upp', but the model has no such part; it has ")
         assert result == {
@@ -847,7 +848,7 @@ def failing(how: str, shape: Shape) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", slow_except(["pp2 tp2"], ["pp2 dp2", "pp2 tp2", "dp2 tp2"]))
 def test_an_error_on_one_rank_ends_the_step_on_all_pipelines(name: str) -> None:
-    for result, after in ps.launch(failing, 4, "raises", MESHES[name]):
+    for result, after in on_ranks(failing, 4, "raises", MESHES[name]):
         assert result.startswith("rank 3, stage ")
         assert result.endswith("ZeroDivisionError: division by zero")
         assert after == f"this pipeline ended when {result}: start the ranks again"
@@ -879,7 +880,7 @@ def again(way: str, shape: Shape, folder: Path) -> tuple[list[float], list[str]]
     [*(pytest.param(name, "ddp", marks=pytest.mark.slow) for name in ("pp2 tp2", "dp2 tp2")), ("pp2 dp2", "fsdp")],
 )
 def test_after_an_error_a_pipeline_on_a_new_mesh_of_the_same_shape_trains(name: str, way: str, tmp_path: Path) -> None:
-    for losses, saved in ps.launch(again, 4, way, MESHES[name], tmp_path):
+    for losses, saved in on_ranks(again, 4, way, MESHES[name], tmp_path):
         assert losses[:2] == losses[2:]
         assert saved == ["step-00000002"]
 
@@ -903,7 +904,7 @@ def after_errors() -> list[str]:
 
 
 def test_after_an_error_a_new_mesh_has_groups_of_its_own_for_all_ranks_too_and_the_old_mesh_is_refused() -> None:
-    for refusals in ps.launch(after_errors, 2):
+    for refusals in on_ranks(after_errors, 2):
         for refusal in refusals:
             assert refusal.startswith("this mesh ended when rank ")
             assert refusal.endswith("ZeroDivisionError: division by zero: make another, mesh = ps.comms.init_mesh(..)")
@@ -919,7 +920,7 @@ def test_a_lost_rank_ends_all_pipelines(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_that_share_products_must_have_the_same_rows() -> None:
-    for result, _ in ps.launch(failing, 4, "rows", MESHES["pp2 tp2"]):
+    for result, _ in on_ranks(failing, 4, "rows", MESHES["pp2 tp2"]):
         assert result == "ranks along tp and cp are given one batch, but it has 16 rows on rank 0, 15 rows on rank 1"
 
 
@@ -936,5 +937,5 @@ def one_of_everything() -> dict[str, Tensor | None]:
 def test_a_mesh_of_one_is_one_process() -> None:
     whole = model()
     accumulate(whole, loss_fn, batch(0), 4)
-    (ours,) = ps.launch(one_of_everything, 1)
+    (ours,) = on_ranks(one_of_everything, 1)
     assert_same(ours, {name: p.grad for name, p in whole.named_parameters()})

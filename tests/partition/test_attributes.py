@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from reference import accumulate
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import nn
 
@@ -60,7 +61,7 @@ def rank_counts(cut):
 @pytest.mark.ranks
 @pytest.mark.parametrize("cut", CUT)
 def test_what_layers_count_while_they_are_cut_and_measured_is_put_back_on_every_rank(cut):
-    assert ps.launch(rank_counts, 2, CUT[cut]) == [[(0, [], {}, False)] * 4] * 2
+    assert on_ranks(rank_counts, 2, CUT[cut]) == [[(0, [], {}, False)] * 4] * 2
 
 
 def test_a_plan_is_measured_and_estimated_without_a_trace():
@@ -153,7 +154,7 @@ def test_an_attribute_that_the_cut_forward_reads_is_told_on_every_rank_if_it_cha
     model = AttributeNet()
     model.beta.fill_(0.5)
     loss = accumulate(model, mse, (X, X), 2)
-    for result, here, gradients in ps.launch(rank_changes, 2, CUT[cut]):
+    for result, here, gradients in on_ranks(rank_changes, 2, CUT[cut]):
         assert result.keys() == CHANGES.keys()
         for name, texts in result.items():
             assert [CHANGES[name][1] in text and "\n" not in text for text in texts] == [True, True], texts
@@ -187,7 +188,7 @@ def rank_replaces(change):
 @pytest.mark.ranks
 @pytest.mark.parametrize("change", LAYOUTS)
 def test_a_sequence_that_has_other_layers_or_hooks_than_its_pipeline_is_told(change):
-    assert ps.launch(rank_replaces, 2, change) == [True, True]
+    assert on_ranks(rank_replaces, 2, change) == [True, True]
 
 
 # -- what a forward that is followed without data does between its layers
@@ -442,7 +443,7 @@ def rank_replaces_buffer(function):
 def test_a_buffer_that_the_forward_between_layers_replaces_has_the_bits_of_one_process():
     model = Stateful("state", replaces_a_buffer)
     expected = [accumulate(model, mse, (X, X), 2) for _ in range(2)]
-    for losses, state, gradients in ps.launch(rank_replaces_buffer, 2, replaces_a_buffer):
+    for losses, state, gradients in on_ranks(rank_replaces_buffer, 2, replaces_a_buffer):
         assert list(map(torch.equal, losses, expected)) == [True, True]
         assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
         assert all(torch.equal(gradient, model.get_parameter(name).grad) for name, gradient in gradients.items())

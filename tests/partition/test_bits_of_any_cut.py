@@ -9,6 +9,7 @@ import torch
 from error_text import error_text
 from models import CASES, Batch, ModelCase, accumulate, by_hand, differing, evaluate
 from reference import assert_same, gradients, merged, same
+from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import nn
 
@@ -103,7 +104,7 @@ def _same_gradient(ours: Any, expected: Any) -> bool:
 
 
 def check(ranks: int, runs: Sequence[CutRun]) -> None:
-    everyone = ps.launch(rank_runs, ranks, runs)
+    everyone = on_ranks(rank_runs, ranks, runs)
     for number, run in enumerate(runs):
         assert_equal(run, [value[number] for value in everyone], uncut(run))
 
@@ -223,7 +224,7 @@ def rank_trainings(runs: Sequence[CutRun]) -> list[Any]:
 
 @pytest.mark.parametrize("ranks", slow_except([2], TRAININGS))
 def test_five_clipped_optimizer_steps_over_two_batches_each_end_in_the_weights_of_the_uncut_model(ranks):
-    everyone = ps.launch(rank_trainings, ranks, TRAININGS[ranks])
+    everyone = on_ranks(rank_trainings, ranks, TRAININGS[ranks])
     for number, run in enumerate(TRAININGS[ranks]):
         case, model = CASES[run.case], CASES[run.case].model()
         expected_message, state = train(
@@ -253,9 +254,9 @@ DROPOUTS = {
 
 @pytest.mark.slow
 def test_dropout_draws_the_same_wherever_the_model_is_cut():
-    [alone] = ps.launch(rank_runs, 1, DROPOUTS[1])
+    [alone] = on_ranks(rank_runs, 1, DROPOUTS[1])
     for ranks in (2, 3):
-        everyone = ps.launch(rank_runs, ranks, DROPOUTS[ranks])
+        everyone = on_ranks(rank_runs, ranks, DROPOUTS[ranks])
         for number, run in enumerate(DROPOUTS[ranks]):
             assert_equal(run, [value[number] for value in everyone], alone[number])
     without = uncut(CutRun("transformer"))
@@ -318,7 +319,7 @@ def test_keywords_reach_every_stage_of_a_list_that_takes_them(ranks, schedule):
 
     for _ in range(3):
         losses.append(accumulate(forward, keyword_loss, Batch((hidden,), target, KEYWORDS), 3))
-    everyone = ps.launch(rank_keywords, ranks, schedule)
+    everyone = on_ranks(rank_keywords, ranks, schedule)
     for value in everyone:
         assert all(map(torch.equal, value[0], losses))
         assert "no stage's forward takes maks=: the first takes hidden, mask, ids, factor" in value[2]

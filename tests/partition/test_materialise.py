@@ -7,6 +7,7 @@ import limited_memory
 import pytest
 import torch
 from reference import accumulate, assert_same, gradients, merged
+from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps
@@ -272,7 +273,7 @@ def test_a_module_used_in_two_stages_has_one_value():
     model = used_twice()
     materialise(model)
     accumulate(model, nn.functional.mse_loss, (torch.ones(2, 3), torch.zeros(2, 3)), 2)
-    assert_same(merged(ps.launch(rank_used_twice, 2)), gradients(model.named_parameters()))
+    assert_same(merged(on_ranks(rank_used_twice, 2)), gradients(model.named_parameters()))
 
 
 def test_a_tie_between_two_stages_of_one_rank_stays():
@@ -398,7 +399,7 @@ class Unsaved(Gain):
 
 @pytest.mark.ranks
 def test_what_nothing_initialises_must_be_loaded_before_the_first_step():
-    first, second = ps.launch(rank_loads, 2)
+    first, second = on_ranks(rank_loads, 2)
     unset = (
         "what has no value yet (2: 1.1.gain, 1.1.steps) cannot be used: the model was built on the meta device and nothing "
         "initialises them; load them (load_state_dict, checkpoint.import_weights or checkpoint.resume) or pass init="
@@ -459,10 +460,10 @@ def test_a_failing_init_leaves_the_module_as_it_was():
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_model_of_three_times_the_memory_of_a_process_trains_on_four_of_them(frozen):
-    (whole,) = ps.launch(limited_memory.train_whole, 1, frozen)
+    (whole,) = on_ranks(limited_memory.train_whole, 1, frozen)
     assert "not enough memory" in whole or "can't allocate memory" in whole
-    everyone = ps.launch(limited_memory.train_stage, 4, frozen)
-    ((expected, _),) = ps.launch(limited_memory.train_stage, 1, frozen, None)
+    everyone = on_ranks(limited_memory.train_stage, 4, frozen)
+    ((expected, _),) = on_ranks(limited_memory.train_stage, 1, frozen, None)
     assert [loss for loss, _ in everyone] == [expected] * 4
     held = sum(nbytes for _, nbytes in everyone)
     assert held > 3 * limited_memory.LIMIT

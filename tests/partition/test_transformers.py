@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from models import Batch, ModelCase
+from shared_ranks import on_ranks
 from test_bits_of_any_cut import CutRun, assert_equal, rank_runs, stepped, uncut
 from torch import nn
 
@@ -135,12 +136,12 @@ def rank_without_mask() -> Any:
 
 @pytest.fixture(scope="module")
 def everyone() -> list[Any]:
-    return ps.launch(rank_runs, 2, RUNS, CASES)
+    return on_ranks(rank_runs, 2, RUNS, CASES)
 
 
 @pytest.fixture(scope="module")
 def without_mask() -> list[Any]:
-    return ps.launch(rank_without_mask, 2)
+    return on_ranks(rank_without_mask, 2)
 
 
 @pytest.mark.slow

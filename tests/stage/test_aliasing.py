@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models import toy
+from shared_ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -127,7 +128,7 @@ def rank_shared():
 
 @pytest.mark.ranks
 def test_a_cut_model_whose_views_would_not_change_with_a_value_is_refused_on_all_ranks():
-    for result in ps.launch(rank_shared, 3):
+    for result in on_ranks(rank_shared, 3):
         assert all("stage 1 changes in place a value of shape (2, 4)" in value for value in result[:3])
         assert all("stage 2 changes in place a value of shape (2, 4)" in value for value in result[3:])
 
@@ -148,7 +149,7 @@ def rank_renormalised():
 
 @pytest.mark.ranks
 def test_a_forward_that_changes_in_place_a_parameter_of_several_stages_is_refused_on_all_ranks():
-    for result in ps.launch(rank_renormalised, 2):
+    for result in on_ranks(rank_renormalised, 2):
         assert all(
             "stage 0 changes in place a parameter of shape (8, 4) that another stage has too" in value for value in result
         )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import attends, tied, toy
+from shared_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
@@ -636,8 +637,8 @@ def rank_replicas(split: bool, find_unused: bool) -> tuple[dict[str, Tensor], in
 @pytest.mark.ranks
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_replicas_stay_equal_and_sum_once_a_step(find_unused: bool) -> None:
-    split = ps.launch(rank_replicas, 2, True, find_unused)
-    full = ps.launch(rank_replicas, 2, False, find_unused)
+    split = on_ranks(rank_replicas, 2, True, find_unused)
+    full = on_ranks(rank_replicas, 2, False, find_unused)
     for (ours, sums), (theirs, expected) in zip(split, full, strict=True):
         assert sums == expected == 2
         for name in ours:

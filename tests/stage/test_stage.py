@@ -10,6 +10,7 @@ import torch
 from error_text import outcome
 from models import toy
 from reference import accumulate, assert_same, data, gradients, merged, same
+from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps
@@ -33,7 +34,7 @@ def rank_slices():
 
 @pytest.mark.ranks
 def test_slices_built_by_each_rank_train_as_the_monolith_and_only_the_ends_need_the_batch():
-    everyone = ps.launch(rank_slices, 3)
+    everyone = on_ranks(rank_slices, 3)
     torch.manual_seed(5)
     model = ps.model.mlp(12, 7, classes=3)
     loss = accumulate(model, nn.functional.cross_entropy, data("mlp", 8), 3)
@@ -119,7 +120,7 @@ def rank_structured(schedule):
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_any_tree_of_tensors_numbers_and_none_passes_between_stages(ranks):
     schedule = "1f1b" if ranks == 4 else one_rank_table(4, 3)
-    everyone = ps.launch(rank_structured, ranks, schedule)
+    everyone = on_ranks(rank_structured, ranks, schedule)
     loss, grads = run_structured(3)
     for first, _, second in everyone:
         assert torch.equal(first, loss)
@@ -250,7 +251,7 @@ def rank_frozen():
 
 @pytest.mark.ranks
 def test_frozen_parts_and_layers_that_change_their_input_in_place_right_after_a_cut():
-    everyone = ps.launch(rank_frozen, 3)
+    everyone = on_ranks(rank_frozen, 3)
     for number, which in enumerate(FROZEN):
         model, (inputs, target) = frozen(which), data("mlp", 6)
         if len(which) < 3:
@@ -317,7 +318,7 @@ class FailingHook:
     ("frozen", "words"), [(False, "0B1, .* boom$"), (True, "stage 0 gets 2 gradients for 1 values: freeze")]
 )
 def test_a_rank_that_fails_at_last_ends_the_step_on_the_others_that_have_its_weight(frozen, words):
-    (result, first), (others, last) = ps.launch(rank_tied_fails, 2, frozen)
+    (result, first), (others, last) = on_ranks(rank_tied_fails, 2, frozen)
     assert re.search(words, result)
     assert result == others
     assert torch.equal(first, last)
@@ -339,7 +340,7 @@ def rank_where_nothing_counts():
 
 @pytest.mark.ranks
 def test_a_tied_weight_has_no_gradient_where_nothing_counts_or_uses_it_and_one_name_on_the_rank_of_both_stages():
-    (first, names), (last, others) = ps.launch(rank_where_nothing_counts, 2)
+    (first, names), (last, others) = on_ranks(rank_where_nothing_counts, 2)
     assert first + last == [None] * 6
     assert (names, others) == (["0.weight"], ["1.weight", "1.bias"])
 
@@ -347,7 +348,7 @@ def test_a_tied_weight_has_no_gradient_where_nothing_counts_or_uses_it_and_one_n
 @pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (3, 3)])
 def test_tied_weights_get_the_sum_of_their_owners_gradients_and_stay_equal(ranks, microbatches):
-    everyone = ps.launch(rank_tied, ranks, microbatches)
+    everyone = on_ranks(rank_tied, ranks, microbatches)
     model, batch = tied(microbatches), data("gpt", 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(3):
@@ -386,7 +387,7 @@ def test_a_state_moves_between_any_number_of_ranks_and_the_uncut_model():
     loss = accumulate(model, nn.functional.cross_entropy, data("mlp", 8), 4)
     state = model.state_dict()
     for ranks, schedule in ((4, "1f1b"), (2, "gpipe"), (1, "naive")):
-        everyone = ps.launch(rank_state, ranks, schedule, state)
+        everyone = on_ranks(rank_state, ranks, schedule, state)
         assert all(torch.equal(result[0], loss) for result in everyone)
         state = merged([result[1] for result in everyone])
         assert_same(state, model.state_dict())

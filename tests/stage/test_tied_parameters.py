@@ -6,6 +6,7 @@ from batched_launch import together
 from error_text import NO_ERROR, outcome
 from models import CASES, RepeatedBlockModel, TiedModel, accumulate, tied, token_batch
 from reference import assert_same, merged
+from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps
@@ -81,7 +82,7 @@ def rank_names():
 
 
 def test_the_name_is_the_first_of_the_uncut_models_wherever_that_runs_and_that_of_stages_given_as_a_list():
-    for rank, (names, aliases) in enumerate(ps.launch(rank_names, 2)):
+    for rank, (names, aliases) in enumerate(on_ranks(rank_names, 2)):
         assert names == [
             ["head.weight"],
             ["0.0.weight", f"{rank}.0.bias"],
@@ -206,7 +207,7 @@ def rank_looks(case):
 
 
 def test_copies_are_looked_at_after_few_steps_and_then_every_64():
-    for looked, what in ps.launch(rank_looks, 2, "tied"):
+    for looked, what in on_ranks(rank_looks, 2, "tied"):
         assert looked == [0, 1, 2, 4, 8, 16, 32, 64, 128]
         assert what == []
     assert [step for step in range(300) if is_tied_comparison_due(step)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
@@ -225,7 +226,7 @@ def rank_loads_alone(folder):
 
 
 def test_weights_loaded_on_one_rank_only_are_told_by_the_first_step(tmp_path):
-    for result, saved in ps.launch(rank_loads_alone, 2, tmp_path):
+    for result, saved in on_ranks(rank_loads_alone, 2, tmp_path):
         assert result.startswith("after 0 steps token.weight is not the same")
         assert saved.startswith("block.linear1.weight is not the same on all ranks that have it: rank 0 ")
 
@@ -242,7 +243,7 @@ def rank_in_replicas():
 
 
 def test_copies_in_replicas_are_compared_too():
-    result = ps.launch(rank_in_replicas, 4)
+    result = on_ranks(rank_in_replicas, 4)
     assert len({*result}) == 1
     assert "token.weight is not the same on the ranks that share it (ranks 0/2 " in result[0]
 
@@ -258,7 +259,7 @@ def rank_in_two_groups(folder):
 
 
 def test_a_tied_weight_in_another_group_on_another_rank_is_not_saved(tmp_path):
-    for result in ps.launch(rank_in_two_groups, 2, tmp_path):
+    for result in on_ranks(rank_in_two_groups, 2, tmp_path):
         assert result == (
             "token.weight is in the optimizer's group 1 on rank 1, but in group 0 on a rank before: make groups by the names "
             "of pipe.named_parameters()"
@@ -287,4 +288,4 @@ def test_a_checkpoint_that_keeps_it_under_another_of_its_names_is_resumed_with_t
         if step == 0:
             checkpoint.save(tmp_path, pipe, optimizer)
         states.append(dict(pipe.state_dict()))
-    assert_same(merged(ps.launch(rank_resumes, 2, tmp_path)), states[1])
+    assert_same(merged(on_ranks(rank_resumes, 2, tmp_path)), states[1])

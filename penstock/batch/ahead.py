@@ -1,4 +1,4 @@
-"""A batch that a teacher runs before its step: what was given as `next_args`, and the outputs that wait for its losses."""
+"""What a teacher reads: inputs that are passed on to it, and a batch that it runs before its step, with the waiting outputs."""
 
 from collections.abc import Mapping, Sequence
 from operator import is_not
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.comms.encoding import sample_bytes
+from penstock.comms.transport.message_spec import check_can_be_sent
 from penstock.errors import MismatchError
 from penstock.rows import unwrap
 from penstock.stage.dtensor import local_shard
@@ -15,6 +16,17 @@ from penstock.torch_private import forward_hooks, tensor_version
 from penstock.trees import flatten
 
 PLAIN_TYPES = (int, float, str, type(None))
+
+
+def check_can_be_passed_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise MismatchError for the inputs of a microbatch that cannot be sent to a teacher's first stage."""
+    try:
+        check_can_be_sent((args, kwargs))
+    except MismatchError as error:
+        raise MismatchError(
+            f"the teacher's first stage is on another rank than the model's, which sends it its inputs: {error}. To keep "
+            'it on the rank that reads them: schedule=ps.schedule.with_teacher(ps.schedule.build("1f1b", ranks, microbatches))'
+        ) from error
 
 
 class AheadBatch:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batch.agreement import BatchArguments, Description, LocalDescription
-from penstock.batch.ahead import AheadBatch, TeacherState
+from penstock.batch.ahead import AheadBatch, TeacherState, check_can_be_passed_on
 from penstock.batch.pieces import (
     Layout,
     Microbatches,
@@ -133,6 +133,7 @@ class CallReader:
     seed: int | None
     has_loss: bool
     teacher: Sequence[nn.Module] | None  # its stages on this rank; None if the pipeline has none
+    passes_inputs: bool  # whether the teacher's first stage is on another rank than the one that reads the inputs
     loss_weight: Callable[[Any], Any] | None
     forward: "ModelForward | None"
 
@@ -154,6 +155,9 @@ class CallReader:
                 call.teacher_batch.check_is_batch(call.args, call.kwargs, call.name)
             inputs = self._read_inputs(call)
             order = call.order_rule(inputs.shapes) if call.order_rule is not None else range(len(inputs.rows or ()))
+        if self.passes_inputs and call.teacher_batch is None and (call.is_training or call.target is not None):
+            for args, kwargs in (*inputs.pieces, *next_inputs.pieces):
+                check_can_be_passed_on(args, kwargs)
         if rank == placement[-1] and (call.is_training or call.target is not None):
             target = self._read_target(call)
 

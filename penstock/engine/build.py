@@ -310,6 +310,7 @@ def build_engine(
         options.seed,
         options.loss_fn is not None,
         None if teacher is None else list(teacher.modules.values()),
+        teacher is not None and teacher.passes_inputs,
         options.loss_weight,
         ModelForward(modules[0], later_keywords) if 0 in modules else None,
     )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from penstock import partition
+from penstock.batch.ahead import check_can_be_passed_on
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.model_partition import (
     AllStages,
@@ -139,7 +140,8 @@ class PassInputs(nn.Module):
     """The stage that passes the arguments of a teacher's forward on to the rank of its first stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the arguments."""
+        """Return the arguments. Raises MismatchError if they cannot be sent."""
+        check_can_be_passed_on(args, kwargs)
         return args, kwargs
 
 

@@ -46,6 +46,17 @@ def loss_fn(output: Tensor, target: Tensor, teacher_output: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target) + nn.functional.mse_loss(output, teacher_output.float())
 
 
+class Unit:
+    """Nothing that a message can have."""
+
+
+class ReadsRows(nn.Module):
+    def forward(self, batch: Any) -> Tensor:
+        rows = batch["rows"] if isinstance(batch, dict) else batch
+        assert isinstance(rows, Tensor)
+        return rows
+
+
 class WithoutFirstRow(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         return rows[1:]
@@ -247,6 +258,16 @@ def rank_uses() -> dict[str, Any]:
     shorter = ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=nn.Sequential(nn.Linear(WIDTH, WIDTH), WithoutFirstRow()))
     found["other rows"] = outcome(lambda: shorter.step(inputs, target=target))
 
+    # Inputs that cannot be sent to the teacher's first stage.
+    unsendable, first = {"rows": inputs, "unit": Unit()}, ReadsRows()
+    passing = ps.Pipeline(nn.Sequential(first, *student()), loss_fn, "1f1b", M, teacher=nn.Sequential(first, *teacher()))
+    found["not sent"] = outcome(lambda: passing.step(unsendable, target=target))
+    found["not sent in eval"] = outcome(lambda: passing.eval(unsendable, target=target if rank else None))
+    found["not sent ahead"] = outcome(lambda: passing.step(inputs, target=target, next_args=(unsendable,)))
+    own_ranks = ps.schedule.with_teacher(ps.schedule.build("1f1b", 2, M))
+    reading = ps.Pipeline(nn.Sequential(first, *student()), loss_fn, own_ranks, teacher=nn.Sequential(first, *teacher()))
+    found["read where it is"] = reading.step(unsendable, target=target).item(), passing.step(inputs, target=target).item()
+
     # Other ways to give it, and other calls.
     bf16 = ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=teacher(dtype=torch.bfloat16), seed=None)
     found["bf16"] = outcome(lambda: bf16.step(inputs.bfloat16(), target=target))
@@ -344,6 +365,9 @@ WRONG = {
     "lazy": "0.weight has no shape yet: run one batch through the teacher before",
     "a table": "1f1b with a teacher ahead is a table with a teacher: give Pipeline(.., teacher=model)",
     "a layer that fails": "action 3F0, microbatch 0: stage 1 of the teacher: RuntimeError: mat1 and mat2 shapes",
+    "not sent": "the teacher's first stage is on another rank than the model's, which sends it its inputs: ",
+    "not sent in eval": 'To keep it on the rank that reads them: schedule=ps.schedule.with_teacher(ps.schedule.build("1f1b"',
+    "not sent ahead": 'To keep it on the rank that reads them: schedule=ps.schedule.with_teacher(ps.schedule.build("1f1b"',
     "other rows": "the teacher's output of shape (2, 6) does not have the 3 rows of the microbatch in dimension 0",
 }
 
@@ -381,6 +405,7 @@ def test_a_teacher_may_be_given_in_all_ways_of_a_model_and_reads_any_call() -> N
         assert found["stages with costs"] == {0, 1}  # not the teacher's
         assert found["recut"][0] == found["recut"][1]
         assert found["checked"] == first
+        assert found["read where it is"][0] == found["read where it is"][1]
 
 
 # -- memory --------------------------------------------------------------------------------------------------------------

@@ -106,6 +106,13 @@ def message_spec_of(leaves: list[Any], tree: TreeSpec) -> MessageSpec:
     return MessageSpec(tree, tuple(specs))
 
 
+def check_can_be_sent(value: Any) -> None:
+    """Raise MismatchError for a value that cannot be sent to another stage."""
+    leaves, tree = flatten(value)
+    if not all(type(leaf) in _UNCHANGING or (type(leaf) is Tensor and leaf.layout is torch.strided) for leaf in leaves):
+        pack_spec(message_spec_of(leaves, tree))
+
+
 def tensor_spec_of(tensor: Tensor) -> TensorSpec:
     """Return the description of one tensor. Raises MismatchError for one whose memory is not described by strides."""
     if tensor.is_nested or tensor.layout is not torch.strided:

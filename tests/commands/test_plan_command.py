@@ -124,14 +124,14 @@ def test_search_cuts_the_layers_of_a_run_and_says_times_and_memory_in_their_unit
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "costs.json").write_bytes(costs.read_bytes())
     for source, stages in ((tmp_path / "run", None), (costs, 4)):
-        SearchCommand(source, stages, ranks=4, microbatches=4, memory="64MB", effort="quick", csv=tmp_path / "found.csv").run()
+        SearchCommand(source, stages, ranks=4, microbatches=2, memory="64MB", effort="quick", csv=tmp_path / "found.csv").run()
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("8 layers are cut into 4 stages of about equal time, before ")
         assert re.match(r"makespan [\d.]+ ms, .* activations in flight [\d/]+, which take [\d.]+ [kM]B/", lines[1])
         makespan = re.match(r"makespan ([\d.]+ ms)", lines[1])[1]
         assert f"step {makespan}, no table within the limit is below" in lines[3]
         assert Schedule.from_csv(tmp_path / "found.csv").num_stages == 4
-    SearchCommand(tmp_path / "run", ranks=4, placement="V", microbatches=4, effort="quick").run()
+    SearchCommand(tmp_path / "run", ranks=4, placement="V", microbatches=2, effort="quick").run()
     assert "layers are cut" not in capsys.readouterr().out  # eight layers are the eight stages of a V
     with pytest.raises(PenstockError, match=r"8 stages, which do not divide by --ranks 3\. If .* cut them: --stages 3"):
         SearchCommand(costs, ranks=3).run()

@@ -24,7 +24,7 @@ WAYS = {  # how it ends: the exit status, and how many ranks tell of an error of
     "one raises": (1, 2),
     "one saves": (1, 1),
 }
-QUICK = ("end", "alone")
+QUICK = ("end",)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,7 @@ def test_a_save_that_the_others_do_not_come_to_since_they_have_ended_is_an_error
     assert f"penstock.errors.LostRankError: {why}" in ended("one saves").stderr
 
 
+@pytest.mark.slow
 def test_a_script_without_ranks_ends_without_a_word(ended: Any) -> None:
     done = ended("alone")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,8 +1,6 @@
-"""Run under torchrun: on every mesh with an axis `cp`, loss, norm and gradients of one process that has the whole sequence."""
+"""Models and meshes with an axis `cp`; how far loss, norm and gradients are from one process that has the whole sequence."""
 
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,16 +136,7 @@ def trained(name: str, axes: dict[str, int], **arguments: Any) -> float:
     return worst
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    topology = ps.comms.init_distributed()
-    lines = []
-    for mesh, axes, arguments, names in MESHES[topology.world_size]:
-        for name in names:
-            lines.append(f"{mesh}, {name}: {trained(name, axes, **arguments):.1e}")
-    if topology.rank == 0:
-        Path(sys.argv[1]).write_text("\n".join(lines))
-
-
-if __name__ == "__main__":
-    main()
+def largest_differences(ranks: int) -> dict[str, float]:
+    """Return those of each mesh and model."""
+    runs = [(mesh, name, axes, arguments) for mesh, axes, arguments, names in MESHES[ranks] for name in names]
+    return {f"{mesh}, {name}": trained(name, axes, **arguments) for mesh, name, axes, arguments in runs}

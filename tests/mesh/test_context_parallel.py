@@ -1,6 +1,5 @@
 """Ranks that share the tokens of each sequence: the numbers of one process, what they send, and what is refused."""
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import toy
-from prompt import torchrun
 from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -23,19 +21,14 @@ from penstock.guards.loss import LossChecks
 from penstock.mesh.context_parallel import ContextParallelAttention
 from penstock.stage.dtensor import gather_full_tensor
 
-HERE = Path(__file__).parent
 
-
-@pytest.mark.fresh
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", slow_except([2], models.MESHES))
-def test_on_every_mesh_it_has_the_numbers_of_one_process(ranks: int, tmp_path: Path) -> None:
+def test_on_every_mesh_it_has_the_numbers_of_one_process(ranks: int) -> None:
     pytest.importorskip("transformers")
-    paths = os.pathsep.join([str(HERE), str(Path(ps.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    ended = torchrun(ranks, HERE / "context_parallel.py", tmp_path / "out", PYTHONPATH=paths, OMP_NUM_THREADS="1")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    lines = (tmp_path / "out").read_text().splitlines()
-    assert len(lines) == sum(len(names) for *_, names in models.MESHES[ranks])
-    assert [line for line in lines if not float(line.split(": ")[1]) < 1e-12] == []
+    for differences in on_ranks(models.largest_differences, ranks, ranks):
+        assert len(differences) == sum(len(names) for *_, names in models.MESHES[ranks])
+        assert [name for name, difference in differences.items() if not difference < 1e-12] == []
 
 
 # -- two ranks, one start ------------------------------------------------------------------------------------------------

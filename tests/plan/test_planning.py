@@ -333,7 +333,8 @@ def test_gradients_that_wait_for_earlier_slices_take_memory():
 
 @pytest.mark.costly
 def test_slices_are_planned_where_they_make_the_step_shorter(tmp_path):
-    whole, sliced = (quick(slices=slices, microbatches=4, fewer=False, bandwidth=1e9, send=1e-5)[0] for slices in (1, [1, 4]))
+    families = {"schedules": ["1f1b", "zb-h1"], "microbatches": 4}
+    whole, sliced = (quick(slices=slices, fewer=False, bandwidth=1e9, send=1e-5, **families)[0] for slices in (1, [1, 4]))
     assert sliced.schedule.slices == 4
     assert sliced.bound <= sliced.seconds < whole.seconds
     assert sliced.seconds == pytest.approx(simulate(sliced.schedule, sliced.costs).makespan)
@@ -343,7 +344,7 @@ def test_slices_are_planned_where_they_make_the_step_shorter(tmp_path):
     sliced.save(tmp_path / "plan.json")
     assert load(tmp_path / "plan.json").timeline == sliced.timeline
 
-    dear_actions = quick(slices=[1, 4], microbatches=4, action=0.02)[0]  # each slice is one more action of 20 ms
+    dear_actions = quick(slices=[1, 4], action=0.02, **families)[0]  # each slice is one more action of 20 ms
     assert dear_actions.schedule.slices == 1
 
 

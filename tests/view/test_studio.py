@@ -163,7 +163,8 @@ def test_microbatches_may_be_unlike_in_size():
     costs = {"microbatches": {"1": 3}}
     expected = simulate(build("1f1b", ranks=2, microbatches=4), Costs(microbatch_factors=[1, 3, 1, 1]))
     assert asked("1f1b", 2, 4, costs=costs)["timeline"]["makespan"] == expected.makespan
-    assert asked("1f1b", 2, 4, costs=costs, better=True)["found"]["makespan"] <= expected.makespan
+    of_three = simulate(build("1f1b", ranks=2, microbatches=3), Costs(microbatch_factors=[1, 3, 1]))  # a quick search
+    assert asked("1f1b", 2, 3, costs=costs, better=True)["found"]["makespan"] <= of_three.makespan
 
     ragged = replace(expected, name="1f1b, measured", rows=expected.rows, microbatch_factors=())
     run = json.dumps(Record((ragged,), None, "s").data())

@@ -174,7 +174,7 @@ class Agreement:
         found: list[Any] = [descriptions.get(key) for descriptions, key in known]
         for rank, description in enumerate(found):
             if description is None and (value := self.control.value_in_row(rank)):
-                found[rank] = decompress(value)
+                found[rank] = local.describe() if rank == self.position.world.rank else decompress(value)
         if None in found:  # it did not fit into its row
             found = self.control.all_gather_value(local.describe(), purpose)
         return [descriptions.add(key, description) for (descriptions, key), description in zip(known, found, strict=True)]

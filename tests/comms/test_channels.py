@@ -133,6 +133,20 @@ def test_a_message_arrives_in_its_layout_and_is_the_receivers_own(ends, tensor):
     assert torch.equal(arrived, tensor + 1)
 
 
+@pytest.mark.parametrize("size", [0, 7, 100_000])
+def test_a_message_and_its_description_arrive_in_one_block(ends, size, monkeypatch):
+    sender, receiver = ends
+    reads, read = [], receiver._read_from_pipe
+    monkeypatch.setattr(receiver, "_read_from_pipe", lambda: reads.append(1) or read())
+    tensor = torch.arange(float(size)).half()
+    spec = message_of(tensor_spec_of(tensor))
+    sender.send([tensor], spec, None)
+    arrived_spec, (arrived,) = receiver.receive(receiver.post_receive(None))
+    assert arrived_spec == spec
+    assert torch.equal(arrived.view(torch.half), tensor)
+    assert (len(reads), len(sender.allocator.blocks)) == (1, 1)
+
+
 @pytest.mark.parametrize(("size", "held"), [(100, 1), (100_000, 3)])
 def test_a_block_is_used_again_once_its_message_is_let_go(ends, size, held):
     sender, receiver = ends

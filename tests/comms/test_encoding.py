@@ -231,7 +231,7 @@ SPEC = TensorSpec((2, 3), (3, 1), torch.float32, False, 24)
 )  # fmt: skip
 def test_what_describes_no_message_is_refused(message):
     with pytest.raises(ps.MismatchError, match="describe no message"):
-        message_spec.unpack_spec(torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8))
+        message_spec.unpack_spec(encode(message))
 
 
 MESSAGE = {"hidden": torch.ones(2, 3), "rest": (Pair(torch.zeros(1), "x"), [None, 2.5], Registered(torch.ones(1)))}
@@ -242,23 +242,27 @@ MESSAGE = {"hidden": torch.ones(2, 3), "rest": (Pair(torch.zeros(1), "x"), [None
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=4), st.integers(0, 4)), min_size=1, max_size=4))
 def test_a_mutated_message_is_read_or_refused(changes):
     for message in (MESSAGE, torch.ones(2, 3)):  # one tensor has a shorter description
-        data = bytearray(encoding.tensor_bytes(message_spec.pack_spec(message_spec.message_spec_of(*flatten(message)))))
+        data = bytearray(message_spec.pack_spec(message_spec.message_spec_of(*flatten(message))))
         for place, new, gone in changes:
             place %= len(data) + 1
             data[place : place + gone] = new
         with suppress(ps.MismatchError):
-            message_spec.unpack_spec(torch.frombuffer(data or bytearray(1), dtype=torch.uint8))
+            message_spec.unpack_spec(bytes(data))
+
+
+def one_tensor(dims, *numbers, dtype=b"torch.float32"):
+    return message_spec.ONE_TENSOR + bytes([dims, 1]) + struct.pack(f"<{len(numbers)}q", *numbers) + dtype
 
 
 @pytest.mark.parametrize(
-    "text",
-    ['[[2, 3], [3, 1], "torch.float32", 1]', '[[2.0, 3], [3, 1], "torch.float32", false]', '[[2], [30], "torch.float32", true]',
-     '[[-2], [1], "torch.float32", true]', '["12", [1], "torch.float32", true]', '[[2], [1], "float", true]',
-     '[[2], [1], ["torch.float32"], true]', '[[[2]], [1], "torch.float32", true]', "[" * 100_000, "[1, 2]xxxx"],
+    "description",
+    [message_spec.ONE_TENSOR, message_spec.ONE_TENSOR + b"\1", one_tensor(255), one_tensor(2, 2, 3, 3), one_tensor(1, 2, 30),
+     one_tensor(1, 2, 1, 1), one_tensor(1, -2, 1), one_tensor(1, 2, -1), one_tensor(1, 2, 1, dtype=b"float"),
+     one_tensor(1, 2, 1, dtype=b""), one_tensor(1, 2, 1, dtype=b"\xff")],
 )  # fmt: skip
-def test_what_describes_no_tensor_is_refused(text):
+def test_what_describes_no_tensor_is_refused(description):
     with pytest.raises(ps.MismatchError, match="describe no message"):
-        message_spec.unpack_spec(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
+        message_spec.unpack_spec(description)
 
 
 # ---- nothing is unpickled

@@ -29,7 +29,7 @@ def travel(value):
     """`value` sent to another rank, description and data."""
     leaves, tree = flatten(value)
     spec = message_spec.message_spec_of(leaves, tree)
-    theirs = message_spec.unpack_spec(carried(message_spec.pack_spec(spec)))
+    theirs = message_spec.unpack_spec(message_spec.pack_spec(spec))
     assert theirs == spec
     buffers = [message_spec.empty_tensor(tensor, torch.device("cpu")) for tensor in theirs.parts]
     sent = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.nbytes] or [torch.empty(0, dtype=torch.uint8)]

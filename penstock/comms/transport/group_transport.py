@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from penstock.comms.abort import abort_backend
-from penstock.comms.encoding import check_announced_size, tensor_of_bytes, view_as_bytes
+from penstock.comms.encoding import check_announced_size, tensor_bytes, tensor_of_bytes, view_as_bytes
 from penstock.comms.process_groups import DESTINATION_RANK, SOURCE_RANK, call_unprofiled
 from penstock.comms.topology import CPU
 from penstock.comms.transport import message_spec
@@ -88,7 +88,7 @@ class GroupSender:
 
     def _send_description(self, spec: MessageSpec) -> None:
         """Send the description of a message, after its size in bytes."""
-        packed = message_spec.pack_spec(spec)
+        packed = tensor_of_bytes(message_spec.pack_spec(spec))
         size = view_as_bytes(torch.tensor([packed.numel()], device="cpu"))
         self._send_parts(self._description_group, [size, packed], "description", DESCRIPTIONS)
 
@@ -181,7 +181,7 @@ class GroupReceiver:
         self._receive(size)
         packed = torch.empty(check_announced_size(int(size)), dtype=torch.uint8, device="cpu")
         self._receive(packed)
-        return message_spec.unpack_spec(packed)
+        return message_spec.unpack_spec(tensor_bytes(packed))
 
     def _receive_replacement(self) -> tuple[MessageSpec, list[Tensor]]:
         """Wait for the message that has come instead of the expected one."""

@@ -10,8 +10,7 @@
 
 Sockets would take two copies instead of one, and wake two threads instead of one process.
 
-If the receiver does not expect such a message (see `channels.py`), its description is in a block of its own, and the pipe gets
-both blocks at once: the receiver wakes up once.
+If the receiver does not expect such a message (see `channels.py`), its description is in the same block, behind the tensor.
 
 Messages of all sizes share the blocks (shared_memory.py), so there is one mapping, whatever the number of messages. Neither
 the memory nor the pipe has a name: the sender sends its pid and descriptors, and the receiver opens them through the sender's
@@ -33,7 +32,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comms.encoding import tensor_bytes, tensor_of_bytes
 from penstock.comms.process_groups import ProcessGroups
 from penstock.comms.time_limits import ABORT_CHECK_MILLISECONDS
 from penstock.comms.topology import CPU
@@ -52,7 +50,7 @@ from penstock.comms.transport.shared_memory import (
 
 MAX_COPIED_BYTES = 2**16  # the receiver copies a message of up to this size out of its block
 MIN_THREAD_BYTES = 2**20  # the sender copies a larger message in a thread
-PIPE_RECORD = struct.Struct("qq")  # the start of a block; the bytes of the description in it, 0 if it has a tensor
+PIPE_RECORD = struct.Struct("qqq")  # the start of a block; the bytes of the tensor in it, and of a description behind
 
 OPENING_TAG = 3  # of the messages by which the two ends open a transport
 OFFER_NUMBERS = 3 + SECRET.size // 8  # the sender's pid, its descriptors of the memory and the pipe, the secret
@@ -190,7 +188,7 @@ class MemorySender(_OsPipeEnd):
 
         `expected`: what the receiver expects, `spec` itself if that is what it gets. `message`: its name, for errors.
         """
-        description = b"" if spec is expected else tensor_bytes(message_spec.pack_spec(spec))
+        description = b"" if spec is expected else message_spec.pack_spec(spec)
         for tensor, part in zip(tensors, spec.parts, strict=True):
             self._send(tensor, part, description, message)
             description = b""
@@ -204,24 +202,21 @@ class MemorySender(_OsPipeEnd):
             self._thread.enqueue(self._send_in_thread, tensor.detach(), spec, description, message)
 
     def _send_now(self, tensor: Tensor, spec: TensorSpec, description: bytes = b"") -> None:
-        self._write_to_pipe(self._copy_into_blocks(tensor, spec, description))
+        self._write_to_pipe(self._copy_into_block(tensor, spec, description))
 
-    def _copy_into_blocks(self, tensor: Tensor, spec: TensorSpec, description: bytes) -> bytes:
-        """Copy `tensor`, and a `description` unless it is empty, into free blocks. Return their records for the pipe."""
-        records = b""
-        if description:
-            start = self.allocator.allocate(len(description))
-            self._memory[start + HEADER_BYTES : start + HEADER_BYTES + len(description)] = description
-            records = PIPE_RECORD.pack(start, len(description))
-
-        start = self.allocator.allocate(spec.bytes)
+    def _copy_into_block(self, tensor: Tensor, spec: TensorSpec, description: bytes) -> bytes:
+        """Copy `tensor` and a `description`, which may be empty, into a free block. Return its record for the pipe."""
+        start = self.allocator.allocate(spec.bytes + len(description))
         self._views.view(start, spec).copy_(tensor.detach() if tensor.requires_grad else tensor)
-        return records + PIPE_RECORD.pack(start, 0)
+        if description:
+            first = start + HEADER_BYTES + spec.bytes
+            self._memory[first : first + len(description)] = description
+        return PIPE_RECORD.pack(start, spec.bytes, len(description))
 
-    def _write_to_pipe(self, records: bytes) -> None:
-        """Tell the receiver that there is a message in these blocks. If it is gone, a later wait will show that."""
+    def _write_to_pipe(self, record: bytes) -> None:
+        """Tell the receiver that there is a message in this block. If it is gone, a later wait will show that."""
         try:  # noqa: SIM105 - this runs for every message
-            os.write(self._pipe_fd, records)
+            os.write(self._pipe_fd, record)
         except BrokenPipeError:
             pass
 
@@ -229,10 +224,10 @@ class MemorySender(_OsPipeEnd):
         """Do as `_send_now` unless the transport is closed; publish an error instead of raising it."""
         try:
             if not self._closed.is_set():
-                records = self._copy_into_blocks(tensor, spec, description)
+                record = self._copy_into_block(tensor, spec, description)
                 with self._pipe_lock:
                     if not self._closed.is_set():
-                        self._write_to_pipe(records)
+                        self._write_to_pipe(record)
                 if self._closed.is_set():
                     self.close_pipe()
         except Exception as error:
@@ -265,24 +260,22 @@ class MemoryReceiver(_OsPipeEnd):
 
     def receive(self, expected: Any) -> tuple[MessageSpec, list[Tensor]]:
         """Wait for the next message; return its spec and its parts. Raises DistError if the sender is lost or silent."""
-        start, description_bytes = self._read_from_pipe()
+        start, tensor_bytes, description_bytes = self._read_from_pipe()
         spec = expected
         if description_bytes:
-            description = self._memory[start + HEADER_BYTES : start + HEADER_BYTES + description_bytes]
-            self._memory[start] = FREE
-            spec = message_spec.unpack_spec(tensor_of_bytes(description))
-            start, _ = self._read_from_pipe()
+            first = start + HEADER_BYTES + tensor_bytes
+            spec = message_spec.unpack_spec(self._memory[first : first + description_bytes])
         elif spec is None:
             raise message_spec.invalid_description_error()
 
         tensors = [self._take_message(start, spec.parts[0])]
         for part in spec.parts[1:]:
-            start, _ = self._read_from_pipe()
+            start, _, _ = self._read_from_pipe()
             tensors.append(self._take_message(start, part))
         return spec, tensors
 
-    def _read_from_pipe(self) -> tuple[int, int]:
-        """Wait for the next record, and return it: the start of a block, and the bytes of the description in it."""
+    def _read_from_pipe(self) -> tuple[int, int, int]:
+        """Wait for the next record, and return it."""
         waited = 0.0
         while not self._poll.poll(min(ABORT_CHECK_MILLISECONDS, self._timeout_milliseconds - waited)):
             waited += ABORT_CHECK_MILLISECONDS
@@ -292,8 +285,8 @@ class MemoryReceiver(_OsPipeEnd):
         record = os.read(self._pipe_fd, PIPE_RECORD.size)
         if len(record) < PIPE_RECORD.size:
             raise dist.DistError("the sender has closed the pipe")
-        start, description_bytes = PIPE_RECORD.unpack(record)
-        return start, description_bytes
+        start, tensor_bytes, description_bytes = PIPE_RECORD.unpack(record)
+        return start, tensor_bytes, description_bytes
 
     def _take_message(self, start: int, spec: TensorSpec) -> Tensor:
         """Return the message in the block at `start`: a copy, or a view that marks the block free when it is deleted."""

@@ -1,17 +1,18 @@
 """The description of a message between stages: its tree, and shapes and layouts of its tensors, sent without headers."""
 
-import json
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.comms.encoding import DTYPES, class_error, decode, encode, tensor_bytes, tensor_of_bytes
+from penstock.comms.encoding import DTYPES, class_error, decode, encode
 from penstock.errors import MismatchError, warn_user
 from penstock.python_objects import is_of_framework
 from penstock.torch_private import TreeSpec
@@ -175,31 +176,33 @@ def tensor_from_bytes(data: Tensor, spec: TensorSpec) -> Tensor:
     return data.view(spec.dtype).as_strided(spec.shape, spec.stride)
 
 
-def pack_spec(spec: MessageSpec) -> Tensor:
-    """Return `spec` as a uint8 tensor. Its tree is encoded as an example value with the leaves 0, 1, ..
+# A single tensor, the common case, is described in fewer bytes, as receivers wait for descriptions of new shapes:
+#     | ONE_TENSOR | number of dimensions | requires_grad | shape, 8 bytes each | stride, 8 bytes each | name of the dtype |
+ONE_TENSOR = b"1 tensor"  # `encode` begins with a length, whose last bytes are 0
+_TENSOR_HEAD, _LEAF = struct.Struct("<8sB?"), flatten(0)[1]
 
-    A single tensor, the common case, becomes a short JSON, as receivers wait for descriptions of new shapes.
+
+def pack_spec(spec: MessageSpec) -> bytes:
+    """Return `spec` as bytes. Its tree is encoded as an example value with the leaves 0, 1, ..
+
     Raises MismatchError for a value that cannot be sent.
     """
     if spec.tree.is_leaf() and isinstance(spec.leaves[0], TensorSpec):
         shape, stride, dtype, requires_grad, _ = spec.leaves[0]
-        return tensor_of_bytes(json.dumps([shape, stride, str(dtype), requires_grad]).encode())
+        numbers = struct.pack(f"<{2 * len(shape)}q", *shape, *stride)
+        return _TENSOR_HEAD.pack(ONE_TENSOR, len(shape), requires_grad) + numbers + str(dtype).encode()
     example = unflatten(range(len(spec.leaves)), spec.tree)
     leaves = [leaf if isinstance(leaf, TensorSpec) else [leaf.value] for leaf in spec.leaves]
-    return tensor_of_bytes(encode((example, leaves)))
-
-
-def unpack_spec(data: Tensor) -> MessageSpec:
-    """Return the description that `pack_spec` encoded as `data`. Raises MismatchError for any other bytes."""
-    return _unpack_bytes(tensor_bytes(data))
+    return encode((example, leaves))
 
 
 @lru_cache(64)  # many messages of a step have the same description
-def _unpack_bytes(data: bytes) -> MessageSpec:
-    if b"\0" not in data[:8]:  # so these bytes do not begin with the length in 8 bytes that `encode` writes
+def unpack_spec(data: bytes) -> MessageSpec:
+    """Return the description that `pack_spec` encoded as `data`. Raises MismatchError for any other bytes."""
+    if data.startswith(ONE_TENSOR):
         leaf = _parse_tensor_spec(data)
         if leaf is not None and _is_valid_leaf(leaf):
-            return MessageSpec(flatten(0)[1], (leaf,))
+            return MessageSpec(_LEAF, (leaf,))
         raise invalid_description_error()
     match decode(data):
         case (example, list(leaves)) if all(_is_valid_leaf(leaf) for leaf in leaves):
@@ -213,11 +216,13 @@ def _unpack_bytes(data: bytes) -> MessageSpec:
 def _parse_tensor_spec(data: bytes) -> TensorSpec | None:
     """Return the description of one tensor, not yet checked; None if these bytes are no description."""
     try:
-        shape, stride, dtype_name, requires_grad = json.loads(data)
-        dtype = DTYPES[dtype_name]
-        return TensorSpec(tuple(shape), tuple(stride), dtype, requires_grad, math.prod(shape) * dtype.itemsize)
-    except (ValueError, TypeError, KeyError, RecursionError):
+        _, dims, requires_grad = _TENSOR_HEAD.unpack_from(data)
+        numbers = struct.unpack_from(f"<{2 * dims}q", data, _TENSOR_HEAD.size)
+        dtype = DTYPES[data[_TENSOR_HEAD.size + 16 * dims :].decode()]
+    except (struct.error, ValueError, KeyError):
         return None
+    shape, stride = numbers[:dims], numbers[dims:]
+    return TensorSpec(shape, stride, dtype, requires_grad, math.prod(shape) * dtype.itemsize)
 
 
 def invalid_description_error() -> MismatchError:
@@ -232,8 +237,9 @@ def _is_valid_leaf(leaf: Any) -> bool:
 
     shape, stride, dtype, requires_grad, size = leaf
     numbers = (*shape, *stride) if type(shape) is type(stride) is tuple and len(shape) == len(stride) else (-1,)
-    if not (isinstance(dtype, torch.dtype) and type(requires_grad) is bool and all(type(n) is int and n >= 0 for n in numbers)):
+    are_sizes = {*map(type, numbers)} <= {int} and min(numbers, default=0) >= 0
+    if not (isinstance(dtype, torch.dtype) and type(requires_grad) is bool and are_sizes):
         return False
 
-    extent = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+    extent = 1 + sum(map(mul, shape, stride)) - sum(stride) if 0 not in shape else 0
     return extent == math.prod(shape) and size == extent * dtype.itemsize

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint
 from error_text import error_text
 from plain_training import STEPS, STOP, Net, batch, loss_fn, optimizers_of, train
 from reference import assert_same, merged
+from shared_ranks import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps
@@ -57,7 +58,7 @@ def resume(folder: Path, schedule: Any, cuts: list[str] | None) -> dict[str, Any
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "dcp"
-    ps.launch(export, 3, folder)
+    on_ranks(export, 3, folder)
     return folder
 
 
@@ -70,7 +71,7 @@ def test_torch_loads_what_three_ranks_exported_in_a_process_without_penstock_and
 
 
 def test_another_cut_imports_what_ranks_exported(exported: Path) -> None:
-    assert_same(merged(ps.launch(resume, 2, exported, "zb-h1", ["layers.1"])), never_stopped())
+    assert_same(merged(on_ranks(resume, 2, exported, "zb-h1", ["layers.1"])), never_stopped())
 
 
 def save_with_torch(folder: Path, kind: str) -> None:
@@ -102,7 +103,7 @@ def test_a_training_that_torch_has_saved_goes_on_over_ranks_to_the_bit(kind: str
     save_with_torch(tmp_path, kind)
     assert_same(resume(tmp_path, "1f1b", None), never_stopped())
     if kind in ("flat", "torchtitan"):
-        assert_same(merged(ps.launch(resume, 3, tmp_path, "gpipe", ["layers.0", "norm"])), never_stopped())
+        assert_same(merged(on_ranks(resume, 3, tmp_path, "gpipe", ["layers.0", "norm"])), never_stopped())
 
 
 class Deep(nn.Sequential):
@@ -163,8 +164,8 @@ def deep_resume(folder: Path, mesh: tuple[int, int, int], data_parallel: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "data_parallel"), [((2, 2, 1), "fsdp"), ((2, 2, 1), "ddp"), ((2, 1, 2), "ddp")], ids=str)
 def test_shards_are_exported_whole_and_imported_as_shards(mesh: Any, data_parallel: str, tmp_path: Path) -> None:
-    expected = merged(ps.launch(deep_export, 4, tmp_path, mesh, data_parallel))
-    assert_same(merged(ps.launch(deep_resume, 4, tmp_path, mesh, data_parallel)), expected)
+    expected = merged(on_ranks(deep_export, 4, tmp_path, mesh, data_parallel))
+    assert_same(merged(on_ranks(deep_resume, 4, tmp_path, mesh, data_parallel)), expected)
 
 
 def save_shards_with_torch(folder: Path) -> dict[str, Any]:
@@ -195,8 +196,8 @@ def save_shards_with_torch(folder: Path) -> dict[str, Any]:
 
 
 def test_uneven_shards_that_torch_has_saved_on_other_ranks_are_joined(tmp_path: Path) -> None:
-    expected = ps.launch(save_shards_with_torch, 2, tmp_path)[0]
-    assert_same(merged(ps.launch(resume_deep, 3, tmp_path)), expected)
+    expected = on_ranks(save_shards_with_torch, 2, tmp_path)[0]
+    assert_same(merged(on_ranks(resume_deep, 3, tmp_path)), expected)
 
 
 def resume_deep(folder: Path) -> dict[str, Any]:
@@ -232,7 +233,7 @@ def test_what_cannot_be_exported_or_imported_is_one_sentence_on_every_rank(expor
     save({"model": weights}, checkpoint_id=tmp_path / "weights")
     save({"student": weights, "teacher": weights}, checkpoint_id=tmp_path / "twice")
     checkpoint.export(pipeline("1f1b", None)[0], tmp_path / "safetensors")
-    everyone = ps.launch(errors_of_ranks, 2, tmp_path, exported)
+    everyone = on_ranks(errors_of_ranks, 2, tmp_path, exported)
     assert everyone[0] == everyone[1]
     expected = [
         "format='npz' is no format: use 'safetensors' or 'dcp'",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from reference import assert_same
+from shared_ranks import on_ranks
 
 import penstock as ps
 from penstock import checkpoint
@@ -104,7 +105,7 @@ def rank_generates(folder):
 def test_a_model_that_was_never_whole_generates_its_own_tokens(tmp_path):
     torch.manual_seed(1)
     mixtral().save_pretrained(tmp_path, max_shard_size="60KB")
-    assert ps.launch(rank_generates, 2, tmp_path) == [True, True]
+    assert on_ranks(rank_generates, 2, tmp_path) == [True, True]
 
 
 @pytest.mark.slow
@@ -114,7 +115,7 @@ def test_what_save_pretrained_wrote_trains_as_uncut_and_from_pretrained_loads_wh
         make().save_pretrained(tmp_path / make.__name__, max_shard_size="60KB")
         assert len(list((tmp_path / make.__name__).glob("*.safetensors"))) > 1
     for ranks in (2, 3):
-        for found in ps.launch(rank_fine_tunes, ranks, tmp_path):
+        for found in on_ranks(rank_fine_tunes, ranks, tmp_path):
             assert all(loss and all(gradients) for loss, gradients in found)
     for make, ranks, *_ in CASES:
         original = tmp_path / make.__name__
@@ -168,7 +169,7 @@ def test_the_page_on_weights_does_what_it_says(tmp_path):
     llama().save_pretrained(tmp_path / "source")
     page = (Path(__file__).parents[2] / "docs" / "howto" / "weights.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    ps.launch(rank_follows_the_page, 2, code, tmp_path / "source", tmp_path / "out")
+    on_ranks(rank_follows_the_page, 2, code, tmp_path / "source", tmp_path / "out")
     before, after = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("source", "out")]
     largest = max((one - other).abs().max() for one, other in zip(before.parameters(), after.parameters(), strict=True))
     assert 0 < largest < 1e-4  # one step of AdamW

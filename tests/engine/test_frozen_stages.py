@@ -1,11 +1,10 @@
 """The first stages of a model, frozen: they have forwards only and get no gradient; the numbers are those of one process."""
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from batched_launch import together
+from batched_launch import launch_once, together
 from error_text import NO_ERROR, outcome
 from models import CASES
 from models import accumulate as accumulate_model
@@ -147,9 +146,8 @@ def rank_mistakes() -> dict[str, Any]:
     return found
 
 
-@cache
 def mistakes() -> list[dict[str, Any]]:
-    return on_ranks(rank_mistakes, 2)
+    return launch_once(rank_mistakes, 2)
 
 
 TOLD = {

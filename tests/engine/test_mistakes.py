@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from models import LayerListNet, toy
+from shared_ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.data import DataLoader
@@ -293,7 +294,7 @@ def rank_mistaken(folder):
 
 @pytest.fixture(scope="module")
 def everyone(tmp_path_factory):
-    return ps.launch(rank_mistaken, 2, str(tmp_path_factory.mktemp("runs")))
+    return on_ranks(rank_mistaken, 2, str(tmp_path_factory.mktemp("runs")))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -348,7 +349,7 @@ def rank_nests_another_pipeline():
 
 
 def test_a_call_of_another_pipeline_within_a_step_is_refused_on_all_ranks():
-    first, second = ps.launch(rank_nests_another_pipeline, 2)
+    first, second = on_ranks(rank_nests_another_pipeline, 2)
     assert first == second
     for text, name in zip(first[0], ("eval()", "step()"), strict=True):
         assert f"{name} was called while step() of another pipeline runs: one call at a time, and none from a forward" in text
@@ -375,7 +376,7 @@ def rank_calls_it_twice_at_once():
 
 def test_a_call_within_a_call_is_refused_and_changes_nothing():
     calls = 2 + 4  # of the loss: M microbatches, and some rows of one in the first step
-    assert ps.launch(rank_calls_it_twice_at_once, 2) == [(0, True, [True] * 4), (2 * calls, True, [True] * 4)]
+    assert on_ranks(rank_calls_it_twice_at_once, 2) == [(0, True, [True] * 4), (2 * calls, True, [True] * 4)]
 
 
 def rank_forks():
@@ -392,7 +393,7 @@ def rank_forks():
 
 
 def test_a_forked_process_does_not_have_its_parents_pipeline():
-    for process, result, trained in ps.launch(rank_forks, 2):
+    for process, result, trained in on_ranks(rank_forks, 2):
         assert result == f"the pipeline belongs to process {process}, which has forked this one: call it there"
         assert trained
 
@@ -403,7 +404,7 @@ def rank_has_conjugated_targets():
 
 
 def test_targets_whose_values_are_compared_may_be_conjugated_complex_numbers():
-    loss, other = ps.launch(rank_has_conjugated_targets, 2)
+    loss, other = on_ranks(rank_has_conjugated_targets, 2)
     assert loss == other
 
 
@@ -416,7 +417,7 @@ def rank_ties_what_nobody_initialises():
 
 
 def test_a_tied_weight_that_nobody_initialises_is_not_taken_for_loaded():
-    ps.launch(rank_ties_what_nobody_initialises, 2)
+    on_ranks(rank_ties_what_nobody_initialises, 2)
 
 
 def test_a_first_layer_may_change_what_it_is_given_in_place():

@@ -1,10 +1,10 @@
 """Rows in another dimension than the first, and tensors without rows: the numbers of one process that cuts them likewise."""
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from batched_launch import launch_once
 from error_text import error_text
 from models import toy
 from reference import assert_same, gradients, merged, same
@@ -161,9 +161,8 @@ def rank_layouts() -> dict[str, Any]:
     return found
 
 
-@cache
 def everyone() -> list[dict[str, Any]]:
-    return on_ranks(rank_layouts, 2)
+    return launch_once(rank_layouts, 2)
 
 
 def assert_as_alone(name: str, expected: dict[str, Any], evaluated: list[Tensor], dim: int) -> None:

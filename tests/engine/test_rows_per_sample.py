@@ -1,14 +1,13 @@
 """Rows that stay together: a microbatch has whole pairs, and the bits of one process that cuts between pairs."""
 
 import warnings
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from batched_launch import launch_once
 from error_text import error_text
 from reference import assert_same, gradients, merged
-from shared_ranks import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps
@@ -53,9 +52,8 @@ def rank_pairs() -> dict[str, Any]:
     return found
 
 
-@cache
 def everyone() -> list[dict[str, Any]]:
-    return on_ranks(rank_pairs, 2)
+    return launch_once(rank_pairs, 2)
 
 
 def test_pairs_are_cut_between_them_and_weigh_alike():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from batched_launch import together
 from reference import assert_same, gradients, merged
+from shared_ranks import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps
@@ -317,15 +318,15 @@ def rank_divides(tp: int) -> tuple[list[float], bool]:
 
 @pytest.mark.slow
 def test_along_tp_a_teacher_with_all_parts_of_the_plan_is_divided() -> None:
-    [(expected, _)] = ps.launch(rank_divides, 1, 1)
-    for losses, is_divided in ps.launch(rank_divides, 2, 2):
+    [(expected, _)] = on_ranks(rank_divides, 1, 1)
+    for losses, is_divided in on_ranks(rank_divides, 2, 2):
         assert is_divided
         assert losses == pytest.approx(expected)  # products are added in another order
 
 
 @pytest.mark.slow
 def test_all_stages_are_gathered_before_any_gradient_is_averaged() -> None:
-    for order in ps.launch(rank_shards, 4):
+    for order in on_ranks(rank_shards, 4):
         assert order == ["gather"] * 4 + ["average"] * 2
 
 

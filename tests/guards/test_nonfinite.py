@@ -2,10 +2,10 @@
 
 import re
 import warnings
-from functools import cache
 
 import pytest
 import torch
+from batched_launch import launch_once
 from reference import data, same
 from shared_ranks import on_ranks
 from slow_cases import slow_except
@@ -169,9 +169,8 @@ def rank_run(schedule):
     return raised(schedule), *([skipped(schedule)] if schedule in UNDONE else [])
 
 
-@cache
 def results_of(schedule):
-    return on_ranks(rank_run, 2, schedule)
+    return launch_once(rank_run, 2, schedule)
 
 
 @pytest.mark.parametrize("schedule", slow_except(QUICK, ps.schedule.names()))

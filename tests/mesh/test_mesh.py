@@ -361,7 +361,7 @@ def everyday_freed_early() -> dict[str, Any]:
 
 def test_no_check_reads_parameters_that_the_averaging_of_a_sharded_stage_has_freed() -> None:
     expected = everyday_alone()
-    for ours in ps.launch(everyday_freed_early, 4):
+    for ours in on_ranks(everyday_freed_early, 4):
         close(ours["twice"], expected["twice"])
         close(ours["frozen"], expected["frozen"])
 

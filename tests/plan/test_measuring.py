@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from reference import accumulate, assert_same, data, gradients, make, merged
+from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps
@@ -173,7 +174,7 @@ def memory_planned_and_measured_in_slices():
 
 @pytest.mark.slow
 def test_keys_and_values_are_measured_as_their_gradients_wait_in_slices():
-    attention, [planned], [measured] = ps.launch(memory_planned_and_measured_in_slices, 1)[0]
+    attention, [planned], [measured] = on_ranks(memory_planned_and_measured_in_slices, 1)[0]
     assert attention == 2 * 4 * 64 * GPTConfig().width * 4 * GPTConfig().layers
     assert planned == pytest.approx(measured.act, rel=0.001)
     assert planned - measured.keep == pytest.approx(attention / 2, rel=0.01)  # W needs no gradients of earlier slices
@@ -306,7 +307,7 @@ def test_planned_pipelines_have_the_bits_of_one_process_and_the_memory_of_the_pl
         free = find(memory=1e9)[0]
         jobs += [(name, free), (name, find(memory=0.9 * max(free.peak_memory))[0])]
     jobs[0] = "gpt", replace(jobs[0][1], recompute=("block", *jobs[0][1].recompute[1:]))
-    results = ps.launch(ranks_planned, 3, jobs)
+    results = on_ranks(ranks_planned, 3, jobs)
     for (name, found), parts in zip(jobs, zip(*results, strict=True), strict=True):
         model, loss_fn = make(name)
         losses, gradients_of, runs, peaks = zip(*parts, strict=True)

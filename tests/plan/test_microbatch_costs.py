@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from shared_ranks import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps
@@ -118,7 +119,7 @@ def _fitted() -> Any:
 
 @pytest.mark.ranks
 def test_all_ranks_fit_the_same_costs_after_two_steps() -> None:
-    first, second = ps.launch(_fitted, 2)
+    first, second = on_ranks(_fitted, 2)
     assert first == second
     error, fits, seconds, text, activations, message_seconds = first
     assert "run two steps over lists" in error

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from random_tables import valid_tables
 from reference import assert_same, data, gradients, make, merged
+from shared_ranks import on_ranks
 from torch import Tensor
 
 import penstock as ps
@@ -51,7 +52,7 @@ def in_table_order(table: Schedule, kind: str) -> tuple[Tensor, dict[str, Any]]:
 def test_a_random_valid_table_runs_to_the_end_with_the_right_bits(table: Schedule) -> None:
     verify(table)
     kind = ("mlp", "gpt", "mixed")[len(table.actions[0]) % 3]
-    everyone = ps.launch(rank_run, table.ranks, table, kind)
+    everyone = on_ranks(rank_run, table.ranks, table, kind)
     loss, expected = in_table_order(table, kind)
     assert all(result == loss for result, _ in everyone)
     assert_same(merged([grads for _, grads in everyone]), expected)

@@ -251,21 +251,26 @@ class Stage:
             if loss.requires_grad:
                 in_flight.roots, in_flight.graph_ends = (loss,), self.data_parallel.graph_ends([loss])
             elif has_weight:
-                self._check_nothing_is_trained(output, has_auxiliary_loss=bool(in_flight.auxiliary))
+                self._check_nothing_is_trained(output, in_flight)
         return loss.detach()
 
-    def _check_nothing_is_trained(self, output: Any, has_auxiliary_loss: bool) -> None:
-        """Raise ValueError if a loss without a graph was computed from an output with one, or from layers that are trained."""
+    def _check_nothing_is_trained(self, output: Any, in_flight: InFlightMicrobatch) -> None:
+        """Raise ValueError if a loss without a graph was computed from values with one, or from layers that are trained."""
         if any(tensor.requires_grad for tensor in tensors(output)):
             raise ValueError(
                 "loss_fn returned a loss without a graph (detached, made of numbers, or under no_grad): compute it from "
                 "the output, or nothing is learned"
             )
-        trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-        if trained and not self.is_frozen and not has_auxiliary_loss:
+        if self.is_frozen or in_flight.auxiliary:
+            return
+        named_parameters = self.module.named_parameters()
+        reasons = [f"{name} of the last stage is trained" for name, parameter in named_parameters if parameter.requires_grad]
+        if any(message.gradients for message in in_flight.received.inputs):
+            reasons.append("what the last stage receives has one")
+        if reasons:
             raise ValueError(
-                f"the model's output has no graph, though {trained[0]} of the last stage is trained, so nothing is learned: "
-                "leave out detach() and no_grad in the last layers, or use torch.utils.checkpoint with use_reentrant=False"
+                f"the model's output has no graph, though {reasons[0]}, so nothing is learned: leave out detach() and no_grad "
+                "in the last layers, or use torch.utils.checkpoint with use_reentrant=False"
             )
 
     # -- backward ----------------------------------------------------------------------------------------------------

@@ -119,6 +119,10 @@ REFUSED = {
         lambda: pipe([nn.Linear(4, 4), detached_linear()]).step(X, target=X),
         "rank 1, stage 1, action 1F0, microbatch 0: ValueError: the model's output has no graph, though layer.weight of",
     ),
+    "a detached output of a stage without parameters": (
+        lambda: pipe([nn.Linear(4, 4), toy(lambda self, x: x.argmax(-1).float())]).step(X, target=X[:, 0]),
+        "1F0, microbatch 0: ValueError: the model's output has no graph, though what the last stage receives has one, so",
+    ),
     "checkpoints that nothing reaches": (
         lambda: pipe([reentrant_linear(), reentrant_linear()]).step(X, target=X),
         "or use torch.utils.checkpoint with use_reentrant=False",

@@ -460,10 +460,10 @@ def test_a_failing_init_leaves_the_module_as_it_was():
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_model_of_three_times_the_memory_of_a_process_trains_on_four_of_them(frozen):
-    (whole,) = on_ranks(limited_memory.train_whole, 1, frozen)
+    (whole,) = ps.launch(limited_memory.train_whole, 1, frozen)
     assert "not enough memory" in whole or "can't allocate memory" in whole
-    everyone = on_ranks(limited_memory.train_stage, 4, frozen)
-    ((expected, _),) = on_ranks(limited_memory.train_stage, 1, frozen, None)
+    everyone = ps.launch(limited_memory.train_stage, 4, frozen)
+    ((expected, _),) = ps.launch(limited_memory.train_stage, 1, frozen, None)
     assert [loss for loss, _ in everyone] == [expected] * 4
     held = sum(nbytes for _, nbytes in everyone)
     assert held > 3 * limited_memory.LIMIT

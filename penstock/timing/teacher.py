@@ -45,7 +45,8 @@ def with_teacher(
     `ahead`: the forwards are of the next batch and run in this step's idle time; else they are of this batch, and the loss of
     each microbatch waits for the teacher's output.
     `costs`: of the actions and messages of all stages, the teacher's behind the model's, by which the forwards are placed; by
-    default all equal. The actions of the model keep their order on each rank, so that its gradients keep their bits.
+    default all equal. The actions of the model keep their order on each rank, so that its gradients keep their bits; the last
+    microbatch's backwards are in halves if the step is then at least 1 % shorter.
     `max_waiting_outputs`: the most of the teacher's outputs that wait for their losses at once. If `ahead`, all outputs of a
     batch wait between two steps: give the number of microbatches or more.
 

@@ -4,7 +4,7 @@ import sys
 import types
 from argparse import Namespace
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 MODULE_ATTRIBUTES = frozenset(dir(nn.Module()))  # of every module: parameters, buffers, hooks, its mode, methods
 CONTAINERS = (dict, list, set, deque)  # whose elements can be replaced
+ITERABLES = (list, tuple, set, frozenset, deque)
 _STANDARD_CLASSES_WITH_ATTRIBUTES = (types.SimpleNamespace, Namespace)
 _FRAMEWORKS = {*sys.stdlib_module_names, "torch", "numpy", "penstock", "triton"} - {"__main__"}
 
@@ -45,11 +46,21 @@ def _slot_names(cls: type) -> Sequence[str]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
+def stored_elements(container: Any) -> Iterator[Any]:
+    """Yield the elements, of a dict the pairs, that are there: a class's own `items` or `__iter__` may load or make others."""
+    if isinstance(container, dict):
+        return iter(dict.items(container))
+    base: Any = next(base for base in ITERABLES if isinstance(container, base))
+    elements_of_base: Iterator[Any] = base.__iter__(container)
+    return elements_of_base
+
+
 def elements(container: Any) -> dict[Any, Any]:
     """Return the elements of a container or tuple by key: of a list, tuple or deque by index, of a set by themselves."""
+    stored = stored_elements(container)
     if isinstance(container, dict):
-        return dict(container)
-    return {element: element for element in container} if isinstance(container, set) else dict(enumerate(container))
+        return dict(stored)
+    return {element: element for element in stored} if isinstance(container, set) else dict(enumerate(stored))
 
 
 def replace_elements(container: Any, new_elements: Mapping[Any, Any]) -> None:

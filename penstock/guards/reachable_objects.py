@@ -19,13 +19,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.python_objects import CONTAINERS, has_attributes, is_of_framework, module_attributes, object_attributes
+from penstock.python_objects import (
+    CONTAINERS,
+    ITERABLES,
+    has_attributes,
+    is_of_framework,
+    module_attributes,
+    object_attributes,
+    stored_elements,
+)
 from penstock.torch_private import backward_hooks, forward_hooks
 
 LOSS_PATH = "the loss"  # in the path of what only the loss has
@@ -147,11 +155,11 @@ class _Walk:
             self._record(stage, value, path)
         elif isinstance(value, dict):
             self._record(stage, value, path)
-            yield from ((item, f"{path}[{key!r:.40}]", calls) for key, item in [*value.items()][:MAX_ITEMS_OF_CONTAINER])
-        elif isinstance(value, list | tuple | set | frozenset | deque):
+            yield from ((item, f"{path}[{key!r:.40}]", calls) for key, item in _first_elements(value))
+        elif isinstance(value, ITERABLES):
             if isinstance(value, CONTAINERS):
                 self._record(stage, value, path)
-            yield from ((item, f"{path}[{index}]", calls) for index, item in enumerate([*value][:MAX_ITEMS_OF_CONTAINER]))
+            yield from ((item, f"{path}[{index}]", calls) for index, item in enumerate(_first_elements(value)))
         elif isinstance(value, partial):
             yield from ((part, path, calls) for part in (value.func, value.args, value.keywords))
         elif isinstance(value, types.MethodType):
@@ -267,6 +275,10 @@ def cell_contents(cell: types.CellType) -> Sequence[Any]:
         return [cell.cell_contents]
     except ValueError:
         return []
+
+
+def _first_elements(container: Any) -> list[Any]:
+    return [*islice(stored_elements(container), MAX_ITEMS_OF_CONTAINER)]
 
 
 def _functions_of_class(cls: type) -> Iterator[types.FunctionType]:

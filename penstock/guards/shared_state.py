@@ -42,7 +42,7 @@ from penstock.guards.reachable_objects import (
     context_variables,
 )
 from penstock.mesh.position import MeshPosition
-from penstock.python_objects import has_attributes, module_attributes, object_attributes
+from penstock.python_objects import ITERABLES, has_attributes, module_attributes, object_attributes, stored_elements
 from penstock.schedule.table import Action, Kind
 from penstock.stage.dtensor import local_shard
 from penstock.stage.stage import Stage
@@ -238,7 +238,7 @@ class SharedStateCheck(Observer):
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | Enum):
             return type(value).__name__, repr(value)
         is_opaque = isinstance(value, type | nn.Module) or callable(value) or depth >= MAX_DEPTH
-        if not is_opaque and (isinstance(value, dict | list | tuple | set | frozenset | deque) or has_attributes(value)):
+        if not is_opaque and (isinstance(value, (dict, *ITERABLES)) or has_attributes(value)):
             return type(value).__name__, {name: self._content(item, depth + 1) for name, item in _items(value)}
         return getattr(value, "__qualname__", type(value).__name__)
 
@@ -389,11 +389,11 @@ def _items(value: Any, with_buffers: bool = False) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, type):
         yield from class_attributes(value).items()
     elif isinstance(value, dict):
-        yield from ((repr(key)[:80], item) for key, item in [*value.items()][:MAX_ITEMS])
+        yield from ((repr(key)[:80], item) for key, item in [*stored_elements(value)][:MAX_ITEMS])
     elif isinstance(value, set | frozenset):
-        yield from sorted((repr(item)[:80], item) for item in value)[:MAX_ITEMS]
+        yield from sorted((repr(item)[:80], item) for item in stored_elements(value))[:MAX_ITEMS]
     elif isinstance(value, list | tuple | deque):
-        yield from ((f"[{index}]", item) for index, item in enumerate([*value][:MAX_ITEMS]))
+        yield from ((f"[{index}]", item) for index, item in enumerate([*stored_elements(value)][:MAX_ITEMS]))
     elif value is not None:
         yield from object_attributes(value).items()
 

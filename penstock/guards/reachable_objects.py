@@ -9,17 +9,20 @@ Two references between stages stay unseen: through a layer's reference to a modu
 reached only through an object of these libraries.
 """
 
+import inspect
 import os
 import random
 import threading
 import types
 import weakref
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
+from queue import Queue
 from typing import Any
 
 import torch
@@ -50,6 +53,7 @@ else:
     ARRAYS, NUMPY_GENERATORS = (np.ndarray,), (np.random.Generator, np.random.RandomState)
 ENVIRONMENT = os.environ
 CONTEXTS: tuple[Any, ...] = (ContextVar, threading.local)
+BUFFERS = (bytearray, array)
 GENERATORS: tuple[Any, ...] = (torch.Generator, random.Random, count, *NUMPY_GENERATORS)
 
 
@@ -151,8 +155,13 @@ class _Walk:
                 self._record(stage, value, path)
         elif isinstance(value, nn.Module):
             yield from self._children_of_referenced_module(stage, value, path)
-        elif isinstance(value, (*GENERATORS, *ARRAYS)):
+        elif isinstance(value, (*GENERATORS, *ARRAYS, *BUFFERS)):
             self._record(stage, value, path)
+        elif isinstance(value, Queue):
+            yield value.queue, path, calls
+        elif isinstance(value, types.GeneratorType):
+            self._record(stage, value, path)
+            yield from ((item, f"{path}.{name}", calls) for name, item in inspect.getgeneratorlocals(value).items())
         elif isinstance(value, dict):
             self._record(stage, value, path)
             yield from ((item, f"{path}[{key!r:.40}]", calls) for key, item in _first_elements(value))
@@ -183,6 +192,8 @@ class _Walk:
             if not is_of_framework(value.__module__):
                 self._record(stage, value, path, f"class {value.__module__}.{value.__qualname__}")
                 yield from ((item, f"{path}.{name}", calls) for name, item in class_attributes(value).items())
+        elif callable(value) and inspect.isfunction(getattr(value, "__wrapped__", None)):  # as `functools.cache` makes it
+            yield value.__wrapped__, path, calls
         elif has_attributes(value):
             self._record(stage, value, path)
             yield from ((item, f"{path}.{name}", calls) for name, item in object_attributes(value).items())

@@ -10,6 +10,7 @@ A change is allowed that is the same on every rank and happens once for each sha
 they are needed. Where every stage leaves values of its own, as hooks that collect outputs do, it is a warning.
 """
 
+import inspect
 import random
 import warnings
 from collections import defaultdict, deque
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from types import CellType, FunctionType
+from types import CellType, FunctionType, GeneratorType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -30,6 +31,7 @@ from penstock.engine.observers import ObservedStep, Observer, StepFunctions
 from penstock.errors import MismatchError
 from penstock.guards.reachable_objects import (
     ARRAYS,
+    BUFFERS,
     CONTEXTS,
     ENVIRONMENT,
     GENERATORS,
@@ -233,6 +235,8 @@ class SharedStateCheck(Observer):
             return _tensor_content(value)
         if isinstance(value, ARRAYS):
             return "array", value.shape, str(value.dtype), hash_bytes(value.tobytes())
+        if isinstance(value, BUFFERS):
+            return "buffer", hash_bytes(bytes(value))
         if isinstance(value, GENERATORS):
             return "generator", _generator_state(value)
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | Enum):
@@ -373,8 +377,10 @@ def _items(value: Any, with_buffers: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield what an object holds, by name; a tensor, an array or a generator itself."""
     if value is ENVIRONMENT:
         yield from ENVIRONMENT.items()
-    elif isinstance(value, (Tensor, *ARRAYS, *GENERATORS)):
+    elif isinstance(value, (Tensor, *ARRAYS, *BUFFERS, *GENERATORS)):
         yield "", value
+    elif isinstance(value, GeneratorType):
+        yield from inspect.getgeneratorlocals(value).items()
     elif isinstance(value, GlobalVariable):
         yield value.name, value.namespace.get(value.name)
     elif isinstance(value, CellType):

@@ -4,11 +4,13 @@ import contextvars
 import enum
 import functools
 import os
+import queue
 import random
 import threading
 import types
 import warnings
 import weakref
+from array import array
 
 import pytest
 import torch
@@ -241,6 +243,52 @@ def through_a_context_variable():
     return writer_and_reader(write, lambda layer, hidden: hidden * scale.get())
 
 
+def through_an_array():
+    scale = array("d", [1.0])
+    return writer_and_reader(
+        lambda layer, hidden: scale.__setitem__(0, magnitude(hidden)), lambda layer, hidden: hidden * scale[0]
+    )
+
+
+def through_bytes():
+    scale = bytearray(b"1")
+    return writer_and_reader(
+        lambda layer, hidden: scale.__setitem__(0, int(magnitude(hidden) * 100) % 256), lambda layer, hidden: hidden * scale[0]
+    )
+
+
+def through_a_queue():
+    scales = queue.Queue()
+    return writer_and_reader(
+        lambda layer, hidden: scales.put(magnitude(hidden)),
+        lambda layer, hidden: hidden * (1.0 if scales.empty() else scales.get()),
+    )
+
+
+def through_a_function_that_yields():
+    def repeat_last():
+        scale = 1.0
+        while True:
+            scale = (yield scale) or scale
+
+    scales = repeat_last()
+    next(scales)
+    return writer_and_reader(lambda layer, hidden: scales.send(magnitude(hidden)), lambda layer, hidden: hidden * next(scales))
+
+
+def through_a_cached_function():
+    scales = {"scale": 1.0}
+
+    @functools.cache
+    def find_scales():
+        return scales
+
+    def write(layer, hidden):
+        find_scales()["scale"] = magnitude(hidden)
+
+    return writer_and_reader(write, lambda layer, hidden: hidden * find_scales()["scale"])
+
+
 def through_what_is_local_to_a_thread():
     local = threading.local()
     local.scale = 1.0
@@ -341,6 +389,11 @@ REFUSED = {  # -> what is told of it
     through_a_generator: "use one Generator, and a forward of stage 0 changes it",
     through_pythons_generator: "use one Random, and a forward of stage 0 changes it",
     through_the_first_of_two_closures: "and a closure of 3.function of stage {last} use one dict, and a forward of stage 0",
+    through_an_array: "use one array, and a forward of stage 0 changes it",
+    through_bytes: "use one bytearray, and a forward of stage 0 changes it",
+    through_a_queue: "use one deque, and a forward of stage 0 changes it ([0]",
+    through_a_function_that_yields: "use one generator, and a forward of stage 0 changes it (scale)",
+    through_a_cached_function: "use one dict, and a forward of stage 0 changes it ('scale')",
     through_a_context_variable: "use one ContextVar, and a forward of stage 0 changes it (scale)",
     through_what_is_local_to_a_thread: "use one _local, and a forward of stage 0 changes it (scale)",
     through_an_attribute_of_a_function: "use one function write, and a forward of stage 0 changes it (scale)",

@@ -192,8 +192,8 @@ class _Walk:
             if not is_of_framework(value.__module__):
                 self._record(stage, value, path, f"class {value.__module__}.{value.__qualname__}")
                 yield from ((item, f"{path}.{name}", calls) for name, item in class_attributes(value).items())
-        elif callable(value) and inspect.isfunction(getattr(value, "__wrapped__", None)):  # as `functools.cache` makes it
-            yield value.__wrapped__, path, calls
+        elif callable(value) and inspect.isfunction(wrapped := inspect.getattr_static(value, "__wrapped__", None)):
+            yield wrapped, path, calls  # of `functools.cache`
         elif has_attributes(value):
             self._record(stage, value, path)
             yield from ((item, f"{path}.{name}", calls) for name, item in object_attributes(value).items())

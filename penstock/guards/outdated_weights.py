@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.comms import encoding
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.errors import MismatchError
-from penstock.stage.dtensor import local_shard
+from penstock.guards.tensor_snapshot import sample_shard
 from penstock.torch_private import DisableTorchFunctionSubclass, is_persistent_buffer, tensor_slots, tensor_version
 from penstock.trees import leaves
 
@@ -70,9 +69,9 @@ def _version(tensor: Tensor) -> int:
 
 
 def sample_bytes(tensor: Tensor) -> Tensor:
-    """Return some of the values that a tensor has on this rank, evenly spread, as bytes."""
+    """Return the `sample_shard` of a tensor, also of one that other ranks train."""
     with DisableTorchFunctionSubclass() if isinstance(tensor, RemoteParameter) else nullcontext():
-        return encoding.sample_bytes(local_shard(tensor.detach()))
+        return sample_shard(tensor)
 
 
 def _records_of(tensors: Iterable[Tensor]) -> list[_TensorRecord]:

@@ -20,7 +20,7 @@ class TensorSnapshot(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSnapshot":
         """Return a snapshot of `tensor` as it is now, with some of its values."""
-        return cls(tensor, tensor_version(tensor), _sample(tensor))
+        return cls(tensor, tensor_version(tensor), sample_shard(tensor))
 
     def has_same_version(self) -> bool:
         """Whether autograd has seen no change since."""
@@ -28,11 +28,11 @@ class TensorSnapshot(NamedTuple):
 
     def is_unchanged(self) -> bool:
         """Whether the tensor has the version and the values that it had. Waits for the tensor's device."""
-        return self.has_same_version() and torch.equal(_sample(self.tensor), self.values)
+        return self.has_same_version() and torch.equal(sample_shard(self.tensor), self.values)
 
     def has_other_values(self) -> Tensor:
         """Return whether one of the values has changed since, on the tensor's device."""
-        return (_sample(self.tensor) != self.values).any()
+        return (sample_shard(self.tensor) != self.values).any()
 
 
 class RepeatedSnapshot:
@@ -54,5 +54,6 @@ class RepeatedSnapshot:
         return TensorSnapshot(tensor, tensor_version(tensor), self._values.copy_(self._view).view(torch.uint8))
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def sample_shard(tensor: Tensor) -> Tensor:
+    """Return some of the values that a tensor has on this rank, evenly spread, as bytes."""
     return sample_bytes(local_shard(tensor.detach()))

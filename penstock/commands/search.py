@@ -85,8 +85,17 @@ class SearchCommand:
         with SearchBar() as bar:
             progress = partial(bar, self.effort)
             limit = parse_memory_size(self.memory)
-            sizes = costs, placement, self.microbatches, limit
-            result = search(*sizes, self.effort, self.seed, progress=progress, slices=self.slices, teacher=first_of_teacher)
+            result = search(
+                costs,
+                placement,
+                self.microbatches,
+                limit,
+                self.effort,
+                self.seed,
+                progress=progress,
+                slices=self.slices,
+                teacher=first_of_teacher,
+            )
         if self.csv is not None:  # before printing: a reader like `head` may end the output early
             with report_write_errors(self.csv):
                 result.schedule.to_csv(self.csv)

@@ -9,7 +9,8 @@
 `runtime_functions`  functions around the layers that an export calls as they are, in each forward
 `opaque_units`  units as single operations while a forward is exported
 `graph_inputs`  what a cut model's forward takes, and whether a batch fits the example
-`graph_stage`   a stage of a graph, and which values go from which stage to which
+`graph_stage`   a stage of a graph: it runs the nodes between two cuts
+`graph_cutting` which nodes each stage runs, and which values go from which stage to which
 `attributes`    which plain attributes a traced forward has read, and all of them restored afterwards
 `materialise`   from the meta device to memory, with the values of one process
 """

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import MismatchError, PenstockError, is_whole_number
-from penstock.partition import graph_stage
 from penstock.partition.attributes import (
     AttributeChange,
     AttributeSnapshot,
@@ -22,6 +21,7 @@ from penstock.partition.attributes import (
     values_in_next_call,
 )
 from penstock.partition.balance import PARAMETERS, SECONDS, Balance, check_stage_count
+from penstock.partition.graph_cutting import cut_graph
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph, first_line
 from penstock.partition.unit_times import measure_unit_seconds, record_unit_inputs
@@ -304,7 +304,7 @@ class CuttableModel:
             borders = [0, *map(self.unit_order.index, starts), len(layers)]
             stages: list[nn.Module] = [nn.Sequential(OrderedDict(layers[start:end])) for start, end in pairwise(borders)]
         else:
-            stages = list(graph_stage.cut_graph(self._graph, starts))
+            stages = list(cut_graph(self._graph, starts))
         for stage in stages:
             stage.training = self.model.training
 

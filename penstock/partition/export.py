@@ -32,8 +32,9 @@ from penstock.partition.graph_inputs import (
     arguments_by_parameter_name,
     contiguous_if_integers,
 )
+from penstock.partition.graph_stage import NO_GRAD
 from penstock.partition.materialise import META
-from penstock.partition.model_graph import DEVICE_ATTRIBUTE, NO_GRAD, ModelGraph, first_line, train_then_eval
+from penstock.partition.model_graph import DEVICE_ATTRIBUTE, ModelGraph, first_line, train_then_eval
 from penstock.partition.opaque_units import UNIT_OPERATION, RecordedUnitCall, units_as_custom_ops
 from penstock.partition.runtime_functions import mask_functions_as_custom_ops, only_units_use_results
 from penstock.partition.unit_times import replace_tensors_temporarily

@@ -38,6 +38,16 @@ class InputParameter(NamedTuple):
     leaves: tuple[Any, ...] = ()  # InputTensorSpec, or the value itself, which is a constant of the graph
 
 
+class Missing:
+    """Stands for an item or attribute that a value has not."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = Missing()
+
+
 class ValueCheck(Protocol):
     """Raises MismatchError unless the graph holds for what values are, see `traced_values.py`."""
 

@@ -1,6 +1,6 @@
 """What a model does, as a graph whose nodes call units and what is between them: once for training, once for evaluation.
 
-`trace.py` and `export.py` are the two ways to a graph, `graph_stage.py` cuts it.
+`trace.py` and `export.py` are the two ways to a graph, `graph_cutting.py` cuts it into stages.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,12 +11,10 @@ from torch import fx, nn
 from penstock.errors import MismatchError
 from penstock.partition.attributes import AttributeChange
 from penstock.partition.graph_inputs import GraphInputs
+from penstock.partition.graph_stage import SEED_NUMBER
 from penstock.torch_private import OpOverload, mutated_arguments
 
 DEVICE_ATTRIBUTE = "penstock.device"  # what a graph reads of the stage that runs it
-# Keys in a node's meta.
-NO_GRAD = "no_grad"  # it is inside a `torch.no_grad()`
-SEED_NUMBER = "seed_number"  # seeds its random numbers, if it may draw any
 
 OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 INPLACE_OPERATORS = frozenset(f"i{name}" for name in OPERATORS)  # `+=` ..

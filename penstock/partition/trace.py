@@ -17,11 +17,10 @@ from torch import Tensor, fx, nn
 
 from penstock.errors import MismatchError
 from penstock.partition.attributes import Attribute, AttributeChange, restore_attributes_afterwards
-from penstock.partition.graph_inputs import GraphInputs, InputParameter, varargs_error
-from penstock.partition.model_graph import INPLACE_OPERATORS, NO_GRAD, ModelGraph, first_line, train_then_eval
+from penstock.partition.graph_inputs import MISSING, GraphInputs, InputParameter, varargs_error
+from penstock.partition.graph_stage import NO_GRAD, VALUE_KEY
+from penstock.partition.model_graph import INPLACE_OPERATORS, ModelGraph, first_line, train_then_eval
 from penstock.partition.traced_values import (
-    MISSING,
-    VALUE_KEY,
     Constant,
     Key,
     Kind,

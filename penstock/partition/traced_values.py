@@ -16,16 +16,13 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from penstock.errors import MismatchError
-from penstock.partition.model_graph import NO_GRAD, eliminate_unused_nodes, has_side_effect
+from penstock.partition.graph_inputs import Missing
+from penstock.partition.graph_stage import NO_GRAD, UNUSED_READS, VALUE_KEY, Path
+from penstock.partition.model_graph import eliminate_unused_nodes, has_side_effect
 from penstock.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 from penstock.trees import leaves
 
 Key = Any  # of a value in the trace: the name of its node, or for an attribute of it (name, attribute)
-Path = tuple[tuple[Callable[..., Any], Any], ...]  # to an item or attribute: (getitem, 0), (getattr, "dtype") ..
-
-# Keys in a node's meta.
-VALUE_KEY = "value_key"
-UNUSED_READS = "unused_reads"  # items and attributes that the forward reads, though nothing in the graph uses them
 
 
 class Constant(NamedTuple):
@@ -34,12 +31,6 @@ class Constant(NamedTuple):
     value: Any
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "missing"
-
-
-MISSING = _Missing()  # an item or attribute that a value has not
 Kind = Constant | type  # what a value is: a constant, or of this class
 
 
@@ -47,7 +38,7 @@ def kind_of(value: Any) -> Kind:
     """Return what the forward could ask of `value`: the value, if there are few of its class, or else the class."""
     if isinstance(value, Tensor):
         return Tensor
-    is_constant = value is None or isinstance(value, bool | str | Enum | torch.dtype | _Missing)
+    is_constant = value is None or isinstance(value, bool | str | Enum | torch.dtype | Missing)
     return Constant(value) if is_constant else type(value)
 
 
@@ -223,16 +214,6 @@ def record_unused_reads(graph: fx.Graph) -> None:
 
 def _is_plain(key: Any) -> bool:
     return isinstance(key, int | str)
-
-
-def read_path(value: Any, path: Path) -> Any:
-    """Return the item or attribute, or MISSING."""
-    try:
-        for read, key in path:
-            value = read(value, key)
-    except (AttributeError, LookupError, TypeError):
-        return MISSING
-    return value
 
 
 def _labels(graph: fx.Graph) -> dict[Key, str]:

@@ -3,6 +3,9 @@
     every step         kind_hash, list_hash, step, scale; numbers of observers  one latency, sent before the first forward
     first of its kind  modes, autocast, frozen parameters, microbatches         with the row, if it fits there
 
+A new number that ranks compare in every step is an observer's: `engine/observers.py`. What they must know before data flows is a
+field of `Description`.
+
 A rank sends a description once, and all keep it by its hashes. If one does not fit into its row, all ranks send theirs in an
 exchange of its own: they have read the same rows. With `loss_weight=` every step has an exchange more.
 

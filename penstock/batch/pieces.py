@@ -1,4 +1,4 @@
-"""A batch in pieces. A piece is what one action runs: a microbatch, or a slice of its tokens.
+"""The ways to cut a batch into pieces. A piece is what one action runs: a microbatch, or a slice of its tokens.
 
     split_rows    a batch is split along its rows              `step`, `eval`, `generate`
     take_entries  a list has an entry for each microbatch      `step_microbatches`, `eval_microbatches`

@@ -1,4 +1,4 @@
-"""The base class of what looks on at steps, measurements and guards, and the moments at which a step calls it.
+"""The base class of checks and measurements of a step: when the step calls them, and which numbers of theirs ranks compare.
 
     start     before the step         numbers for the row that all ranks exchange; may refuse the step
     compare   all rows have arrived   these numbers of every rank

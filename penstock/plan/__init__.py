@@ -1,6 +1,6 @@
 """The fastest step that fits: a model's layers measured, and cut, schedule, microbatches and recomputation chosen for them.
 
-`model_profile`     the cost of each layer of a model, for any number of rows; a JSON file
+`model_profile`     the costs that a plan is made for: of each layer of a model, for any number of rows; a JSON file
 `measuring`         profile a model by running its layers in turn, each as a stage of the engine
 `overheads`         measure the engine's time for an action, and messages
 `estimating`        profile a model by counting operations

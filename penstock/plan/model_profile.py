@@ -1,4 +1,4 @@
-"""The cost of each layer of a model for a microbatch of a given number of rows: seconds and bytes, measured or given.
+"""The costs that a plan is made for: of each layer of a model, for a number of rows, seconds and bytes, measured or given.
 
 {"format": "penstock layers 1",
  "samples": [{"rows": 8, "layers": [{"name": "embed", "forward": 0.001, "backward_input": 0, "backward_weight": 0.001,

@@ -3,8 +3,8 @@
     every step         kind_hash, list_hash, step, scale; numbers of observers  one latency, sent before the first forward
     first of its kind  modes, autocast, frozen parameters, microbatches         with the row, if it fits there
 
-A new number that ranks compare in every step is an observer's: `engine/observers.py`. What they must know before data flows is a
-field of `Description`.
+A new number that ranks compare in every step is an observer's: `engine/observers.py`. What they must know besides is a field of
+`Description`.
 
 A rank sends a description once, and all keep it by its hashes. If one does not fit into its row, all ranks send theirs in an
 exchange of its own: they have read the same rows. With `loss_weight=` every step has an exchange more.
@@ -30,7 +30,7 @@ from penstock.schedule.table import Chains
 
 Reduction = Literal["mean", "sum"]  # what a loss returns of a microbatch's rows
 MAX_KINDS = 64  # of steps, whose descriptions and memory are remembered
-NUMBERS = 4  # of a row, before those of observers
+NUM_STEP_NUMBERS = 4  # kind_hash, list_hash, step, scale: a row begins with them, those of observers follow
 Hashes = tuple[float, float]  # of a step's kind on one rank, and of its list
 SAME_BATCH = "Give all of them the same (pipe.sampler(dataset), one seed for all loaders), or None where they are not read"
 
@@ -169,7 +169,7 @@ class Agreement:
 
         if agreed.step_kind not in self._kinds:
             agreed = agreed._replace(is_new_kind=True)
-        return agreed, [row[NUMBERS:] for row in rows]
+        return agreed, [row[NUM_STEP_NUMBERS:] for row in rows]
 
     def _descriptions_of_ranks(self, local: LocalDescription, hashes: Sequence[Hashes], purpose: str) -> list[Description]:
         """Return every rank's description: those that came with the rows, and those that are known."""
@@ -219,36 +219,29 @@ class Agreement:
         skipped = [frozenset(number for number, parts in enumerate(rows) if not any(parts)) for rows in by_replica]
         shapes = {(len(replica.order), numbers) for replica, numbers in zip(replicas, skipped, strict=True)}
 
-        # 3. This rank's.
-        index, own_shares = position.replica, shares[position.batch_part_index]
-        own, own_lengths = replicas[index], lengths[index]
-        own_rows = own.rows
-        sums = [sum(parts) if has_loss and self.reduction == "mean" else 0.0 for parts in by_replica[index]]
-        token_shares = [share / (sums[number // slices] or share or 1.0) for number, share in enumerate(own_shares)]
-        ratings = list(zip(own_shares, token_shares, strict=True)) if has_loss else [()] * (slices * len(own.order))
-        numbered = [(microbatch, slice_) for microbatch in own.order for slice_ in range(slices)]
-        pieces = [
-            Piece(microbatch, slice_, own_lengths[microbatch], own_rows[microbatch], own.inputs[microbatch].elements, *rating)
-            for (microbatch, slice_), rating in zip(numbered, ratings, strict=True)
-        ]
-        settings = hash_values(
-            tuple([(row.call, row.mode, row.autocast, row.frozen, row.has_teacher_batch) for row in descriptions])
-        )
-        next_lengths = [token_lengths(self.token_parts, count) for count in own.next_token_counts] or [()] * len(
-            own.next_inputs
-        )
-        next_pieces = [
-            Piece(number, 0, tokens, shape.rows or 0, shape.elements)
-            for number, (shape, tokens) in enumerate(zip(own.next_inputs, next_lengths, strict=True))
-        ]
-        teacher = self._teacher_forwards(has_loss and not own.has_teacher_outputs, len(own.order), len(next_pieces))
+        # 3. This rank's pieces, and those of the batch for which a teacher runs ahead.
+        index = position.replica
+        own, own_lengths, num_pieces = replicas[index], lengths[index], slices * len(replicas[index].order)
+        own_shares, token_shares = [0.0] * num_pieces, [1.0] * num_pieces  # without a loss
+        if has_loss:
+            own_shares = list(shares[position.batch_part_index])
+            sums = [sum(parts) if self.reduction == "mean" else 0.0 for parts in by_replica[index]]
+            token_shares = [share / (sums[number // slices] or share or 1.0) for number, share in enumerate(own_shares)]
+        pieces = own.pieces(own_lengths, slices, own_shares, token_shares)
+        next_pieces = own.next_pieces(self.token_parts)
+
+        # 4. What messages depend on. A teacher's also depend on the next batch.
+        modes = [(rank.call, rank.mode, rank.autocast, rank.frozen, rank.has_teacher_batch) for rank in descriptions]
+        settings = hash_values(tuple(modes))
         signatures = [
             f"{settings} {own.inputs[microbatch].signature} {own_lengths[microbatch]} {number in skipped[index]}"
             for number, microbatch in enumerate(own.order)
         ]
-        if next_pieces:  # messages of a teacher's microbatch depend on the next batch
+        if next_pieces:
             pairs = zip_longest(signatures, [shape.signature for shape in own.next_inputs])
             signatures = [f"{settings} {signature} before {next_signature}" for signature, next_signature in pairs]
+
+        teacher = self._teacher_forwards(has_loss and not own.has_teacher_outputs, len(own.order), len(next_pieces))
         return Agreed(
             program=self.programs.select(descriptions[0].is_training, len(own.order), skipped[index], teacher=teacher),
             pieces=pieces,
@@ -256,7 +249,7 @@ class Agreement:
             signatures=signatures,
             has_loss=has_loss,
             has_loss_weights=loss_weights is not None,
-            wants_losses=any(row.wants_losses for row in descriptions),
+            wants_losses=any(rank.wants_losses for rank in descriptions),
             forward_only=skipped[index],
             has_backward=any(map(any, shares)),
             same_on_replicas=len(shapes) == 1,
@@ -406,6 +399,22 @@ class _Replica(NamedTuple):
         if not self.token_counts:
             return [()] * len(self.inputs)
         return [token_lengths(token_parts, count) for count in self.token_counts[0]]
+
+    def pieces(
+        self, lengths: Sequence[Sequence[int]], slices: int, shares: Sequence[float], token_shares: Sequence[float]
+    ) -> list[Piece]:
+        """Return the pieces in the order that runs: of each microbatch its slices. `lengths`: from `token_lengths`."""
+        rows, numbered = self.rows, [(microbatch, slice_) for microbatch in self.order for slice_ in range(slices)]
+        return [
+            Piece(microbatch, slice_, lengths[microbatch], rows[microbatch], self.inputs[microbatch].elements, *rating)
+            for (microbatch, slice_), *rating in zip(numbered, shares, token_shares, strict=True)
+        ]
+
+    def next_pieces(self, token_parts: int | Sequence[int]) -> list[Piece]:
+        """Return the pieces of the batch for which a teacher runs ahead: whole microbatches."""
+        lengths: Sequence[Sequence[int]] = [token_lengths(token_parts, count) for count in self.next_token_counts]
+        shapes = zip(self.next_inputs, lengths or [()] * len(self.next_inputs), strict=True)
+        return [Piece(number, 0, tokens, shape.rows or 0, shape.elements) for number, (shape, tokens) in enumerate(shapes)]
 
 
 def _rows_fit(rows: int | None, target_rows: int | None) -> bool:

@@ -105,8 +105,8 @@ class LocalBatch(NamedTuple):
         return self.targets[piece.microbatch * self.num_slices + piece.slice]
 
 
-class _Part(NamedTuple):
-    """The inputs or the target of a call, as far as this rank reads them."""
+class _CutTree(NamedTuple):
+    """The inputs or the target of a call, cut into pieces; empty on a rank that does not read them."""
 
     pieces: Sequence[Any] = ()
     rows: Sequence[int | None] | None = None  # of each microbatch
@@ -116,7 +116,7 @@ class _Part(NamedTuple):
     loss_weights: Sequence[float] = ()
 
 
-_NOT_READ = _Part()
+_NOT_READ = _CutTree()
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,14 @@ class CallReader:
 
         autocast = _describe_autocast(self.position.pipeline.device)
         frozen = hash_values(requires_grad)
-        wants = call.losses is not None, call.next_batch is not None, call.teacher_batch is not None
-        settings = (call.name, call.mode, autocast, frozen, *wants, len(target.loss_weights))
-        parts = [(part.signature, len(part.rows or ())) for part in (inputs, target, next_inputs)]
-        batch_hash = hash_values(settings, *parts)
+        given = call.losses is not None, call.next_batch is not None, call.teacher_batch is not None
+        settings = (call.name, call.mode, autocast, frozen, *given, len(target.loss_weights))
+        signatures = [(tree.signature, len(tree.rows or ())) for tree in (inputs, target, next_inputs)]
+        batch_hash = hash_values(settings, *signatures)
         list_hash = 0
         if call.is_list:
             arguments = call.order_option, call.limit_option, tuple(order)
-            list_hash = hash_values(*arguments, tuple(inputs.shapes), tuple(target.rows or ()), _sums(target.lengths))
+            list_hash = hash_values(*arguments, tuple(inputs.shapes), tuple(target.rows or ()), _token_counts(target.lengths))
 
         replica, num_seeds = self.position.replica, self.schedule.microbatches
         return LocalBatch(
@@ -209,7 +209,7 @@ class CallReader:
 
     # -- cutting -------------------------------------------------------------------------------------------------------
 
-    def _read_inputs(self, call: Call) -> _Part:
+    def _read_inputs(self, call: Call) -> _CutTree:
         rank, rows_dim = self.position.pipeline.rank, self.layout.rows_dim
         if call.is_list:
             check_list(call.inputs, "inputs", call.name)
@@ -219,7 +219,7 @@ class CallReader:
             microbatches = take_entries(entries, "microbatch", self.layout)
             shapes = [shape_of(*pair, rows_dim) for pair in zip(entries, microbatches.rows, strict=True)]
             pieces, lengths = self._cut(microbatches, "the batch")
-            return _Part(pieces, microbatches.rows, lengths, "a list", shapes)
+            return _CutTree(pieces, microbatches.rows, lengths, "a list", shapes)
 
         check_inputs(call, rank)
         check_no_graph(call, call.inputs, "inputs", rank)
@@ -232,9 +232,9 @@ class CallReader:
         pieces, lengths = self._cut(microbatches, "the batch")
         if has_one_input:
             pieces = [((piece,), {}) for piece in pieces]
-        return _Part(pieces, microbatches.rows, lengths, batch_signature(batch))
+        return _CutTree(pieces, microbatches.rows, lengths, batch_signature(batch))
 
-    def _read_target(self, call: Call) -> _Part:
+    def _read_target(self, call: Call) -> _CutTree:
         check_target(call, self.has_loss, self.position.pipeline.rank)
         if call.is_list:
             check_list(call.target, "targets", call.name)
@@ -244,7 +244,7 @@ class CallReader:
         loss_weights: Sequence[float] = ()
         if self.loss_weight is not None:  # computed where the target is: nothing waits for a device
             loss_weights = microbatch_weights(self._split_target(call, self.layout._replace(device=None))[0], self.loss_weight)
-        return _Part(pieces, rows, lengths, "a list" if call.is_list else batch_signature(call.target), (), loss_weights)
+        return _CutTree(pieces, rows, lengths, "a list" if call.is_list else batch_signature(call.target), (), loss_weights)
 
     def _split_target(self, call: Call, layout: Layout) -> tuple[Sequence[Any], Sequence[int | None], Sequence[Sequence[int]]]:
         if call.is_list:
@@ -292,9 +292,9 @@ class CallReader:
     def _describe(
         self,
         call: Call,
-        inputs: _Part,
-        target: _Part,
-        next_inputs: _Part,
+        inputs: _CutTree,
+        target: _CutTree,
+        next_inputs: _CutTree,
         order: Sequence[int],
         autocast: str,
         frozen: str,
@@ -320,20 +320,20 @@ class CallReader:
             shapes,
             list(order) if call.order_rule is not None else (),
             target.rows,
-            [_sums(part.lengths) for part in (inputs, target) if part.lengths],
+            [_token_counts(tree.lengths) for tree in (inputs, target) if tree.lengths],
             call.next_batch is not None,
             call.teacher_batch is not None,
             next_shapes,
-            _sums(next_inputs.lengths),
+            _token_counts(next_inputs.lengths),
         )
 
-    def _shapes_of_batch(self, call: Call, inputs: _Part) -> Sequence[Shape]:
+    def _shapes_of_batch(self, call: Call, inputs: _CutTree) -> Sequence[Shape]:
         """Return the shape of each microbatch of a batch that was split by rows."""
         rows_of = [rows for rows in inputs.rows or () if rows]
         num_rows, elements = sum(rows_of), count_elements(call.inputs, self.layout.rows_dim)
         return [Shape(rows, elements * rows // num_rows, f"{rows} of {inputs.signature}") for rows in rows_of]
 
-    def _describe_arguments(self, call: Call, inputs: _Part, target: _Part) -> BatchArguments:
+    def _describe_arguments(self, call: Call, inputs: _CutTree, target: _CutTree) -> BatchArguments:
         rows_dim = self.layout.rows_dim
 
         def shapes(batch: Any, what: str, is_read: bool) -> Sequence[str]:
@@ -352,8 +352,8 @@ def _call_of_batch(call: Call, batch: AheadBatch) -> Call:
     return call._replace(args=batch.args, kwargs=batch.kwargs, is_list=False, options=())
 
 
-def _sums(lengths: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the tokens of each microbatch, whose parts have these."""
+def _token_counts(lengths: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the tokens of each microbatch: the sum over its parts."""
     return tuple(map(sum, lengths))
 
 
@@ -396,7 +396,7 @@ class ModelForward:
         named = [parameter for parameter in parameters if parameter.kind.name in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
         self._names = [parameter.name for parameter in named]
         self._positional = [name for name in self._names if self.signature.parameters[name].kind.name.startswith("POSITIONAL")]
-        self._names_cut_for = module.penstock.input_names if isinstance(module, GraphStage) else [*self._names]
+        self._graph_inputs = module.penstock.input_names if isinstance(module, GraphStage) else [*self._names]
         self._warned = set[str]()
         self._required = {parameter.name for parameter in named if parameter.default is parameter.empty}
 
@@ -413,26 +413,26 @@ class ModelForward:
             if not self.takes([name]) or name in self._positional[:num_args]:
                 continue
             text = f"{call} takes {name}= for itself, and the model's forward has a parameter {name} too, which does not get it"
-            text = f"{text}: {self._other_way(call.removesuffix('()'), name)}"
+            text = f"{text}: {self._hint_for(call.removesuffix('()'), name)}"
             if name != "target" and (call != "generate()" or name in self._required):
                 raise MismatchError(text)
             if name not in self._warned:
                 warn_user(text)
             self._warned.add(name)
 
-    def _other_way(self, method: str, name: str) -> str:
+    def _hint_for(self, method: str, name: str) -> str:
         """Return as text how the forward gets a parameter that a method of the pipeline takes for itself."""
         if method == "generate":
             return "give it a default, or make the pipeline of a module around the model that passes it on"
-        where = ""
-        if name not in self._names_cut_for:
-            where = (
+        cut_hint = ""
+        if name not in self._graph_inputs:
+            cut_hint = (
                 f"the model was cut without it: cut it with example_kwargs={{.., {name!r}: value}}, a tensor if it changes; "
             )
         if name in self._positional:
             names = self._positional[: self._positional.index(name) + 1]
-            return f"{where}give the model's by position, {method}({', '.join(names)}, ..)"
-        return f"{where}give the model's in an entry of {method}_microbatches([{{.., {name!r}: value}}], ..)"
+            return f"{cut_hint}give the model's by position, {method}({', '.join(names)}, ..)"
+        return f"{cut_hint}give the model's in an entry of {method}_microbatches([{{.., {name!r}: value}}], ..)"
 
     def check_keywords(self, args: Sequence[Any], kwargs: Mapping[str, Any], what: str) -> None:
         """Raise MismatchError for keywords that the forward does not take, and for those that it needs and are not there."""

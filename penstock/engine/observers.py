@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.batch.agreement import NUMBERS, Agreed
+from penstock.batch.agreement import NUM_STEP_NUMBERS, Agreed
 from penstock.batch.call import Call, LocalBatch
 from penstock.comms.control_group import MAX_ROW_NUMBERS
 from penstock.engine.actions import ActionFunctions, StepActions
@@ -53,7 +53,7 @@ class Observer:
     """Is called at five moments of each step of one rank. All ranks have the same observers, in the same order.
 
     A number that ranks compare in every step: set `num_numbers`, return as many from `start`, look at all ranks' in `compare`.
-    All observers together have MAX_ROW_NUMBERS - NUMBERS of them.
+    All observers together have MAX_ROW_NUMBERS - NUM_STEP_NUMBERS of them.
     """
 
     num_numbers = 0  # that `start` returns
@@ -136,4 +136,6 @@ class _Moments:
             if observer in comparing:
                 self.compare.append((observer, numbers))
         self.num_numbers = first
-        assert max(NUMBERS + first, len(RankSummary._fields) + len(self.end)) <= MAX_ROW_NUMBERS  # of the two rows of a step
+        assert (
+            max(NUM_STEP_NUMBERS + first, len(RankSummary._fields) + len(self.end)) <= MAX_ROW_NUMBERS
+        )  # of the two rows of a step

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.learn.emulated_device import EmulatedDevice
+from penstock.learn.devices import EmulatedDevice
 
 RANKS, ROWS, FORWARD_SECONDS, STEPS = 2, 16, 0.004, 15  # seconds for a row on a device; a backward takes twice as long
 

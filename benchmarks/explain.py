@@ -8,7 +8,7 @@ from typing import NamedTuple
 from engines import EngineCase
 from measure import Lap, RankMeasurements
 
-from penstock.commands.machine.steps import action_costs
+from penstock.commands.machine.steps_benchmark import action_costs
 from penstock.schedule import Costs, Kind, Measurement, Timeline, simulate
 
 

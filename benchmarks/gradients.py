@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from two_hosts import results_of, run
 
 import penstock as ps
-from penstock.learn.emulated_device import EmulatedDevice
+from penstock.learn.devices import EmulatedDevice
 from penstock.mesh.position import MeshPosition, mesh_position
 from penstock.schedule import Costs, Schedule, averaging_end_time, simulate
 

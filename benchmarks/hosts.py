@@ -25,7 +25,7 @@ from torch import Tensor
 from two_hosts import results_of, run
 
 import penstock as ps
-from penstock.commands.machine.steps import action_costs
+from penstock.commands.machine.steps_benchmark import action_costs
 from penstock.comms.process_groups import DESTINATION_RANK
 from penstock.comms.transport.group_transport import GroupSender, PendingSends
 from penstock.schedule import Costs, Measurement, Schedule

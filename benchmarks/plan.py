@@ -33,8 +33,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.comms.system import count_cores
-from penstock.learn.devices import DIM
-from penstock.learn.emulated_device import EmulatedDevice
+from penstock.learn.devices import DIM, EmulatedDevice
 from penstock.options import PlanLike
 from penstock.partition.balance import balanced_starts
 from penstock.plan import LayerCost, ModelProfile, Plan

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.comms import current_topology
-from penstock.learn.emulated_device import EmulatedDevice
+from penstock.learn.devices import EmulatedDevice
 from penstock.plan import LayerCost
 
 LAYERS, RANKS, MICROBATCHES, WIDTH = 24, 4, 8, 16

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.learn.emulated_device import EmulatedDevice
+from penstock.learn.devices import EmulatedDevice
 from penstock.model import GPT, GPTConfig, mlp
 from penstock.partition import split
 

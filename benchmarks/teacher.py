@@ -26,7 +26,7 @@ from tables import Row, show
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.learn.emulated_device import EmulatedDevice
+from penstock.learn.devices import EmulatedDevice
 from penstock.timing.teacher_stages import costs_with_teacher, teacher_ranks
 
 RANKS, MICROBATCHES = 4, 8

@@ -25,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import penstock as ps
 from penstock.integrations.torch_trace import read_record
-from penstock.learn.emulated_device import EmulatedDevice
+from penstock.learn.devices import EmulatedDevice
 from penstock.schedule import Kind, Schedule, build, from_rows
 
 SECONDS = 0.020  # of a forward; a backward takes twice as long

@@ -25,7 +25,7 @@ from torch.distributed import pipelining
 
 import penstock as ps
 from penstock.integrations.torch_trace import read_record
-from penstock.learn.emulated_device import EmulatedDevice
+from penstock.learn.devices import EmulatedDevice
 from penstock.schedule import Measurement, build
 from penstock.view.record import Record
 

@@ -15,8 +15,8 @@ from penstock.engine.optimizers import check_scaler
 from penstock.engine.step import Engine
 from penstock.engine.teacher import build_teacher
 from penstock.guards import outdated_weights
-from penstock.guards.attention import check_attention, check_tokens_mix_in_attention
-from penstock.guards.observers import PipelineObservers, make_observers
+from penstock.guards.attention_check import check_attention, check_tokens_mix_in_attention
+from penstock.guards.observer_list import PipelineObservers, make_observers
 from penstock.guards.pipeline_comparison import ComparisonResult, compare_pipeline_on_ranks
 from penstock.guards.reachable_objects import find_shared_objects
 from penstock.mesh.position import MeshPosition, mesh_position

@@ -27,7 +27,12 @@ sys.path.append(str(Path(__file__).parent / "interpreters"))  # which some tests
 paths = [sys.path[-1], os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # an empty one would stand for the folder each starts in
 # what ranks would import each time, with the file of their test
-forkserver.PRELOAD += ["pytest", "penstock.commands.train.command", "penstock.commands.train.job", "penstock.partition.export"]
+forkserver.PRELOAD += [
+    "pytest",
+    "penstock.commands.train.train_command",
+    "penstock.commands.train.job",
+    "penstock.partition.export",
+]
 forkserver.PRELOAD += ["torch.utils.tensorboard", "sympy.tensor.tensor", "transformers.models.llama.modeling_llama"]
 forkserver.PRELOAD += ["exported_once"]  # and what they would set up each time
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines may be busy

@@ -17,7 +17,7 @@ from penstock.learn.labs.lab17_hardware import LINK_GB_PER_SECOND
 from penstock.schedule import Costs, Timeline, build, simulate
 from penstock.view.figure.shapes import INK_COLOR, MUTED_COLOR, Box, Figure, Line, Shape, Text, tint
 from penstock.view.figure.svg import svg
-from penstock.view.figure.timeline import KIND_COLORS, KIND_TEXT_COLORS
+from penstock.view.figure.timeline_figure import KIND_COLORS, KIND_TEXT_COLORS
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images" / "learn"
 WIDTH, LEFT, RIGHT = 360.0, 46.0, 354.0  # of a picture; of its rows, to the right of their labels

@@ -28,7 +28,7 @@ GROUPS = {  # group -> command -> its class, whose docstring is its help and who
         "studio": "pages.StudioCommand",
     },
     "train": {
-        "train": "train.command.TrainCommand",
+        "train": "train.train_command.TrainCommand",
         "plan": "plan.PlanCommand",
         "watch": "pages.WatchCommand",
         "generate": "trained_model.GenerateCommand",
@@ -38,9 +38,9 @@ GROUPS = {  # group -> command -> its class, whose docstring is its help and who
         "audit": "audit.AuditCommand",
     },
     "machine": {
-        "doctor": "machine.command.DoctorCommand",
-        "bench steps": "machine.command.BenchStepsCommand",
-        "bench collectives": "machine.command.BenchCollectivesCommand",
+        "doctor": "machine.machine_commands.DoctorCommand",
+        "bench steps": "machine.machine_commands.BenchStepsCommand",
+        "bench collectives": "machine.machine_commands.BenchCollectivesCommand",
     },
 }
 COMMANDS = {name: path for group in GROUPS.values() for name, path in group.items()}

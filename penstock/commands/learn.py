@@ -32,13 +32,13 @@ class LabCommand:
 
     def run(self) -> None:
         """List the labs, or run one."""
-        from penstock.learn import catalog
+        from penstock.learn import lab_list
 
         if self.number is None:
-            for number, lab in catalog.LABS.items():
+            for number, lab in lab_list.LABS.items():
                 print(f"{number:2}  {lab.title}")
         else:
-            catalog.run(self.number, self.file, self.fix)
+            lab_list.run(self.number, self.file, self.fix)
 
 
 @command(what="[NUMBER] [watch | hint | reset | solution]")

@@ -27,8 +27,7 @@ class StudioCommand:
 
     def run(self) -> None:
         """Serve until Ctrl-C."""
-        from penstock.view.studio.opened_file import OpenedFile
-        from penstock.view.studio.server import serve
+        from penstock.view.studio.studio_server import OpenedFile, serve
 
         opened_file = None
         if self.file:
@@ -53,6 +52,6 @@ class WatchCommand:
         """Serve until Ctrl-C."""
         if not (self.run_folder / "run.json").is_file():
             raise PenstockError(f"{self.run_folder} is no run, it has no run.json{nearest_path(self.run_folder)}")
-        from penstock.view.watch.server import serve
+        from penstock.view.watch.watch_server import serve
 
         serve(self.run_folder, self.port, self.browser)

@@ -16,8 +16,8 @@ from penstock.plan.stage_costs import LayerChain, StageCost
 from penstock.schedule import Costs, search, simulate
 from penstock.schedule.table import PLACEMENTS
 from penstock.timing.list_schedule import STAGES_PER_RANK
-from penstock.timing.teacher import v_of_teacher
 from penstock.timing.teacher_stages import costs_with_teacher
+from penstock.timing.teacher_tables import v_of_teacher
 from penstock.view.files import report_write_errors
 from penstock.view.terminal import summary
 

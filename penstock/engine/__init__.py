@@ -1,7 +1,7 @@
 """One step of one rank, from the user's call to the loss: `step.py` is the story, read it first.
 
 step               one step: cut, send a row, agree, run, average, report
-observers          the base class of checks and measurements; numbers that ranks compare (the list: guards/observers.py)
+observers          the base class of checks and measurements; numbers that ranks compare (the list: guards/observer_list.py)
 actions            what F, B, I and W do in a step; where gradients are scaled
 clock              when every action ran, on a clock that all ranks share
 activation_memory  the bytes that a microbatch keeps alive

@@ -31,8 +31,8 @@ from penstock.stage.connections import StageConnections, stage_connections
 from penstock.stage.hooks import DataParallelHooks
 from penstock.stage.stage import Stage
 from penstock.timing.costs import UNIT_COSTS
-from penstock.timing.teacher import with_teacher
 from penstock.timing.teacher_stages import costs_with_teacher, teacher_ranks, with_passed_inputs
+from penstock.timing.teacher_tables import with_teacher
 
 
 class Teacher(NamedTuple):

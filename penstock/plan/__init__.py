@@ -15,9 +15,9 @@
 `grouping`          rows of different lengths grouped into microbatches
 `search/`           the search for tables, for any costs within a limit on memory
 `partition_search`  partitions of the layers for one table, with the recomputation that makes them fit
-`bounds`            a lower bound of a step, and why a plan is above it
+`step_bound`        a lower bound of a step, and why a plan is above it
 `result`            a plan, as an object and as JSON
-`arguments`         checks of the arguments of `plan`, and the error when nothing fits
+`argument_checks`   checks of the arguments of `plan`, and the error when nothing fits
 `planning`          `plan`: the search
 """
 
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from penstock.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from penstock.plan.arguments import parse_memory_size
+    from penstock.plan.argument_checks import parse_memory_size
     from penstock.plan.estimating import estimate, estimate_transformers
     from penstock.plan.grouping import group_rows
     from penstock.plan.measuring import measure
@@ -65,7 +65,7 @@ __getattr__, __dir__ = lazy_exports(
         **dict.fromkeys(("estimate", "estimate_transformers"), "estimating"),
         "group_rows": "grouping",
         "measure": "measuring",
-        "parse_memory_size": "arguments",
+        "parse_memory_size": "argument_checks",
         "plan": "planning",
         "plan_slices": "slice_lengths",
     },

@@ -9,15 +9,15 @@ from typing import Any, Literal, NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.partition.balance import balanced_starts
-from penstock.plan import arguments
-from penstock.plan.arguments import nothing_fits_message
-from penstock.plan.bounds import bottleneck_sentence, min_step_seconds
+from penstock.plan import argument_checks
+from penstock.plan.argument_checks import nothing_fits_message
 from penstock.plan.model_profile import LayerCost, ModelProfile, as_profile
 from penstock.plan.partition_search import EvaluatedPartition, Limits, PartitionSearch, StageStarts
 from penstock.plan.result import Plan
 from penstock.plan.schedule_timer import ScheduleTimer
-from penstock.plan.search.search import search
+from penstock.plan.search.table_search import search
 from penstock.plan.stage_costs import ADAM_STATE_RATIO, LayerChain
+from penstock.plan.step_bound import bottleneck_sentence, min_step_seconds
 from penstock.schedule.catalog import FAMILIES, build
 from penstock.timing.simulate import simulate
 
@@ -138,19 +138,19 @@ def plan(
         print(plans[0])
     """
     profile = as_profile(layers)
-    ranks, batch, seed = arguments.parse_ranks_batch_and_seed(profile, ranks, batch, seed, effort, TABLE_SEARCHES)
-    numbers = arguments.parse_numbers(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
+    ranks, batch, seed = argument_checks.parse_ranks_batch_and_seed(profile, ranks, batch, seed, effort, TABLE_SEARCHES)
+    numbers = argument_checks.parse_numbers(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
 
-    names = arguments.family_names(schedules)
-    slice_counts = arguments.slice_counts(slices, names)
+    names = argument_checks.family_names(schedules)
+    slice_counts = argument_checks.slice_counts(slices, names)
     tasks = []
-    for replicas in arguments.replica_counts(dp, ranks, batch):
+    for replicas in argument_checks.replica_counts(dp, ranks, batch):
         replica_ranks, rows = ranks // replicas, batch // replicas
-        memory_bytes = arguments.memory_of_ranks(memory, replica_ranks)
-        rank_speeds = arguments.speeds_of_ranks(speeds, replica_ranks)
+        memory_bytes = argument_checks.memory_of_ranks(memory, replica_ranks)
+        rank_speeds = argument_checks.speeds_of_ranks(speeds, replica_ranks)
         numbers_of_replica = {**numbers, "cores": numbers["cores"] / replicas}
         limits = Limits(memory_bytes, speeds=rank_speeds, dp=replicas, **numbers_of_replica)
-        if counts := arguments.microbatch_counts(microbatches, batch, rows, replica_ranks, profile.max_rows):
+        if counts := argument_checks.microbatch_counts(microbatches, batch, rows, replica_ranks, profile.max_rows):
             tasks.append(ReplicaTask(profile, rows, counts, slice_counts, limits))
     if not tasks:
         raise PenstockError(f"dp={dp} replicas have less rows each than the {microbatches} microbatches that are asked for")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.errors import ScheduleError
     from penstock.explain.explain import MeasuredTimeline, explain
     from penstock.explain.explanation import Explanation, Improvement
-    from penstock.plan.search.search import Found, search
+    from penstock.plan.search.table_search import Found, search
     from penstock.schedule.catalog import build, names
     from penstock.schedule.memory import ActivationSize
     from penstock.schedule.program import Compute, Program, ProgramLine, Script, Transfer, lower
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.timing.list_schedule import RankProgress, list_schedule
     from penstock.timing.measurement import Measurement
     from penstock.timing.simulate import averaging_end_time, simulate
-    from penstock.timing.teacher import with_teacher
+    from penstock.timing.teacher_tables import with_teacher
     from penstock.timing.timeline import Timeline
 
 __all__ = [
@@ -61,14 +61,14 @@ _NAMES_OF_MODULE = {
     "penstock.errors": ("ScheduleError",),
     "penstock.explain.explain": ("MeasuredTimeline", "explain"),
     "penstock.explain.explanation": ("Explanation", "Improvement"),
-    "penstock.plan.search.search": ("Found", "search"),
+    "penstock.plan.search.table_search": ("Found", "search"),
     "penstock.timing.causes": ("Cause", "Idle"),
     "penstock.timing.costs": ("Costs",),
     "penstock.timing.events": ("Event", "MessageCost"),
     "penstock.timing.list_schedule": ("RankProgress", "list_schedule"),
     "penstock.timing.measurement": ("Measurement",),
     "penstock.timing.simulate": ("averaging_end_time", "simulate"),
-    "penstock.timing.teacher": ("with_teacher",),
+    "penstock.timing.teacher_tables": ("with_teacher",),
     "penstock.timing.timeline": ("Timeline",),
 }
 

@@ -13,7 +13,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Action, Cell, Kind, actions_of
 from penstock.timing.costs import UNIT_COSTS, Costs
 from penstock.timing.simulate import simulate
-from penstock.timing.teacher import v_of_teacher, with_teacher
+from penstock.timing.teacher_tables import v_of_teacher, with_teacher
 
 LEAST_GAIN = 0.01  # of a step: a V has more messages
 NUM_CELLS_EARLY = 2  # that a rank runs after it has passed on inputs, before they are needed

@@ -37,7 +37,7 @@ def write(
                 f"--{option} {figure_path} would be {option.upper()} in a {figure_path.suffix}: give {right_name}"
             )
 
-    from penstock.view.figure.timeline import figure
+    from penstock.view.figure.timeline_figure import figure
     from penstock.view.html import page
     from penstock.view.perfetto import trace
 

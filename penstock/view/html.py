@@ -9,7 +9,7 @@ from importlib.resources import files
 from string import Template
 
 from penstock.view.data.sums import is_huge, sums_data
-from penstock.view.data.timeline import Data
+from penstock.view.data.timeline_data import Data
 from penstock.view.record import Record
 
 SCRIPTS = (  # of `page/`; later ones use earlier ones

@@ -15,7 +15,7 @@ from penstock.timing.timeline import Timeline
 from penstock.view.figure.deadlock import deadlock_figure
 from penstock.view.figure.shapes import Figure
 from penstock.view.figure.svg import compact_svg, svg
-from penstock.view.figure.timeline import figure
+from penstock.view.figure.timeline_figure import figure
 from penstock.view.record import Record
 from penstock.view.terminal import draw, summary
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from penstock.view.data.timeline import Data
+from penstock.view.data.timeline_data import Data
 from penstock.view.record import Record
 
 ACTIONS, OVERLAPPED, IDLE, MESSAGES = 1, 2, 3, 4  # numbers of tracks; messages that overlap use 5, 6, .. too

@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.errors import PenstockError
 from penstock.schedule import Action, ActivationSize, Event, Improvement, MeasuredTimeline, MessageCost, ScheduleError, Timeline
 from penstock.schedule.table import Chains, dependencies
-from penstock.view.data.timeline import Data
+from penstock.view.data.timeline_data import Data
 from penstock.view.record import FORMAT, TIMELINE_FILE, Record
 
 MAX_FILE_BYTES = 2**28

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.schedule import Explanation, Improvement, MeasuredTimeline, Measurement, ScheduleError, Timeline
-from penstock.view.data.timeline import Data, timeline_data, verdict_data
+from penstock.view.data.timeline_data import Data, timeline_data, verdict_data
 
 FORMAT = "penstock timeline 1"
 TIMELINE_FILE = "timeline.json"  # in the folder of a run

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import penstock as ps
 from penstock.commands import cli
-from penstock.commands.machine import collectives
-from penstock.commands.machine.command import bytes_of
+from penstock.commands.machine import collectives_benchmark
+from penstock.commands.machine.machine_commands import bytes_of
 
 OPERATIONS = ["broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 CALLS = {"all_gather": "all_gather_single", "reduce_scatter": "reduce_scatter_single", "all_to_all": "all_to_all_single"}
@@ -32,7 +32,7 @@ def rank_with_counts(names, sizes, seconds):
 
     for name in counts:
         setattr(dist, CALLS.get(name, name), counted(name, getattr(dist, CALLS.get(name, name))))
-    return collectives.run_on_rank(names, sizes, seconds), counts
+    return collectives_benchmark.run_on_rank(names, sizes, seconds), counts
 
 
 @pytest.mark.ranks
@@ -40,14 +40,14 @@ def test_every_sample_of_an_operation_follows_a_barrier_and_the_first_ones_do_no
     names = ["broadcast", "all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
     for rows, counts in ps.launch(rank_with_counts, 2, names, (1024,), 0.001):
         samples = {row.operation: row.samples for row in rows}
-        assert min(samples.values()) >= collectives.MIN_SAMPLES
+        assert min(samples.values()) >= collectives_benchmark.MIN_SAMPLES
         assert counts.pop("barrier") == sum(counts.values())
-        assert counts == {name: count + collectives.WARM_UP for name, count in samples.items()}
+        assert counts == {name: count + collectives_benchmark.WARM_UP for name, count in samples.items()}
 
 
 def rank_with_output(*plan):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        return collectives.run_on_rank(*plan), printed.getvalue()
+        return collectives_benchmark.run_on_rank(*plan), printed.getvalue()
 
 
 def launch_and_print(_, ranks, *plan):
@@ -63,7 +63,7 @@ def test_the_bench_prints_every_operation_and_writes_table_and_plot(tmp_path, mo
     table, plot = tmp_path / "out.csv", tmp_path / "out.svg"
     words = ["--ranks", "2", "--sizes", "1K", "64KB", "--seconds", "0.01", "--csv", str(table), "--plot", str(plot)]
     monkeypatch.setattr(sys, "argv", ["penstock", "bench", "collectives", *words])
-    monkeypatch.setattr(collectives, "launch", launch_and_print)
+    monkeypatch.setattr(collectives_benchmark, "launch", launch_and_print)
     cli.main()
     printed = capsys.readouterr().out
     lines = [line.split() for line in printed.splitlines()]
@@ -83,7 +83,7 @@ def test_the_bench_prints_every_operation_and_writes_table_and_plot(tmp_path, mo
 
 
 def test_bandwidth_on_the_bus_is_the_algorithms_times_the_factor_of_nccl_tests():
-    factors = {name: collectives.bus_factor(name, 4) for name in collectives.OPERATIONS}
+    factors = {name: collectives_benchmark.bus_factor(name, 4) for name in collectives_benchmark.OPERATIONS}
     whole = dict.fromkeys(["broadcast", "reduce", "send"], 1.0)
     shared = dict.fromkeys(["scatter", "gather", "all_gather", "reduce_scatter", "all_to_all"], 0.75)
     assert factors == {**whole, **shared, "all_reduce": 1.5}
@@ -91,10 +91,10 @@ def test_bandwidth_on_the_bus_is_the_algorithms_times_the_factor_of_nccl_tests()
 
 def test_latency_and_bandwidth_are_those_that_the_times_were_made_of():
     sizes = [4**power for power in range(5, 13)]
-    latency, bandwidth = collectives.fit(sizes, [20e-6 + size / 3e9 for size in sizes])
+    latency, bandwidth = collectives_benchmark.fit(sizes, [20e-6 + size / 3e9 for size in sizes])
     assert math.isclose(latency, 20e-6, rel_tol=1e-6)
     assert math.isclose(bandwidth, 3e9, rel_tol=1e-6)
-    assert collectives.fit([1024, 4096], [1e-3, 1e-3])[1] > 1e12  # a size that costs nothing
+    assert collectives_benchmark.fit([1024, 4096], [1e-3, 1e-3])[1] > 1e12  # a size that costs nothing
 
 
 @pytest.mark.parametrize(

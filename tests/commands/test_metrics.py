@@ -15,7 +15,7 @@ import penstock as ps
 from penstock.commands.train.job import crowding
 from penstock.commands.train.metrics import Metrics, read_records
 from penstock.commands.train.progress import print_result
-from penstock.commands.train.result import TrainResult
+from penstock.commands.train.training_result import TrainResult
 from penstock.errors import MismatchError, PenstockError
 
 PAUSE = 0.05  # seconds between two steps

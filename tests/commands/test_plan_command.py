@@ -15,7 +15,7 @@ from penstock.commands.plan import PlanCommand, SearchBar, call_model_function
 from penstock.commands.search import SearchCommand
 from penstock.commands.source import question_of
 from penstock.commands.train.config import TrainConfig
-from penstock.commands.train.planning import advice, apply_plan
+from penstock.commands.train.plan_option import advice, apply_plan
 from penstock.partition.balance import Balance
 from penstock.plan import LayerCost, ModelProfile, load, parse_memory_size
 from penstock.schedule import Kind, Measurement, Schedule, build
@@ -169,7 +169,7 @@ def test_the_command_that_a_run_ends_with_writes_the_plan_that_it_tells(tmp_path
     sizes = ((8e6, 4e6), (8e6, 4e6))
     measured = Measurement(table, seconds, dict.fromkeys(Kind, (0.0, 0.0)), (0.00123456789,), activation_sizes=sizes)
     balance = Balance(tuple("abcdef"), (1.0,) * 6, (0, 3))
-    monkeypatch.setattr("penstock.commands.train.planning.count_cores", lambda: 2)
+    monkeypatch.setattr("penstock.commands.train.plan_option.count_cores", lambda: 2)
     folder = tmp_path / "a run"
     folder.mkdir()
     result = advice(TrainConfig(ranks=2, microbatches=4, batch=8), folder, balance, dict.fromkeys("abcdef", 1e6), measured)

@@ -4,10 +4,10 @@ import pytest
 from error_text import error_text
 
 from penstock.commands.compare import CompareCommand
-from penstock.commands.machine.command import BenchStepsCommand
+from penstock.commands.machine.machine_commands import BenchStepsCommand
 from penstock.commands.show import ShowCommand
-from penstock.commands.train.command import TrainCommand
 from penstock.commands.train.config import TrainConfig
+from penstock.commands.train.train_command import TrainCommand
 from penstock.errors import PenstockError
 from penstock.schedule import build
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import penstock as ps
 from penstock.engine import report
-from penstock.guards.loss import UnequalWeightsCheck
+from penstock.guards.loss_check import UnequalWeightsCheck
 
 F = nn.functional
 M = 3

@@ -28,7 +28,7 @@ MODULES = {
 
 
 def room(module: str) -> str:
-    """The room that a module is in: `timing` of `penstock.timing.simulate`, `plan.search` of `penstock.plan.search.bounds`."""
+    """The room that a module is in: `timing` of `penstock.timing.simulate`, `plan.search` of `penstock.plan.search.cp_sat`."""
     _, *parts = [*module.split("."), ""]
     return next((name for name in (".".join(parts[:2]), parts[0]) if name in ORDER), module)
 

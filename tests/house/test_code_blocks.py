@@ -8,7 +8,7 @@ import torch.distributed as dist
 from blocks import PAGES, CodeBlock, Listing, docstrings, page, run
 
 import penstock as ps
-from penstock.plan.search import search as searching
+from penstock.plan.search import table_search
 
 LISTINGS = [listing for path in PAGES if (listing := page(path)).blocks]
 TESTED = {  # pages whose programs have a test of their own, which runs them on ranks
@@ -108,7 +108,7 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setitem(searching.EFFORTS, "quick", 100_000)  # steps: enough to find a table
+    monkeypatch.setitem(table_search.EFFORTS, "quick", 100_000)  # steps: enough to find a table
     before = set(sys.modules)
     yield
     if dist.is_initialized():

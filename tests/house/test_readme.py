@@ -25,7 +25,7 @@ def test_its_example_trains(tmp_path: Path) -> None:
 
 def test_its_picture_is_what_the_command_draws() -> None:
     from penstock.view.figure.svg import svg
-    from penstock.view.figure.timeline import figure
+    from penstock.view.figure.timeline_figure import figure
     from penstock.view.record import Record
 
     drawn = svg(figure(Record((simulate(build("zb-v", 4, 8), Costs(1, 1, 1)),))))

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.neighbours
 pytest.importorskip("accelerate", reason="no accelerate: make neighbours")
 
 from penstock.integrations.transformers import Trainer, TrainingArguments  # noqa: E402
-from penstock.integrations.transformers.arguments import check_release  # noqa: E402
+from penstock.integrations.transformers.training_arguments import check_release  # noqa: E402
 
 REFUSED: dict[str, dict[str, Any]] = {
     "torch_compile=": {"torch_compile": True},

@@ -16,7 +16,7 @@ from slow_cases import slow_except
 
 import penstock as ps
 from penstock import schedule
-from penstock.learn import buckets, catalog, emulated_device, lab_helpers
+from penstock.learn import buckets, devices, lab_helpers, lab_list
 from penstock.learn.devices import EmulatedLayer, emulated_step
 from penstock.learn.labs import (
     lab1_monolith,
@@ -57,7 +57,7 @@ def run_python(*args: str) -> str:
 
 
 AS_A_SCRIPT, UNDER_TORCHRUN = 10, 12  # the others run in this process, as `penstock lab` runs them
-RUN_HERE = [number for number in catalog.LABS if number not in (AS_A_SCRIPT, UNDER_TORCHRUN)]
+RUN_HERE = [number for number in lab_list.LABS if number not in (AS_A_SCRIPT, UNDER_TORCHRUN)]
 QUICK = (1, 9, 11, 13, 17, 20, 21)  # the others measure for more than two seconds
 JUDGE_TIMES = {3: 1, 4: 2, 5: 5, 6: 1, 7: 3, 8: 6, 14: 4, 18: 4}  # how often a lab does
 
@@ -67,7 +67,7 @@ def judged(monkeypatch):
     """What labs say of the times that they measured, once and however busy the machine is: no test fails of them."""
     facts: list[str] = []
     for number in JUDGE_TIMES:
-        module = import_module(catalog.LABS[number].module)
+        module = import_module(lab_list.LABS[number].module)
         monkeypatch.setattr(module, "best_of", lambda measure, error_of, good_enough: measure())
         monkeypatch.setattr(module, "check_time", lambda holds, fact, otherwise: facts.append(fact))
     return facts
@@ -76,7 +76,7 @@ def judged(monkeypatch):
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", slow_except(QUICK, RUN_HERE))
 def test_a_lab_passes_its_checks_and_ends_with_a_measurement(number, capsys, judged):
-    catalog.run(number)
+    lab_list.run(number)
     output = capsys.readouterr().out
     assert "checked: " in output or number in JUDGE_TIMES
     assert ends_with_a_measurement(output), output
@@ -87,7 +87,7 @@ def test_a_lab_passes_its_checks_and_ends_with_a_measurement(number, capsys, jud
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_lab_runs_as_a_script_with_its_output_in_a_pipe():
-    output = run_python("-m", catalog.LABS[AS_A_SCRIPT].module)
+    output = run_python("-m", lab_list.LABS[AS_A_SCRIPT].module)
     assert "checked: " in output
     assert ends_with_a_measurement(output), output
     assert "\033" not in output
@@ -96,7 +96,7 @@ def test_a_lab_runs_as_a_script_with_its_output_in_a_pipe():
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_lab_runs_under_torchrun_and_tells_its_story_once():
-    done = torchrun(2, "-m", catalog.LABS[UNDER_TORCHRUN].module)
+    done = torchrun(2, "-m", lab_list.LABS[UNDER_TORCHRUN].module)
     assert done.returncode == 0, done.stderr
     output = done.stdout
     assert "checked: " in output
@@ -105,8 +105,8 @@ def test_a_lab_runs_under_torchrun_and_tells_its_story_once():
 
 
 def test_labs_are_numbered_from_one_and_have_files_of_their_names():
-    assert list(catalog.LABS) == list(range(1, len(catalog.LABS) + 1))
-    for number, lab in catalog.LABS.items():
+    assert list(lab_list.LABS) == list(range(1, len(lab_list.LABS) + 1))
+    for number, lab in lab_list.LABS.items():
         assert lab.number == number
         assert lab.module.startswith(f"penstock.learn.labs.lab{number}_")
         assert (ROOT / (lab.module.replace(".", "/") + ".py")).exists()
@@ -114,7 +114,7 @@ def test_labs_are_numbered_from_one_and_have_files_of_their_names():
 
 def test_an_unknown_lab_is_refused_with_the_numbers_there_are():
     with pytest.raises(ps.PenstockError, match=r"no lab 99: choose one of 1, 2, 3"):
-        catalog.run(99)
+        lab_list.run(99)
 
 
 @pytest.mark.costly
@@ -305,11 +305,11 @@ def test_lab_9_hides_what_mends_its_schedule_until_asked(monkeypatch, capsys):
     results, mended = [], []
     monkeypatch.setattr(lab9_your_schedule, "judge", lambda table: (results.append(table.name), ("judged 1", ""))[1])
     for fix in (False, True):
-        catalog.run(9, fix=fix)
+        lab_list.run(9, fix=fix)
         mended.append(lab9_your_schedule.REPAIR in capsys.readouterr().out)
     assert (results, mended) == (["1f1b", "the mended my_schedule.py"], [False, True])
     with pytest.raises(ps.PenstockError, match="lab 3 has nothing to mend: leave --fix out, or choose lab 9"):
-        catalog.run(3, fix=True)
+        lab_list.run(3, fix=True)
 
 
 def test_lab_9_fails_when_a_gradient_differs_from_one_process(monkeypatch):
@@ -507,7 +507,7 @@ def test_only_rank_0_speaks(monkeypatch, capsys):
 
 def test_an_emulated_layer_takes_its_time_and_multiplies(monkeypatch):
     slept = []
-    monkeypatch.setattr(emulated_device, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(devices, "time", SimpleNamespace(sleep=slept.append))
     layer = EmulatedLayer(3, forward_seconds=0.02, backward_seconds=0.04)
     hidden = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], requires_grad=True)
     output = layer(hidden)

@@ -17,7 +17,7 @@ import penstock as ps
 from penstock import checkpoint
 from penstock.batch.call import check_arguments_can_be_cut, first_stage_signature
 from penstock.batch.pieces import count_tokens, take_tokens
-from penstock.guards.loss import LossChecks
+from penstock.guards.loss_check import LossChecks
 from penstock.mesh.context_parallel import ContextParallelAttention
 from penstock.stage.dtensor import gather_full_tensor
 

@@ -27,7 +27,7 @@ from penstock.comms.transport.channels import Channels, opening_order
 from penstock.launcher import rank_processes
 
 # Where a host that runs ahead waits, on the last stage's rank: at the end of a step, and behind the first one of a pipeline.
-FOR_THE_LOSS = {"batch/pieces.py scalars_to_floats", "guards/loss.py _describe_mismatch"}
+FOR_THE_LOSS = {"batch/pieces.py scalars_to_floats", "guards/loss_check.py _describe_mismatch"}
 DEPTH = 15  # layers enough for 8 ranks with 2 stages each
 
 # ---- which backend, and in which order lines are opened -------------------------------------------------------------

@@ -10,12 +10,12 @@ import pytest
 from penstock import PenstockError
 from penstock.partition.balance import balanced_starts
 from penstock.plan import LayerCost, ModelProfile, load, plan
-from penstock.plan.bounds import min_step_seconds
 from penstock.plan.model_profile import ProfileSample
 from penstock.plan.partition_search import Limits, PartitionSearch
 from penstock.plan.result import robustness
 from penstock.plan.schedule_timer import ScheduleTimer
 from penstock.plan.stage_costs import LayerChain
+from penstock.plan.step_bound import min_step_seconds
 from penstock.schedule import Costs, build, simulate, verify
 from penstock.schedule.catalog import FAMILIES
 

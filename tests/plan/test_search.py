@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_tables import some_skips, whole_numbers
 
-from penstock.plan.search import search as searching
+from penstock.plan.search import table_search
 from penstock.plan.search.annealing import anneal, shift_actions
 from penstock.plan.search.incremental_simulation import IncrementalSimulation
 from penstock.plan.search.initial_tables import grouped_rows, published_schedules
@@ -211,7 +211,7 @@ def test_the_critical_chain_takes_as_long_as_the_step():
 @pytest.mark.parametrize("more", [{}, {"backward": 52}, {"keep": 0.2, "size": 3, "bandwidth": 1, "send": 1}])
 def test_or_tools_proves_that_nothing_is_shorter(more, monkeypatch):
     pytest.importorskip("ortools")
-    monkeypatch.setitem(searching.EFFORTS, "optimal", 100_000)
+    monkeypatch.setitem(table_search.EFFORTS, "optimal", 100_000)
     costs = Costs(30, 40, 20, **({"act": 0.5} | more))
     found = search(costs, (0, 1, 1, 0), 3, limit=1.5, effort="optimal")
     searched = search(costs, (0, 1, 1, 0), 3, limit=1.5, effort="quick", progress=soon)
@@ -246,7 +246,7 @@ def test_ctrl_c_before_there_is_any_table_gives_one_microbatch_after_the_other(m
     def pressed(*_) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(searching, "_search_backward_form", pressed)
+    monkeypatch.setattr(table_search, "_search_backward_form", pressed)
     found = search(COSTS, (0, 1, 0, 1, 1), 3, limit=1.5, effort="long")
     assert (found.makespan, found.family) == (3 * 5 * 90, None)
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import penstock as ps
-from penstock.guards.attention import check_tokens_mix_in_attention
+from penstock.guards.attention_check import check_tokens_mix_in_attention
 from penstock.stage.attention import AttentionContext, attention_context
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

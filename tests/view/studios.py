@@ -15,7 +15,7 @@ from penstock.view.record import Record
 def served(opened=None) -> Iterator[int]:
     """The port at which the studio answers meanwhile, opened with a file if one is given."""
     pytest.importorskip("werkzeug")
-    from penstock.view.studio.server import make_server
+    from penstock.view.studio.studio_server import make_server
     from penstock.view.studio.worker import Workers
 
     with closing(Workers()) as workers, make_server(0, opened, workers) as serving:

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from penstock.schedule import Cause
-from penstock.view.figure import timeline as figure
+from penstock.view.figure import timeline_figure
 
 CSS = (files("penstock.view") / "page" / "page.css").read_text()
 # All but order, which has its own hatch where ten paints have no room in grey.
@@ -75,8 +75,8 @@ def test_order_has_a_colour_of_its_own(vision, theme):
 
 
 def test_each_cause_has_a_hatch_of_its_own():  # in grey there is no room for a tenth paint: 9 x 12 is more than 100
-    assert set(figure.CAUSE_HATCHES) == set(figure.CAUSE_COLORS) == set(map(str, Cause))
-    assert len(set(figure.CAUSE_HATCHES.values())) == len(Cause)
+    assert set(timeline_figure.CAUSE_HATCHES) == set(timeline_figure.CAUSE_COLORS) == set(map(str, Cause))
+    assert len(set(timeline_figure.CAUSE_HATCHES.values())) == len(Cause)
 
 
 def second(kind, theme):
@@ -86,7 +86,7 @@ def second(kind, theme):
 @pytest.mark.parametrize("vision", VISIONS)
 def test_eight_shades_of_a_kind_are_told_apart_and_darken_in_grey_too(vision):
     for kind in "FBIW":
-        shades = [seen(figure.shade(kind, chunk), vision) for chunk in range(8)]
+        shades = [seen(timeline_figure.shade(kind, chunk), vision) for chunk in range(8)]
         assert [lightness for lightness, *_ in shades] == sorted((lightness for lightness, *_ in shades), reverse=True)
         assert min(math.dist(one, other) for one, other in pairwise(shades)) >= 3
 
@@ -94,15 +94,15 @@ def test_eight_shades_of_a_kind_are_told_apart_and_darken_in_grey_too(vision):
 def test_a_figure_and_a_page_have_the_same_shades_with_legible_texts():
     script = (files("penstock.view") / "page" / "chart" / "colors.js").read_text()
     darks = dict(re.findall(r"(\w): (\d)", re.search(r"FIRST_DARK_SHADES = {(.+?)}", script)[1]))
-    assert {kind: int(number) for kind, number in darks.items()} == figure.FIRST_DARK_SHADES
-    assert f"NUM_SHADES = {figure.NUM_SHADES};" in script
+    assert {kind: int(number) for kind, number in darks.items()} == timeline_figure.FIRST_DARK_SHADES
+    assert f"NUM_SHADES = {timeline_figure.NUM_SHADES};" in script
     assert "var(--letter) ${10 * shade}%" in script
     for kind in "FBIW":
         for chunk in range(8):
-            assert figure.shade(kind, chunk) == mixed(kind, 0, chunk)
-            letter = color("letter-B" if chunk >= figure.FIRST_DARK_SHADES[kind] else f"letter-{kind}", 0)
+            assert timeline_figure.shade(kind, chunk) == mixed(kind, 0, chunk)
+            letter = color("letter-B" if chunk >= timeline_figure.FIRST_DARK_SHADES[kind] else f"letter-{kind}", 0)
             assert contrast(letter, mixed(kind, 0, chunk)) >= 4.5
-            assert contrast(figure._text_color(kind, chunk), mixed(kind, 0, chunk)) >= 4.5
+            assert contrast(timeline_figure._text_color(kind, chunk), mixed(kind, 0, chunk)) >= 4.5
 
 
 @pytest.mark.parametrize("vision", VISIONS)
@@ -130,10 +130,10 @@ def test_texts_have_the_contrast_of_wcag_aa(theme):
 
 
 def test_a_teachers_forwards_have_one_colour_that_texts_can_be_read_on():
-    assert figure.TEACHER_COLOR == color("teacher", 0) == color("teacher", 1)
+    assert timeline_figure.TEACHER_COLOR == color("teacher", 0) == color("teacher", 1)
     assert contrast(color("letter-F", 0), color("teacher", 0)) >= 4.5
 
 
 def test_figures_have_the_colours_of_the_page():
-    for name, value in {**figure.KIND_COLORS, **figure.CAUSE_COLORS}.items():
+    for name, value in {**timeline_figure.KIND_COLORS, **timeline_figure.CAUSE_COLORS}.items():
         assert value == color(name, 0)

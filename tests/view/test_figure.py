@@ -17,7 +17,7 @@ from penstock.view.figure.pdf import pdf, save_pdf, text_width
 from penstock.view.figure.png import save_png
 from penstock.view.figure.shapes import Box, FigureStyle, Line, Text, hatch_lines
 from penstock.view.figure.svg import svg
-from penstock.view.figure.timeline import (
+from penstock.view.figure.timeline_figure import (
     CAUSE_COLORS,
     CAUSE_HATCHES,
     KIND_COLORS,

@@ -10,7 +10,7 @@ import pytest
 from penstock.explain.explain import MeasuredTimeline
 from penstock.plan.result import Plan
 from penstock.schedule import Costs, build, from_rows, simulate
-from penstock.view.figure.timeline import KIND_COLORS
+from penstock.view.figure.timeline_figure import KIND_COLORS
 from penstock.view.notebook import MAX_ACTIONS, MAX_BYTES
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"

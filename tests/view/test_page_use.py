@@ -17,7 +17,7 @@ from timelines import COSTS, measured
 from penstock.schedule import Costs, build, simulate
 from penstock.view import terminal
 from penstock.view.data import sums
-from penstock.view.data.timeline import timeline_data
+from penstock.view.data.timeline_data import timeline_data
 from penstock.view.html import page
 from penstock.view.reading import load, read
 from penstock.view.record import Record, save

@@ -8,7 +8,7 @@ from timelines import COSTS, measured, two_ranks
 
 from penstock.errors import PenstockError
 from penstock.schedule import ActivationSize, Costs, build, simulate
-from penstock.view.data.timeline import timeline_data
+from penstock.view.data.timeline_data import timeline_data
 from penstock.view.reading import load
 from penstock.view.record import Record, save
 

@@ -24,7 +24,7 @@ from penstock.view.reading import read
 from penstock.view.record import Record
 from penstock.view.studio import answers
 from penstock.view.studio.answers import answer
-from penstock.view.studio.opened_file import OpenedFile
+from penstock.view.studio.studio_server import OpenedFile
 from penstock.view.studio.worker import Workers
 
 CIRCLE = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
@@ -376,14 +376,14 @@ def test_bad_requests_get_a_line_and_the_server_goes_on(port):
 
 
 def test_only_this_machine_can_connect(port):
-    from penstock.view.studio.server import make_server
+    from penstock.view.studio.studio_server import make_server
 
     with make_server() as serving:
         assert serving.socket.getsockname() == ("127.0.0.1", serving.port)
 
 
 def test_a_port_that_is_taken_is_told(port):
-    from penstock.view.studio.server import make_server
+    from penstock.view.studio.studio_server import make_server
 
     with pytest.raises(PenstockError, match=f"--port {port} cannot be used: .*leave it out"):
         make_server(port)

@@ -14,7 +14,7 @@ from studios import run_of, served
 
 from penstock.commands.source import question_of
 from penstock.schedule import Costs, build, simulate
-from penstock.view.studio.opened_file import OpenedFile
+from penstock.view.studio.studio_server import OpenedFile
 
 pytestmark = NEEDS_CHROMIUM
 

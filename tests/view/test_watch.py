@@ -9,7 +9,7 @@ from studios import run_of
 
 from penstock.view.reading import load
 from penstock.view.watch.live_run import LiveRun
-from penstock.view.watch.server import serve_in_background
+from penstock.view.watch.watch_server import serve_in_background
 
 RECORD = {"loss": 2.5, "seconds": 0.1, "tokens_per_second": 1000.0, "bubble": 0.2, "bubble_of_the_table": 0.1}
 

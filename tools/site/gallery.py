@@ -15,7 +15,7 @@ from penstock.schedule import Timeline, build, names
 from penstock.schedule.catalog import FAMILIES
 from penstock.view.figure.curves import curves
 from penstock.view.figure.svg import svg
-from penstock.view.figure.timeline import figure
+from penstock.view.figure.timeline_figure import figure
 from penstock.view.record import Record
 
 RULES = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "priorities.py"), run_name="priorities")["RULES"]

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 import pyodide
 
-from penstock.view.studio.server import DRAWING_SCRIPTS, STUDIO_SCRIPTS, STYLES, page, read_page_file
+from penstock.view.studio.studio_server import DRAWING_SCRIPTS, STUDIO_SCRIPTS, STYLES, page, read_page_file
 
 HERE, HOUSE = Path(__file__).parent / "playground", Path(__file__).parents[2] / "penstock"
 PLAYGROUND_FILES = ("client.js", "source_editor.js", "worker.mjs", "playground.css")

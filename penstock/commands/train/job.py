@@ -18,11 +18,11 @@ from penstock.checkpoint.saving import lock_run_folder
 from penstock.commands.train.config import FIXED_OPTIONS, REPORT, SETTINGS, TrainConfig
 from penstock.commands.train.memory_folder import memory_of_agent, memory_of_launch
 from penstock.commands.train.metrics import Metrics, read_records
-from penstock.commands.train.planning import advice, apply_plan, compare_with_plan, save_plan
+from penstock.commands.train.plan_option import advice, apply_plan, compare_with_plan, save_plan
 from penstock.commands.train.progress import Progress, print_result
 from penstock.commands.train.restarts import job_name, may_restart, resize_for_processes
-from penstock.commands.train.result import TrainResult, sample, validation_loss
 from penstock.commands.train.setup import Setup, set_up
+from penstock.commands.train.training_result import TrainResult, sample, validation_loss
 from penstock.comms.system import count_cores
 from penstock.errors import PenstockError
 from penstock.launcher.launch import launch
@@ -32,7 +32,7 @@ from penstock.schedule import Costs, Timeline, simulate
 from penstock.timing.measurement import Measurement
 from penstock.view.files import write
 from penstock.view.record import TIMELINE_FILE, Record, save
-from penstock.view.watch.server import serve_in_background
+from penstock.view.watch.watch_server import serve_in_background
 
 EXPLAINED_STEPS = 5  # at the end, whose timelines are written and explained
 CHECKPOINT_STEPS, RESTART_CHECKPOINT_STEPS = 100, 10  # between checkpoints; the second for runs that may restart

@@ -11,7 +11,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from penstock.commands.train.config import REPORT, TrainConfig
-from penstock.commands.train.result import TrainResult
+from penstock.commands.train.training_result import TrainResult
 
 REORDERED_TOLERANCE = 1e-4  # relative difference of losses whose sums have another order
 PROGRESS_LINES = 10  # printed over a whole run, without a terminal

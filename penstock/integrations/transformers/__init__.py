@@ -4,7 +4,7 @@
 docs/howto/trainer.md.
 
 The mixin stands directly above transformers' Trainer in the order of classes, below those of a script.
-The overrides, and what each needs of transformers (releases: `arguments.OLDEST_RELEASE`) and accelerate (1.15):
+The overrides, and what each needs of transformers (releases: `training_arguments.OLDEST_RELEASE`) and accelerate (1.15):
 
     _setup_devices                  makes `PartialState` from RANK, WORLD_SIZE and LOCAL_RANK. Here it sees one process for each
                                     replica, so that loaders, sums and gathers are over replicas
@@ -35,24 +35,24 @@ The overrides, and what each needs of transformers (releases: `arguments.OLDEST_
     callback_handler.callbacks      has a ProgressCallback with a tqdm bar. Here the bar also shows the idle share
     _maybe_log_save_evaluate        follows each step. Here all ranks take what callbacks decided on rank 0
 
-    attention           `attn_implementation="penstock"`: transformers' models call `ps.attention`
-    arguments           adds the arguments of a pipeline, and refuses those that conflict with it
-    trainer             the mixin, and Trainer
-    overrides           the order of classes, and the overrides of a script that are refused
-    model_view          stands in for the model where Trainer calls it
-    model_call          runs `compute_loss` as far as its call of the model, and goes on when the outputs are there
-    reference           `ref_model`, which runs as the pipeline's teacher
-    token_loss          the loss of a part of the tokens, for `slices` and `cp`
-    loss_effects        brings what `compute_loss` logs and collects to all ranks
-    grouping_collator   puts rows of similar lengths into the same microbatch
-    progress            the progress bar, with the idle share
-    optimizer           an optimizer whose parameters are spread over ranks
+    attention_implementation  `attn_implementation="penstock"`: transformers' models call `ps.attention`
+    training_arguments        adds the arguments of a pipeline, and refuses those that conflict with it
+    trainer                   the mixin, and Trainer
+    overrides                 the order of classes, and the overrides of a script that are refused
+    model_view                stands in for the model where Trainer calls it
+    model_call                runs `compute_loss` as far as its call of the model, and goes on when the outputs are there
+    reference                 `ref_model`, which runs as the pipeline's teacher
+    token_loss                the loss of a part of the tokens, for `slices` and `cp`
+    loss_effects              brings what `compute_loss` logs and collects to all ranks
+    grouping_collator         puts rows of similar lengths into the same microbatch
+    progress_bar              the progress bar, with the idle share
+    optimizer                 an optimizer whose parameters are spread over ranks
 """
 
-from penstock.integrations.transformers.arguments import PipelineArguments, TrainingArguments
-from penstock.integrations.transformers.attention import register_attention
+from penstock.integrations.transformers.attention_implementation import register_attention
 from penstock.integrations.transformers.grouping_collator import GroupingCollator
 from penstock.integrations.transformers.trainer import PipelineTrainerMixin, Trainer
+from penstock.integrations.transformers.training_arguments import PipelineArguments, TrainingArguments
 
 __all__ = ["GroupingCollator", "PipelineArguments", "PipelineTrainerMixin", "Trainer", "TrainingArguments"]
 

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.integrations.transformers.attention import NAME
+from penstock.integrations.transformers.attention_implementation import NAME
 from penstock.integrations.transformers.model_call import ModelCall
 
 IGNORE_INDEX = -100  # of labels that are not counted, in transformers

@@ -16,16 +16,16 @@ from transformers.utils import ModelOutput
 import penstock as ps
 from penstock.comms.control_group import shared_control_group
 from penstock.guards.outdated_weights import allow_outdated_use
-from penstock.integrations.transformers.arguments import TrainingArguments, check_arguments
 from penstock.integrations.transformers.grouping_collator import GroupingCollator, RowBatch
 from penstock.integrations.transformers.loss_effects import LossEffects, record_logs
 from penstock.integrations.transformers.model_call import ModelCall, TrainerLoss
 from penstock.integrations.transformers.model_view import ModelView, prepare_for_cut
 from penstock.integrations.transformers.optimizer import RankOptimizer
 from penstock.integrations.transformers.overrides import BatchResult, MixinAboveTrainer, batch_content, check_overrides
-from penstock.integrations.transformers.progress import replace_progress
+from penstock.integrations.transformers.progress_bar import replace_progress
 from penstock.integrations.transformers.reference import ReferenceOutputs, take_reference
 from penstock.integrations.transformers.token_loss import TokenLoss, check_tokens_can_be_cut
+from penstock.integrations.transformers.training_arguments import TrainingArguments, check_arguments
 
 if TYPE_CHECKING:
     from transformers import Trainer as Mixin

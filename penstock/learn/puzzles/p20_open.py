@@ -16,7 +16,7 @@ import random
 from typing import Any
 
 from penstock.learn.puzzles.check_helpers import CheckFailed, CheckPassed, require_answer, solution
-from penstock.plan.search.search import search
+from penstock.plan.search.table_search import search
 from penstock.schedule import Costs, build, from_rows, simulate, verify
 from penstock.timing.timeline import Timeline
 

@@ -5,7 +5,7 @@
 `periodic`                rows that repeat for every microbatch, one period later
 `incremental_simulation`  the rows of a search and when their actions run; most of a search's time is spent here
 `annealing`               random moves; the more a move lengthens the step, the more rarely it is accepted
-`bounds`                  lower bounds on the makespan of any table
+`makespan_bounds`         lower bounds on the makespan of any table
 `cp_sat`                  the optimum of a small pipeline, by OR-Tools
-`search`                  checks the arguments, runs all of the above, returns the best table
+`table_search`            checks the arguments, runs all of the above, returns the best table
 """

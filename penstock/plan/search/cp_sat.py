@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.plan.search import bounds
+from penstock.plan.search import makespan_bounds
 from penstock.plan.search.problem import TOLERANCE, SearchProblem
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import Action, Kind
@@ -142,8 +142,8 @@ class _CpSatModel:
         """Add the constraints that a rank runs one action at a time, and that the chain before and after an action has time."""
         problem = self.problem
         intervals_of_rank: list[list[Any]] = [[] for _ in range(problem.ranks)]
-        relaxed_problem = bounds.relaxed_problem(problem)
-        heads, tails = bounds.earliest_starts(relaxed_problem), relaxed_problem.tails
+        relaxed_problem = makespan_bounds.relaxed_problem(problem)
+        heads, tails = makespan_bounds.earliest_starts(relaxed_problem), relaxed_problem.tails
         for action, run in enumerate(self.runs):
             stage = action // problem.microbatches % problem.num_stages
             intervals_of_rank[problem.placement[stage]].append(self.model.new_interval_var(run.start, run.length, run.end, ""))

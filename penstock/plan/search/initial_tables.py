@@ -10,7 +10,7 @@ from penstock.plan.search.problem import INFINITE, Rows, SearchProblem, number_a
 from penstock.schedule.catalog import FAMILIES, build
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import PLACEMENTS, Kind, receiving_stages
-from penstock.timing.teacher import with_teacher
+from penstock.timing.teacher_tables import with_teacher
 
 _NO_ACTION = (float("inf"), 0, 0, 0)
 ROUND_TRIP_FACTORS = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)

@@ -20,7 +20,6 @@ idle before it, `waited_for` the action whose message arrived last, `held` the a
 how long each rank did other work before the step. Readers of a file use the events alone: they compute all else again, also
 the verdict, which says what would make the steps shorter.
 
-`timeline`   makes this data from a timeline and its verdict
-`messages`   which actions of other ranks an event needed, and when their messages arrived
-`sums`       for a step too large for a page: shares of each rank's time
+`timeline_data`  makes this data from a timeline and its verdict; finds the messages that each event needed
+`sums`           for a step too large for a page: shares of each rank's time
 """

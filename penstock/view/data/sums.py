@@ -1,7 +1,7 @@
 """Summarise a step that is too large for a page: for each rank and time bin, the share of each kind and cause of idle time."""
 
 from penstock.schedule import Timeline
-from penstock.view.data.timeline import Data
+from penstock.view.data.timeline_data import Data
 
 MAX_PAGE_ACTIONS = 250_000  # a page lists that many one by one
 NUM_BINS = 256  # a step is cut into time bins of equal length

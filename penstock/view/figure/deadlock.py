@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from penstock.schedule.table import Action, Table
 from penstock.timing.timeline import Timeline
 from penstock.view.figure.shapes import PADDING, Box, Figure, Shape, Text
-from penstock.view.figure.timeline import LABEL_WIDTH, ROW_GAP, ROW_HEIGHT, figure
+from penstock.view.figure.timeline_figure import LABEL_WIDTH, ROW_GAP, ROW_HEIGHT, figure
 from penstock.view.record import Record
 
 STOP_COLOR, STOP_WIDTH = "#b3282d", 120.0  # of the text that says before which action a rank stops, beside the picture

@@ -26,12 +26,12 @@ from penstock.schedule.schedule import parse_csv_cells
 from penstock.schedule.table import Table
 from penstock.view.data import sums
 from penstock.view.data.sums import is_huge, sums_data
-from penstock.view.data.timeline import Data, timeline_data, verdict_data
+from penstock.view.data.timeline_data import Data, timeline_data, verdict_data
 from penstock.view.reading import read
 from penstock.view.record import Record
 from penstock.view.studio import validation
-from penstock.view.studio.costs import SimulatedTable, measured_costs_data, simulate_at_page_costs
-from penstock.view.studio.search import ReportProgress, find_better, found_data
+from penstock.view.studio.faster_table import ReportProgress, find_better, found_data
+from penstock.view.studio.page_costs import SimulatedTable, measured_costs_data, simulate_at_page_costs
 
 LIMITS = {"ranks": 64, "stages_per_rank": 4, "microbatches": 512}  # of a table built by name
 MAX_RANKS = 64  # of a loaded table

@@ -14,9 +14,9 @@ from contextlib import suppress
 
 from penstock.errors import PenstockError
 from penstock.schedule.table import pause_garbage_collection
-from penstock.view.data.timeline import Data
+from penstock.view.data.timeline_data import Data
 from penstock.view.studio.answers import answer
-from penstock.view.studio.search import ReportProgress
+from penstock.view.studio.faster_table import ReportProgress
 
 KEEPALIVE_SECONDS = 0.2  # between empty lines that show whether the page still waits
 END = b"\n\n"

@@ -21,7 +21,7 @@ from penstock.schedule import ActivationSize, Costs, Measurement, Schedule, Sche
 from penstock.schedule.table import Kind, Table
 from penstock.schedule.transform import with_full_backwards
 from penstock.timing.simulate import simulate_until_deadlock
-from penstock.view.data.timeline import Data
+from penstock.view.data.timeline_data import Data
 from penstock.view.studio import validation
 
 STAGE_COSTS = {"forward": Kind.F, "backward_input": Kind.I, "backward_weight": Kind.W}

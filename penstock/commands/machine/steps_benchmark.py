@@ -10,8 +10,7 @@ from torch import nn
 
 from penstock import comms
 from penstock.launcher.launch import launch
-from penstock.learn.devices import EmulatedLayer
-from penstock.learn.emulated_device import EmulatedDevice
+from penstock.learn.devices import EmulatedDevice, EmulatedLayer
 from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Kind, Measurement, Schedule, Timeline, simulate
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from penstock.errors import PenstockError
 from penstock.schedule import Timeline
 from penstock.view.data.sums import NUM_BINS, sums_data
-from penstock.view.data.timeline import Data, timeline_data
+from penstock.view.data.timeline_data import Data, timeline_data
 from penstock.view.figure.shapes import (
     INK_COLOR,
     MUTED_COLOR,

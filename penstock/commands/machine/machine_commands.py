@@ -55,7 +55,7 @@ class BenchStepsCommand:
                 raise PenstockError(f"--{name} {getattr(self, name):g} is no amount: use a number of 0 or more")
         schedule = table_of(self.schedule, self.ranks, self.microbatches)
         start_forkserver_early()
-        from penstock.commands.machine.steps import bench
+        from penstock.commands.machine.steps_benchmark import bench
 
         bench(schedule, self.forward / 1e3, self.megabytes, self.steps)
 
@@ -84,7 +84,7 @@ class BenchCollectivesCommand:
 
     def run(self) -> None:
         """Check the options, then measure."""
-        from penstock.commands.machine.collectives import OPERATIONS, bench
+        from penstock.commands.machine.collectives_benchmark import OPERATIONS, bench
 
         if unknown := [name for name in self.operations if name not in OPERATIONS]:
             raise PenstockError(f"--operations {unknown[0]} is not known: use {', '.join(OPERATIONS)}")

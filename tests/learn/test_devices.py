@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import torch
 
-from penstock.learn import emulated_device
-from penstock.learn.emulated_device import EmulatedDevice
+from penstock.learn import devices
+from penstock.learn.devices import EmulatedDevice
 
 
 def test_an_emulated_device_takes_its_time_and_hands_on_the_memory_it_gets(monkeypatch):
     slept = []
-    monkeypatch.setattr(emulated_device, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(devices, "time", SimpleNamespace(sleep=slept.append))
     device = EmulatedDevice(0.02, 0.03, 0.04, parameters=3)
     batch = torch.arange(6.0).view(2, 3)  # requires no gradient: the first stage has a backward all the same
     output = device(batch)

@@ -1,11 +1,34 @@
-"""Turn a timeline, and the verdict on it, into JSON data. Times count from the first start."""
+"""Turn a timeline, and the verdict on it, into JSON data. Times count from the first start.
 
-from typing import Any
+Of an event, the data has the messages that it needed from other ranks, and when they arrived.
+"""
 
-from penstock.schedule import Explanation, Timeline
-from penstock.view.data.messages import ActionStart, action_starts
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from penstock.schedule import Event, Explanation, Timeline
 
 Data = dict[str, Any]  # a JSON object
+
+
+class Message(NamedTuple):
+    """A message to another rank: `source` made it, and it arrived at the time `arrival`."""
+
+    source: Event
+    arrival: float
+
+
+class ActionStart(NamedTuple):
+    """An event, how long its rank was idle before it, and the messages that it needed from other ranks."""
+
+    event: Event
+    waited: float
+    messages: tuple[Message, ...]
+
+    @property
+    def last_message(self) -> Message | None:
+        """Return the message that arrived last; None if the rank was not idle before the event."""
+        return max(self.messages, key=lambda message: message.arrival) if self.waited and self.messages else None
 
 
 def timeline_data(timeline: Timeline) -> Data:
@@ -82,3 +105,28 @@ def _offset(timeline: Timeline, time: float) -> float:
     """Return a time from the first start, to the nanosecond; a whole number stays an int."""
     offset = round(time - timeline.start, 9)
     return int(offset) if offset == int(offset) else offset
+
+
+def action_starts(timeline: Timeline, rank: int) -> Iterator[ActionStart]:
+    """Yield the events of `rank` in order, with the messages that they needed.
+
+    If message costs are known, the simulator gives arrivals. A measured timeline only has events. There a message that was made
+    while its receiver was idle counts as arrived when the receiver began, any other when it was made.
+    """
+    free = timeline.start
+    for cell in timeline.cells(rank):
+        for event in cell:
+            yield ActionStart(event, max(0.0, event.start - free), tuple(_messages(timeline, event, free)))
+        free = max(free, cell[0].end, cell[-1].end)
+
+
+def _messages(timeline: Timeline, receiver: Event, idle_since: float) -> list[Message]:
+    """Return the messages that `receiver` needed from other ranks; its rank was idle from `idle_since`."""
+    remote = [source for source in timeline.needed_events(receiver) if source.rank != receiver.rank]
+    if timeline.message_costs:
+        return [Message(source, timeline.arrivals[source.action, receiver.action.stage].time) for source in remote]
+    last_end = max((source.end for source in remote), default=idle_since)
+    return [
+        Message(source, max(last_end, receiver.start) if source.end == last_end >= idle_since else source.end)
+        for source in remote
+    ]

@@ -2,16 +2,19 @@
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.errors import PenstockError
 from penstock.view import local_server
+from penstock.view.data.timeline_data import Data
 from penstock.view.html import SCRIPTS
 from penstock.view.local_server import NOT_FOUND, Answer
 from penstock.view.studio.answers import answer, choices
-from penstock.view.studio.opened_file import OpenedFile
 from penstock.view.studio.worker import Workers
 
 if TYPE_CHECKING:
@@ -31,6 +34,29 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+Reader = Callable[[], Data]  # returns the question for the file's table, or raises PenstockError
+
+
+class OpenedFile:
+    """A file that the studio was opened with, whose table the page polls for. It is read again when it changes."""
+
+    def __init__(self, path: Path, reader: Reader) -> None:
+        self.path, self._reader = path, reader
+        self._version_and_data = "", Data()  # when the file was changed, as read last; its question or error
+
+    def data(self) -> Data:
+        """Return the question for the file's table, or {"error"}. "changed" is another text after each change of the file."""
+        try:
+            version = str(self.path.stat().st_mtime_ns)
+        except OSError:
+            return {"changed": "", "error": f"{self.path} is gone"}
+        if version != self._version_and_data[0]:
+            try:
+                data = self._reader()
+            except PenstockError as error:
+                data = {"error": str(error)}
+            self._version_and_data = version, data
+        return {"changed": version, **self._version_and_data[1]}
 
 
 def read_page_file(name: str) -> str:

@@ -13,7 +13,7 @@ from penstock.guards.changed_weights import ChangedWeightsCheck
 from penstock.guards.equal_values import BatchComparison, TiedCopiesCheck, has_several_readers
 from penstock.guards.frozen_stages import FrozenStageCheck
 from penstock.guards.gradient_factor import GradientFactorCheck
-from penstock.guards.loss import LossChecks
+from penstock.guards.loss_check import LossChecks
 from penstock.guards.nonfinite import NonFiniteMonitor
 from penstock.guards.outdated_weights import OutdatedUseRefusal, TensorsSharedBetweenPipelines
 from penstock.guards.reachable_objects import SharedObject

@@ -11,8 +11,8 @@ from typing import Any
 from penstock.errors import ScheduleError, is_whole_number
 from penstock.plan.search import cp_sat, initial_tables, periodic
 from penstock.plan.search.annealing import ReportProgress, anneal
-from penstock.plan.search.bounds import LowerBound, lower_bound
 from penstock.plan.search.incremental_simulation import IncrementalSimulation, Snapshot
+from penstock.plan.search.makespan_bounds import LowerBound, lower_bound
 from penstock.plan.search.problem import INFINITE, TOLERANCE, Rows, SearchProblem
 from penstock.schedule.proof import verify
 from penstock.schedule.schedule import Schedule

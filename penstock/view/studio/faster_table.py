@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.errors import ScheduleError
-from penstock.plan.search.search import Found
+from penstock.plan.search.table_search import Found
 from penstock.schedule import Costs, Schedule, search, simulate, verify
 from penstock.schedule.table import Kind
-from penstock.view.data.timeline import Data
+from penstock.view.data.timeline_data import Data
 
 ReportProgress = Callable[[Data], object]
 MAX_STAGES_TIMES_MICROBATCHES = 2048  # a search takes some seconds

@@ -7,22 +7,29 @@ A run trains a small model, with a checkpoint after every step, on 4 ranks. Wher
 down to 1, and then on 4 again. A fault is SIGKILL, SIGSEGV, SIGSTOP, an exception or an allocation that cannot be, on any rank,
 at any moment: while ranks start, connect, train, save or restart. After each run the weights are compared with the undisturbed
 run's, who was named with who was hit, and what is left is looked for: processes and files.
+
+Most of a run's time would go to imports of torch. So most programs are forked from this one's fork server, and fork their own.
 """
 
+import atexit
 import json
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from shutil import rmtree
 from statistics import median, quantiles
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +39,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
+from penstock.launcher.forkserver import HELD_SIGNALS, forkserver_context
 
 RANKS, ROWS, WIDTH = 4, 16, 32
 RAISES, ALLOCATES = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2
@@ -56,6 +64,7 @@ class ChaosOptions:
     faults: int = 10**9  # stop after so many
     steps: int = 40  # of a run
     torchrun: float = 0.0  # the share of runs that torchrun starts, which takes seconds each time
+    fresh: float = 0.1  # the share of the other runs whose programs are new interpreters, and not forked
     preemptions: int = 0  # instead: so many SIGTERMs to the program or one of its ranks, after which no step may be done again
 
 
@@ -157,14 +166,76 @@ def program(job: Job) -> None:
 # ---- the processes of a program
 
 
+class ForkedProgram:
+    """A program in a process that is forked from this one's fork server, where torch is imported; to be used as a Popen."""
+
+    def __init__(self, job: Job, environment: dict[str, str], output: Path) -> None:
+        self._process: Any = forkserver_context().Process(target=_run_forked_program, args=(job, environment, output))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code; negative for a signal, None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """As `returncode`."""
+        return self.returncode
+
+    def wait(self) -> int | None:
+        """Wait until it has ended; return the exit code."""
+        self._process.join()
+        return self.returncode
+
+
+def _run_forked_program(job: Job, environment: dict[str, str], output: Path) -> None:
+    """Make this process what a new interpreter would be: with a session, files, a fork server and a tracker of its own."""
+    os.setsid()
+    for number in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    vars(multiprocessing.current_process())["_config"].pop("tempdir", None)
+
+    vars(vars(resource_tracker)["_resource_tracker"]).update(_fd=None, _pid=None)
+    server = forkserver.ForkServer()
+    names = ("ensure_running", "get_inherited_fds", "connect_to_new_process", "set_forkserver_preload")
+    vars(forkserver).update({name: getattr(server, name) for name in names}, _forkserver=server)
+    vars(forkserver)["util"] = SimpleNamespace(**{**vars(util), "spawnv_passfds": _fork_server})
+    program(job)
+
+
+def _fork_server(_: str, arguments: list[str], passed: list[int]) -> int:
+    """Run the code of a fork server, the last of `arguments`, in a fork of this process instead of a new interpreter."""
+    if pid := os.fork():
+        return pid
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in passed:
+            with suppress(OSError):  # that of the listing itself
+                os.close(int(name))
+    del sys.modules["penstock.launcher.forkserver_child"]  # the server imports it anew
+    try:
+        exec(arguments[-1])
+    finally:
+        atexit._run_exitfuncs()
+        os._exit(0)
+
+
 class DisturbedProgram:
     """A program that is disturbed: its ranks, and what is left when it has ended."""
 
-    def __init__(self, job: Job, torchrun: bool, temporary: Path) -> None:
-        self.torchrun, self.temporary, self.folder = torchrun, temporary, Path(job.folder)
-        starter = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone", f"--max-restarts={job.restarts}"]
-        command = [sys.executable, *(starter if torchrun else []), __file__, "--job", json.dumps(asdict(job))]
+    def __init__(self, job: Job, start: str, temporary: Path) -> None:
+        self.torchrun, self.temporary, self.folder = start == "torchrun", temporary, Path(job.folder)
         environment = os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+        self.process: ForkedProgram | subprocess.Popen[bytes]
+        if start == "forked":
+            self.process = ForkedProgram(job, environment, self.folder / "told")
+            return
+        starter = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone", f"--max-restarts={job.restarts}"]
+        command = [sys.executable, *(starter if self.torchrun else []), __file__, "--job", json.dumps(asdict(job))]
         with (self.folder / "told").open("ab") as told:
             self.process = subprocess.Popen(command, env=environment, stdout=told, stderr=told, start_new_session=True)
 
@@ -230,10 +301,10 @@ def _described(pid: int) -> str:
 
 
 def disturb(
-    job: Job, torchrun: bool, temporary: Path, draw: random.Random, most: int
+    job: Job, start: str, temporary: Path, draw: random.Random, most: int
 ) -> tuple[list[InjectedFault], DisturbedProgram]:
     """Start one program and hit its ranks until it has ended, at most once an attempt and `most` times."""
-    program, faults = DisturbedProgram(job, torchrun, temporary), list[InjectedFault]()
+    program, faults = DisturbedProgram(job, start, temporary), list[InjectedFault]()
     known: set[int] = set()  # ranks of attempts that were hit
     begin = time.monotonic()
     while program.process.poll() is None:
@@ -289,8 +360,8 @@ def done(folder: Path) -> list[tuple[float, int, int]]:
 class DisturbedTraining:
     """One training, from its first program to its end, and what was wrong with it."""
 
-    def __init__(self, name: str, job: Job, torchrun: bool, temporary: Path) -> None:
-        self.name, self.job, self.torchrun, self.temporary = name, job, torchrun, temporary
+    def __init__(self, name: str, job: Job, start: str, temporary: Path) -> None:
+        self.name, self.job, self.start, self.temporary = name, job, start, temporary
         self.folder = Path(job.folder)
         self.folder.mkdir()
         self.faults: list[InjectedFault] = []
@@ -299,7 +370,7 @@ class DisturbedTraining:
     def disturb(self, draw: random.Random, most: int) -> None:
         """Start programs until one comes to its end; hit ranks `most` times."""
         while True:
-            faults, program = disturb(self.job, self.torchrun, self.temporary, draw, most - len(self.faults))
+            faults, program = disturb(self.job, self.start, self.temporary, draw, most - len(self.faults))
             self.faults += faults
             self.wrong += [f"left: {value}" for value in program.left()]
             if self._ended(program, faults):
@@ -307,7 +378,7 @@ class DisturbedTraining:
 
     def _ended(self, program: DisturbedProgram, faults: list[InjectedFault]) -> bool:
         """Whether the program came to its end; who was named is compared with who was hit."""
-        if self.torchrun:
+        if program.torchrun:
             if program.process.returncode and len(faults) <= self.job.restarts:
                 self.wrong.append(f"torchrun ended with exit code {program.process.returncode} after {len(faults)} faults")
             return program.process.returncode == 0
@@ -362,7 +433,7 @@ def preempt(options: ChaosOptions) -> None:
         folder = root / str(runs)
         folder.mkdir()
         while not (folder / "weights.safetensors").exists():
-            program = DisturbedProgram(replace(job, folder=str(folder)), torchrun=False, temporary=folder)
+            program = DisturbedProgram(replace(job, folder=str(folder)), "fresh", folder)
             whom = _moment(program, draw)
             if count < options.preemptions and program.process.poll() is None:
                 os.kill(whom if whom in program.ranks() else program.process.pid, signal.SIGTERM)
@@ -399,31 +470,32 @@ def main(options: ChaosOptions) -> None:
         "1f1b": Job("", options.steps), "zb-v": Job("", options.steps, "zb-v"), "pp2 x dp2": Job("", options.steps, replicas=2)
     }  # fmt: skip
     expected = {name: undisturbed(job, root / name) for name, job in kinds.items()}
-    counts, seconds, runs, bad = Counter[str](), {False: list[float](), True: list[float]()}, 0, 0
+    counts, seconds, runs, bad = Counter[str](), {"launch": list[float](), "torchrun": list[float]()}, 0, 0
     while time.monotonic() - begin < options.seconds and counts.total() < options.faults:
         runs += 1
-        name, torchrun = draw.choice(list(kinds)), draw.random() < options.torchrun
+        name, is_forked = draw.choice(list(kinds)), draw.random() >= options.fresh
+        start = "torchrun" if draw.random() < options.torchrun else "forked" if is_forked else "fresh"
         temporary = root / f"{runs}-temporary"
         temporary.mkdir()
-        run = DisturbedTraining(name, replace(kinds[name], folder=str(root / str(runs))), torchrun, temporary)
+        run = DisturbedTraining(name, replace(kinds[name], folder=str(root / str(runs))), start, temporary)
         run.disturb(draw, min(draw.randint(1, MOST_FAULTS), options.faults - counts.total()))
         run.compare(expected[name])
         counts.update(fault.kind for fault in run.faults)
-        seconds[torchrun] += run.recovery()
+        seconds["torchrun" if start == "torchrun" else "launch"] += run.recovery()
         bad += bool(run.wrong)
         ends = "; ".join(run.wrong) or "the same bits, exactly who was hit named, nothing left"
-        print(f"run {runs}, {name}{', torchrun' * torchrun}, {len(run.faults)} faults: {ends}", flush=True)
+        print(f"run {runs}, {name}, {start}, {len(run.faults)} faults: {ends}", flush=True)
         if run.wrong:
             print(f"  kept in {run.folder}")
         else:
             rmtree(run.folder)
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     print(f"{counts.total()} faults in {runs} runs, {bad} wrong: {told}")
-    for torchrun, all_of_them in seconds.items():
+    for starter, all_of_them in seconds.items():
         if len(all_of_them) > 1:
-            most = quantiles(all_of_them, n=20)[-1]
-            told = f"{median(all_of_them):.2f} s in the median, 95 % within {most:.2f} s, {len(all_of_them)} measured"
-            print(f"from a fault to the first new step, {'torchrun' if torchrun else 'launch'}: {told}")
+            most, worst = quantiles(all_of_them, n=20)[-1], max(all_of_them)
+            told = f"{median(all_of_them):.2f} s in the median, 95 % within {most:.2f} s, {worst:.2f} s at most"
+            print(f"from a fault to the first new step, {starter}: {told}, {len(all_of_them)} measured")
     if not bad:
         rmtree(root)
     sys.exit(int(bad > 0))

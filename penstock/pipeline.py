@@ -1,6 +1,6 @@
 """Pipeline: a model cut into stages over the ranks, which trains like the uncut one."""
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -25,13 +25,13 @@ from penstock.generate import GenerationOptions, generate_text
 from penstock.guards.nonfinite import NonFinitePolicy
 from penstock.guards.outdated_weights import allow_outdated_use
 from penstock.mesh.data_parallel import ApplyDataParallel
-from penstock.mesh.sampler import GroupSampler, ReplicaSampler, dataset_length
+from penstock.mesh.sampler import PipelineSamplers
 from penstock.mesh.tensor_parallel import TensorParallelPlan
 from penstock.options import LossFn, Model, OnNonfinite, PipelineOptions, PlanLike
 from penstock.partition.materialise import Init
 from penstock.pipeline_parameters import PipelineParameters
 from penstock.pipeline_parts import NewModel, StageSource, build_parts
-from penstock.plan.grouping import Cost, Limit
+from penstock.plan.grouping import Limit
 from penstock.plan.list_order import comparable_order, microbatch_order
 from penstock.plan.microbatch_costs import MicrobatchCosts
 from penstock.plan.recut import MEASURED, RECUT_CALL, choose_fastest_cut
@@ -42,7 +42,7 @@ from penstock.stage.module_runner import evaluation_mode
 from penstock.stage.recompute import Recompute
 
 
-class Pipeline(LastStep, PipelineParameters, ModuleMisuseHints):
+class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints):
     """A model cut into stages over the ranks, trained as one. All ranks make the same calls.
 
     Each rank runs its own stages, at least one; the schedule says when.
@@ -351,18 +351,13 @@ class Pipeline(LastStep, PipelineParameters, ModuleMisuseHints):
         microbatches than a schedule that is a table has.
         """
         call = Call("step_microbatches()", True, (inputs,), {}, targets, scale=scale, losses=losses, is_list=True)
-        rule = None if order == "given" and limit is None else self._order_rule(order, limit)
-        call = call._replace(
-            order_option=comparable_order(order), limit_option=limit, order_rule=rule, wants_outputs=return_outputs
-        )
+        if order != "given" or limit is not None:
+            table_of, costs = self._engine.programs.table, self._microbatch_costs
+            call = call._replace(order_rule=lambda shapes: microbatch_order(order, shapes, table_of, costs, limit))
+        call = call._replace(order_option=comparable_order(order), limit_option=limit, wants_outputs=return_outputs)
         result = self._run(call)
         loss = add_backward_hint(result.loss)
         return (loss, list(result.outputs) or None) if return_outputs else loss
-
-    def _order_rule(self, order: object, limit: Limit) -> Any:
-        """Return what chooses the order of a list's microbatches, from what they are like."""
-        table_of, costs = self._engine.programs.table, self._microbatch_costs
-        return lambda shapes: microbatch_order(order, shapes, table_of, costs, limit)
 
     def plan_costs(self) -> MicrobatchCosts:
         """Fit what a microbatch of any size takes to the lists that ran. All ranks call it, and get the same.
@@ -525,14 +520,6 @@ class Pipeline(LastStep, PipelineParameters, ModuleMisuseHints):
         self._end("this pipeline was rebuilt: use the one that rebuild() returned")
         return pipe if optimizer is None else (pipe, optimizer)
 
-    def train(self, mode: bool = True) -> "Pipeline":
-        """Set training or evaluation mode of this rank's modules, as `nn.Module.train`. `step` does not change it."""
-        for module in self.stages.values():
-            module.train(mode)
-        if self._original.cuttable is not None:
-            self._original.cuttable.model.training = mode
-        return self
-
     def _run(self, call: Call) -> StepResult:
         """Run one training step or evaluation on all ranks."""
         training = call.is_training
@@ -569,51 +556,3 @@ class Pipeline(LastStep, PipelineParameters, ModuleMisuseHints):
         if call.losses is not None:
             call.losses[:] = result.losses
         return result
-
-    def sampler(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> ReplicaSampler:
-        """Return a sampler for this rank's DataLoader: the same rows on all ranks of a pipeline, others on each replica.
-
-            loader = DataLoader(dataset, batch_size=32, sampler=pipe.sampler(dataset))  # rows of one replica's batch
-
-        Each iteration is the next epoch. With `shuffle` each has a different order, which depends on `seed` and the epoch only;
-        `set_epoch(n)` sets the next one. Every replica gets len(dataset) // dp rows an epoch; the remaining rows come first in
-        the next. See docs/howto/data.md.
-
-        Raises MismatchError for a dataset without a length, or with fewer rows than replicas.
-        """
-        return ReplicaSampler(dataset_length(dataset), self.position.replica, self.position.replicas, shuffle, seed)
-
-    def batches(
-        self,
-        dataset: Any,
-        rows: int,
-        length: Callable[[Any], int] | Sequence[int] = len,
-        microbatches: int | None = None,
-        cost: Cost | None = None,
-        limit: Limit = None,
-        shuffle: bool = True,
-        seed: int = 0,
-    ) -> GroupSampler:
-        """Return what shares a dataset's rows out over steps and their microbatches: row numbers, in groups of like lengths.
-
-            batches = pipe.batches(dataset, rows=64, length=lambda row: len(row["input_ids"]))
-            for groups in batches:  # one epoch
-                microbatches = [[dataset[row] for row in group] for group in groups]
-
-        rows
-            Of a step of this replica. The last step of an epoch has those that are left.
-        length
-            `length(dataset[row])` is the number of tokens of a row, at least 1; or a sequence with those of all rows.
-        microbatches, cost, limit
-            As for `ps.plan.group_rows`; by default as many microbatches as the pipeline's.
-        shuffle, seed
-            As for `sampler`: each replica has the same rows of an epoch.
-
-        Every row is in one group of an epoch. The groups depend on these arguments and on the number of replicas only, not on
-        ranks and schedule. Each iteration is the next epoch; `len(batches)` is its number of steps. A resumed training goes on
-        after `batches.set_step(pipe.step_count)`.
-
-        Raises MismatchError as `sampler` and `ps.plan.group_rows`.
-        """
-        sampler = self.sampler(dataset, shuffle, seed)
-        return GroupSampler(sampler, dataset, rows, length, microbatches or self.schedule.microbatches, cost, limit)

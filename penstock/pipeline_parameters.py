@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
+from penstock.engine.model_partition import OriginalModel
 from penstock.engine.optimizers import (
     check_elementwise_optimizer,
     gather_gradient_norms,
@@ -24,6 +25,7 @@ class PipelineParameters(PipelineCalls):
 
     position: MeshPosition
     _parameters: RankParameters
+    _original: OriginalModel
     _gradient_factor: GradientFactorCheck
     _empty_parameter: nn.Parameter  # see `parameters`
     _has_optimizer = False  # whether one was made of `parameters()`
@@ -71,6 +73,14 @@ class PipelineParameters(PipelineCalls):
             check_elementwise_optimizer(optimizer, self.position.pipeline.world_size)
             self._has_optimizer = self._has_optimizer or optimizer is not None
             yield from parameters
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode of this rank's modules, as `nn.Module.train`. `step` does not change it."""
+        for module in self.stages.values():
+            module.train(mode)
+        if self._original.cuttable is not None:
+            self._original.cuttable.model.training = mode
+        return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset this rank's gradients to None, or to 0; as `nn.Module.zero_grad`."""

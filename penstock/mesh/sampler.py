@@ -1,15 +1,17 @@
 """Samplers: the rows of a dataset for each replica and epoch, the same on all ranks of a pipeline, disjoint over replicas."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from penstock.errors import MismatchError, is_whole_number
+from penstock.mesh.position import MeshPosition
 from penstock.plan.grouping import Cost, Limit, group_rows
 from penstock.randomness import mix_seed
+from penstock.schedule.schedule import Schedule
 
 
 def dataset_length(dataset: Any) -> int:
@@ -109,3 +111,58 @@ class GroupSampler(Sampler[list[list[int]]]):
             lengths = [self.length(self.dataset[row]) if callable(self.length) else self.length[row] for row in step_rows]
             groups = group_rows(lengths, min(self.microbatches, len(step_rows)), self.cost, self.limit)
             yield [[step_rows[row] for row in group] for group in groups]
+
+
+class PipelineSamplers:
+    """A base of Pipeline: how the rows of a dataset are shared out over replicas, steps and microbatches."""
+
+    position: MeshPosition
+    schedule: Schedule
+
+    def sampler(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> ReplicaSampler:
+        """Return a sampler for this rank's DataLoader: the same rows on all ranks of a pipeline, others on each replica.
+
+            loader = DataLoader(dataset, batch_size=32, sampler=pipe.sampler(dataset))  # rows of one replica's batch
+
+        Each iteration is the next epoch. With `shuffle` each has a different order, which depends on `seed` and the epoch only;
+        `set_epoch(n)` sets the next one. Every replica gets len(dataset) // dp rows an epoch; the remaining rows come first in
+        the next. See docs/howto/data.md.
+
+        Raises MismatchError for a dataset without a length, or with fewer rows than replicas.
+        """
+        return ReplicaSampler(dataset_length(dataset), self.position.replica, self.position.replicas, shuffle, seed)
+
+    def batches(
+        self,
+        dataset: Any,
+        rows: int,
+        length: Callable[[Any], int] | Sequence[int] = len,
+        microbatches: int | None = None,
+        cost: Cost | None = None,
+        limit: Limit = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> GroupSampler:
+        """Return what shares a dataset's rows out over steps and their microbatches: row numbers, in groups of like lengths.
+
+            batches = pipe.batches(dataset, rows=64, length=lambda row: len(row["input_ids"]))
+            for groups in batches:  # one epoch
+                microbatches = [[dataset[row] for row in group] for group in groups]
+
+        rows
+            Of a step of this replica. The last step of an epoch has those that are left.
+        length
+            `length(dataset[row])` is the number of tokens of a row, at least 1; or a sequence with those of all rows.
+        microbatches, cost, limit
+            As for `ps.plan.group_rows`; by default as many microbatches as the pipeline's.
+        shuffle, seed
+            As for `sampler`: each replica has the same rows of an epoch.
+
+        Every row is in one group of an epoch. The groups depend on these arguments and on the number of replicas only, not on
+        ranks and schedule. Each iteration is the next epoch; `len(batches)` is its number of steps. A resumed training goes on
+        after `batches.set_step(pipe.step_count)`.
+
+        Raises MismatchError as `sampler` and `ps.plan.group_rows`.
+        """
+        sampler = self.sampler(dataset, shuffle, seed)
+        return GroupSampler(sampler, dataset, rows, length, microbatches or self.schedule.microbatches, cost, limit)

@@ -5,6 +5,7 @@ import types
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from operator import is_
 from typing import Any
 
@@ -53,6 +54,11 @@ def stored_elements(container: Any) -> Iterator[Any]:
     base: Any = next(base for base in ITERABLES if isinstance(container, base))
     elements_of_base: Iterator[Any] = base.__iter__(container)
     return elements_of_base
+
+
+def first_elements(container: Any, number: int) -> list[Any]:
+    """Return the first elements of a container or tuple, of a dict the pairs."""
+    return [*islice(stored_elements(container), number)]
 
 
 def elements(container: Any) -> dict[Any, Any]:

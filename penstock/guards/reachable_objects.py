@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from queue import Queue
 from typing import Any
 
@@ -29,19 +29,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock.python_objects import (
-    CONTAINERS,
     ITERABLES,
+    first_elements,
     has_attributes,
     is_of_framework,
     module_attributes,
     object_attributes,
-    stored_elements,
 )
 from penstock.torch_private import backward_hooks, forward_hooks
 
 LOSS_PATH = "the loss"  # in the path of what only the loss has
 MAX_OBJECTS_PER_STAGE = 10_000
-MAX_ITEMS_OF_CONTAINER = 1_000
+MAX_ITEMS = 1_000  # of a container
 MAX_CALLS_BETWEEN_FUNCTIONS = 3  # how far globals are followed from a function to those that it uses
 
 try:
@@ -55,6 +54,9 @@ ENVIRONMENT = os.environ
 CONTEXTS: tuple[Any, ...] = (ContextVar, threading.local)
 BUFFERS = (bytearray, array)
 GENERATORS: tuple[Any, ...] = (torch.Generator, random.Random, count, *NUMPY_GENERATORS)
+
+
+UNCHANGED = (nn.Parameter, Queue, tuple, frozenset, partial, types.MethodType, weakref.ref)  # only what they refer to changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,54 +152,17 @@ class _Walk:
         """Record `value` if it can be changed. Yield what it refers to."""
         if value is ENVIRONMENT or value is os.getenv:
             self._record(stage, ENVIRONMENT, f"os.environ of {path}", "os.environ")
-        elif isinstance(value, Tensor):
-            if not isinstance(value, nn.Parameter):
-                self._record(stage, value, path)
         elif isinstance(value, nn.Module):
             yield from self._children_of_referenced_module(stage, value, path)
-        elif isinstance(value, (*GENERATORS, *ARRAYS, *BUFFERS)):
-            self._record(stage, value, path)
-        elif isinstance(value, Queue):
-            yield value.queue, path, calls
-        elif isinstance(value, types.GeneratorType):
-            self._record(stage, value, path)
-            yield from ((item, f"{path}.{name}", calls) for name, item in inspect.getgeneratorlocals(value).items())
-        elif isinstance(value, dict):
-            self._record(stage, value, path)
-            yield from ((item, f"{path}[{key!r:.40}]", calls) for key, item in _first_elements(value))
-        elif isinstance(value, ITERABLES):
-            if isinstance(value, CONTAINERS):
-                self._record(stage, value, path)
-            yield from ((item, f"{path}[{index}]", calls) for index, item in enumerate(_first_elements(value)))
-        elif isinstance(value, partial):
-            yield from ((part, path, calls) for part in (value.func, value.args, value.keywords))
-        elif isinstance(value, types.MethodType):
-            yield value.__self__, path, calls
-            yield value.__func__, path, calls
         elif isinstance(value, types.FunctionType):
             self._record(stage, value, path)
             yield from self._children_of_function(value, path, calls)
-        elif isinstance(value, CONTEXTS):
-            self._record(stage, value, path)
-            yield from ((item, path, calls) for item in context_variables(value).values())
-        elif isinstance(value, types.CellType):
-            self._record(stage, value, path)
-            yield from ((content, path, calls) for content in cell_contents(value))
-        elif isinstance(value, GlobalVariable):
-            self._record(stage, value, path, f"global {value.namespace.get('__name__')}.{value.name}")
-            yield value.namespace.get(value.name), f"the global {value.name} of {path}", calls
-        elif isinstance(value, weakref.ref):
-            yield value(), path, calls
-        elif isinstance(value, type):
-            if not is_of_framework(value.__module__):
-                self._record(stage, value, path, f"class {value.__module__}.{value.__qualname__}")
-                yield from ((item, f"{path}.{name}", calls) for name, item in class_attributes(value).items())
-        elif callable(value) and inspect.isfunction(wrapped := inspect.getattr_static(value, "__wrapped__", None)):
-            yield wrapped, path, calls  # of `functools.cache`
-        elif has_attributes(value):
-            self._record(stage, value, path)
-            yield from ((item, f"{path}.{name}", calls) for name, item in object_attributes(value).items())
-            yield type(value), path, calls
+        elif wrapped := _wrapped_function(value):
+            yield wrapped, path, calls
+        elif (parts := _parts(value, path)) is not None:
+            if not isinstance(value, UNCHANGED):
+                self._record(stage, value, path, _label(value))
+            yield from ((part, part_path, calls) for part, part_path in parts)
 
     def _children_of_module(
         self, stage: int, module: nn.Module, path: str, with_buffers: bool
@@ -260,6 +225,53 @@ class _Walk:
         return self._globals_of_function[function]
 
 
+Parts = list[tuple[Any, str]]  # what an object refers to, with the path to it
+
+
+def _parts(value: Any, path: str) -> Parts | None:
+    """Return what an object at `path` refers to; None for what is not looked at, as numbers and texts."""
+    for classes, parts_of in PARTS:
+        if isinstance(value, classes):
+            return parts_of(value, path)
+    if isinstance(value, type):
+        return None if is_of_framework(value.__module__) else _named(class_attributes(value), path)
+    return [*_named(object_attributes(value), path), (type(value), path)] if has_attributes(value) else None
+
+
+PARTS: Sequence[tuple[Any, Callable[[Any, str], Parts]]] = (
+    ((Tensor, *GENERATORS, *ARRAYS, *BUFFERS), lambda value, path: []),
+    (Queue, lambda value, path: [(value.queue, path)]),
+    (types.GeneratorType, lambda value, path: _named(inspect.getgeneratorlocals(value), path)),
+    (dict, lambda value, path: [(item, f"{path}[{key!r:.40}]") for key, item in first_elements(value, MAX_ITEMS)]),
+    (ITERABLES, lambda value, path: [(item, f"{path}[{i}]") for i, item in enumerate(first_elements(value, MAX_ITEMS))]),
+    (partial, lambda value, path: [(part, path) for part in (value.func, value.args, value.keywords)]),
+    (types.MethodType, lambda value, path: [(value.__self__, path), (value.__func__, path)]),
+    (CONTEXTS, lambda value, path: [(item, path) for item in context_variables(value).values()]),
+    (types.CellType, lambda value, path: [(content, path) for content in cell_contents(value)]),
+    (GlobalVariable, lambda value, path: [(value.namespace.get(value.name), f"the global {value.name} of {path}")]),
+    (weakref.ref, lambda value, path: [(value(), path)]),
+)
+
+
+def _named(values: Mapping[str, Any], path: str) -> Parts:
+    return [(item, f"{path}.{name}") for name, item in values.items()]
+
+
+def _wrapped_function(value: Any) -> types.FunctionType | None:
+    """Return the function that another callable stands for, as of `functools.cache`."""
+    if not callable(value) or isinstance(value, type | partial):
+        return None
+    wrapped = inspect.getattr_static(value, "__wrapped__", None)
+    return wrapped if inspect.isfunction(wrapped) else None
+
+
+def _label(value: Any) -> str | None:
+    """Return the label of an object that other ranks may have under the same name; None for any other."""
+    if isinstance(value, GlobalVariable):
+        return f"global {value.namespace.get('__name__')}.{value.name}"
+    return f"class {value.__module__}.{value.__qualname__}" if isinstance(value, type) else None
+
+
 def _may_talk(module: types.ModuleType, name: str) -> bool:
     """Whether a variable of a Python module is looked at: of a framework's no functions, classes and modules."""
     if name not in vars(module):
@@ -286,10 +298,6 @@ def cell_contents(cell: types.CellType) -> Sequence[Any]:
         return [cell.cell_contents]
     except ValueError:
         return []
-
-
-def _first_elements(container: Any) -> list[Any]:
-    return [*islice(stored_elements(container), MAX_ITEMS_OF_CONTAINER)]
 
 
 def _functions_of_class(cls: type) -> Iterator[types.FunctionType]:

@@ -44,7 +44,14 @@ from penstock.guards.reachable_objects import (
     context_variables,
 )
 from penstock.mesh.position import MeshPosition
-from penstock.python_objects import ITERABLES, has_attributes, module_attributes, object_attributes, stored_elements
+from penstock.python_objects import (
+    ITERABLES,
+    first_elements,
+    has_attributes,
+    module_attributes,
+    object_attributes,
+    stored_elements,
+)
 from penstock.schedule.table import Action, Kind
 from penstock.stage.dtensor import local_shard
 from penstock.stage.stage import Stage
@@ -395,11 +402,11 @@ def _items(value: Any, with_buffers: bool = False) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, type):
         yield from class_attributes(value).items()
     elif isinstance(value, dict):
-        yield from ((repr(key)[:80], item) for key, item in [*stored_elements(value)][:MAX_ITEMS])
+        yield from ((repr(key)[:80], item) for key, item in first_elements(value, MAX_ITEMS))
     elif isinstance(value, set | frozenset):
         yield from sorted((repr(item)[:80], item) for item in stored_elements(value))[:MAX_ITEMS]
     elif isinstance(value, list | tuple | deque):
-        yield from ((f"[{index}]", item) for index, item in enumerate([*stored_elements(value)][:MAX_ITEMS]))
+        yield from ((f"[{index}]", item) for index, item in enumerate(first_elements(value, MAX_ITEMS)))
     elif value is not None:
         yield from object_attributes(value).items()
 

@@ -1,7 +1,7 @@
 """The parts of a pipeline, which all ranks build together, in five steps of which three exchange messages."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
@@ -10,14 +10,15 @@ from penstock import partition
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.topology import Topology
 from penstock.engine.build import PipelineConfig, build_engine, complete_options, materialise_stages
-from penstock.engine.model_partition import ModelPartition, OriginalModel, partition_model
+from penstock.engine.model_partition import AllStages, ModelPartition, OriginalModel, partition_model
 from penstock.engine.optimizers import check_scaler
 from penstock.engine.step import Engine
 from penstock.engine.teacher import build_teacher
 from penstock.guards import outdated_weights
 from penstock.guards.attention_check import check_attention, check_tokens_mix_in_attention
 from penstock.guards.observer_list import PipelineObservers, make_observers
-from penstock.guards.pipeline_comparison import ComparisonResult, compare_pipeline_on_ranks
+from penstock.guards.outdated_weights import TensorKey
+from penstock.guards.pipeline_comparison import compare_pipeline_on_ranks
 from penstock.guards.reachable_objects import find_shared_objects
 from penstock.mesh.position import MeshPosition, mesh_position
 from penstock.options import PipelineOptions
@@ -38,7 +39,13 @@ class StageSource(Protocol):
         """Return the model that is to be cut; None for stages that were given."""
 
     def fill_stages(
-        self, control: ControlGroup, topology: Topology, original: OriginalModel, partition: ModelPartition, all_ranks: Any
+        self,
+        control: ControlGroup,
+        topology: Topology,
+        original: OriginalModel,
+        partition: ModelPartition,
+        all_stages: AllStages,
+        changed_keys: Collection[TensorKey],
     ) -> tuple[dict[int, nn.Module], set[str]]:
         """Return this rank's stages on its device, with their values; and the names of tensors that have none yet."""
 
@@ -67,12 +74,13 @@ class NewModel:
         topology: Topology,
         original: OriginalModel,
         partition: ModelPartition,
-        all_ranks: ComparisonResult,
+        all_stages: AllStages,
+        changed_keys: Collection[TensorKey],
     ) -> tuple[dict[int, nn.Module], set[str]]:
         """Initialise what is on the meta device. Raise MismatchError for weights that another pipeline has outdated."""
         tensors = original.stage_tensors(partition.modules)
-        outdated_weights.check_no_outdated_weights(tensors, all_ranks.changed_keys, control.topology.rank)
-        return materialise_stages(partition, all_ranks.stages, topology.device, self._options.seed, self._options.init)
+        outdated_weights.check_no_outdated_weights(tensors, changed_keys, control.topology.rank)
+        return materialise_stages(partition, all_stages, topology.device, self._options.seed, self._options.init)
 
 
 class PipelineParts(NamedTuple):
@@ -114,7 +122,9 @@ def build_parts(options: PipelineOptions, source: StageSource, control: ControlG
     config = config.with_frozen_stages(all_ranks.frozen_stages)
 
     # 4. Bring this rank's stages to its device, with their values (messages, if those are on other ranks).
-    modules, unset_names = source.fill_stages(control, position.pipeline, original, partition, all_ranks)
+    modules, unset_names = source.fill_stages(
+        control, position.pipeline, original, partition, all_ranks.stages, all_ranks.changed_keys
+    )
 
     # 5. Connect them to those of other ranks (messages).
     teacher = None
@@ -123,7 +133,9 @@ def build_parts(options: PipelineOptions, source: StageSource, control: ControlG
             teacher = build_teacher(
                 control,
                 position,
-                config,
+                options,
+                config.schedule,
+                config.table_with_teacher,
                 partition.user_stages,
                 lambda table, parts: compare_pipeline_on_ranks(control, position, table, parts, {}, "teacher").stages,
             )

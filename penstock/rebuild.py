@@ -6,7 +6,7 @@ released where they were: a rank needs memory for its old and its new stages, an
 have; until then nothing changes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.encoding import view_as_bytes
 from penstock.comms.topology import CPU, Topology
-from penstock.engine.model_partition import ModelPartition, OriginalModel
+from penstock.engine.model_partition import AllStages, ModelPartition, OriginalModel
 from penstock.engine.optimizers import (
     check_has_no_remote_parameters,
     check_same_group_options,
@@ -204,7 +204,13 @@ class Redistribution:
 
     @torch.no_grad()
     def fill_stages(
-        self, control: ControlGroup, topology: Topology, original: OriginalModel, partition: ModelPartition, all_ranks: Any
+        self,
+        control: ControlGroup,
+        topology: Topology,
+        original: OriginalModel,
+        partition: ModelPartition,
+        all_stages: AllStages,
+        changed_keys: Collection[tuple[str, str]],
     ) -> tuple[dict[int, nn.Module], set[str]]:
         """Fill the stages that this rank will run with the state that the ranks have, and return them on its device.
 

@@ -23,6 +23,7 @@ from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.parallelize import parallelize_teacher
 from penstock.mesh.position import MeshPosition
 from penstock.mesh.tensor_parallel import TensorParallelPlan
+from penstock.options import PipelineOptions
 from penstock.partition.graph_stage import move_stage_to_device
 from penstock.partition.materialise import has_meta_tensors
 from penstock.schedule.schedule import Schedule
@@ -148,20 +149,22 @@ class PassInputs(nn.Module):
 def build_teacher(
     control: ControlGroup,
     position: MeshPosition,
-    config: Any,
+    options: PipelineOptions,
+    schedule: Schedule,
+    given: Schedule | None,
     trained_stages: Mapping[int, nn.Module],
     compare: Callable[[Schedule, ModelPartition], AllStages],
 ) -> Teacher:
     """Return the teacher of a pipeline's arguments, cut into stages. All ranks call it together.
 
-    `config`: a PipelineConfig. `trained_stages`: of the model, those that this rank was given. `compare`: raises MismatchError
-    unless all ranks are about to build the same stages.
+    `schedule`: of the model. `given`: the table with the teacher, if the user gives one. `trained_stages`: of the model, those
+    that this rank was given. `compare`: raises MismatchError unless all ranks are about to build the same stages.
 
     The teacher has the stages that a table from the user gives it. By default they are on the ranks of the model's, or in a V
     if it can be cut so and steps are shorter. It is cut by the example of the model, and at the same names if it has them.
     """
-    schedule, given, options = config.schedule, config.table_with_teacher, config.options
     model, cuts = options.teacher, options.cuts
+    assert model is not None
 
     # 1. Choose the ranks of its stages.
     names = {name for name, _ in model.named_modules()} if isinstance(model, nn.Module) else set()
@@ -171,7 +174,7 @@ def build_teacher(
         cuts = None
     cutting = cuts, options.example_args, options.example_kwargs
     check_can_be_cut(model, table, *cutting)
-    cuttable = partition.as_cuttable(model, *cutting, config.rows_dim)
+    cuttable = partition.as_cuttable(model, *cutting, options.rows_dim or 0)
     size = _size_of_teacher(modules_of(model), list(trained_stages.values()), schedule.stages)
     size = control.all_gather_value(size, "to compare the teacher with the model")[0]
     if given is None and cuttable is not None and cuts is None:

@@ -213,7 +213,8 @@ def diagnose(
 
 def end_of_wait(timeout_seconds: float) -> str:
     """Return why a wait for another rank has ended: its timeout has passed, or, if that is 0, its connection is closed."""
-    return f": no answer within {timeout_seconds:g} s" if timeout_seconds else ": the connection is closed"
+    timeout = f": no answer within {timeout_seconds:g} s (init_distributed(timeout=..))"
+    return timeout if timeout_seconds else ": the connection is closed"
 
 
 def error_of(cause: Sequence[RankStatus], witness: RankStatus | None) -> PenstockError:

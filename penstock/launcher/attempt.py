@@ -75,7 +75,8 @@ def exit_result(rank: int, exitcode: int | None) -> RankResult:
     names = {known_signal.value: known_signal.name for known_signal in signal.Signals}
     name = names.get(-exitcode, f"signal {-exitcode}")  # a real-time signal has no name
     crash = "" if -exitcode in SIGNALS_FROM_OUTSIDE else name
-    return RankResult(None, RankStatus(rank, "gone", f"was killed by {name}", error=crash))
+    hint = " (out of memory?)" if -exitcode == signal.SIGKILL else ""
+    return RankResult(None, RankStatus(rank, "gone", f"was killed by {name}{hint}", error=crash))
 
 
 def diagnose_attempt(ranks: int, results: Mapping[int, RankResult]) -> Attempt:

@@ -121,6 +121,9 @@ def _raise_last_error(attempts: Sequence[Attempt]) -> NoReturn:
     """Raise the error of the last attempt; print why it is not tried again if it is a mistake of the program."""
     last_attempt = attempts[-1]
     assert last_attempt.error is not None
+    if isinstance(last_attempt.error, SystemExit) and isinstance(last_attempt.error.code, int):  # Python prints no other word
+        ranks = "".join(f"rank {rank}" for rank in last_attempt.failed_ranks) or "several ranks"
+        print_notice(f"{ranks} called sys.exit({last_attempt.error.code}) before the function was done")
     if times := count_same_failures(attempts):
         moment = "before the first step" if last_attempt.steps_done is None else f"after {last_attempt.steps_done} steps"
         note = f"the same error ended {times} attempts {moment}: not tried again"

@@ -39,7 +39,8 @@ LEFT, LEFT_BY_ERROR = status_of_end(2, None), status_of_end(2, ValueError("own")
         ([wait(1, 2), LEFT_BY_ERROR], [3], (2,), "rank 1 waited for the output of (2,), but rank 2 ended with ValueError: own"),
         (
             [wait(0, 1), wait(1, 2, timeout=5.0)._replace(activity="in 2F0 of step 1")], [2, 3], (2,),
-            "rank 2 does not answer, last seen in 2F0 of step 1: rank 1 waited for the output of (2,): no answer within 5 s",
+            "rank 2 does not answer, last seen in 2F0 of step 1: rank 1 waited for the output of (2,): no answer within 5 s "
+            "(init_distributed(timeout=..))",
         ),
         ([wait(0, 1), wait(1, 2)], [3], (2,), "rank 2 is gone: rank 1 waited for the output of (2,): the connection is closed"),
         ([wait(0), wait(1), wait(2)], [], (3,), "rank 3 is gone: rank 0 waited for the output of (): the connection is closed"),

@@ -86,7 +86,8 @@ def test_ranks_go_on_without_those_that_failed_and_end_with_the_bits_of_an_undis
     assert [type(attempt.error) for attempt in attempts] == [ps.LostRankError, ValueError, ps.LostRankError, type(None)]
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("penstock: ")]
     assert len(lines) == 3
-    assert re.fullmatch(r"penstock: attempt 1 of 6 has ended: .*rank 2 was killed by SIGKILL; 3 ranks begin again", lines[0])
+    killed = r"rank 2 was killed by SIGKILL \(out of memory\?\)"
+    assert re.fullmatch(f"penstock: attempt 1 of 6 has ended: .*{killed}; 3 ranks begin again", lines[0])
     assert lines[1] == "penstock: attempt 2 of 6 has ended: ValueError: its own; 2 ranks begin again"
     stopped = r"rank 1 was stopped by a signal for 3 s, and was ended"
     assert re.fullmatch(rf"penstock: attempt 3 of 6 has ended: .*{stopped}; 1 rank begins again", lines[2])
@@ -113,12 +114,13 @@ def rank_begins(folder):
 
 
 @pytest.mark.ranks
-def test_before_the_first_step_too_and_a_program_that_exits_or_is_called_wrongly_is_not_started_again(tmp_path):
+def test_before_the_first_step_too_and_a_program_that_exits_or_is_called_wrongly_is_not_started_again(tmp_path, capfd):
     with pytest.raises(ps.MismatchError, match="no step was made") as raised:
         ps.launch(rank_begins, 2, tmp_path, restarts=8)
     assert raised.value.__notes__ == ["the same error ended 2 attempts before the first step: not tried again"]
     with pytest.raises(SystemExit):
         ps.launch(rank_exits, 2, restarts=8)
+    assert "penstock: several ranks called sys.exit(3) before the function was done" in capfd.readouterr().err
     with pytest.raises(ps.PenstockError, match=r"^cannot send rank_exits to other processes"):
         ps.launch(rank_exits, 2, threading.Lock(), restarts=8)
     for wrong, words in (
@@ -277,9 +279,9 @@ TOLD = error_of([status_of_error(1, OWN, timedelta(0), None)], None)  # of that,
         (
             outcomes((0, LOST), (1, -9)),
             (1,),
-            "rank 1 is gone; rank 1 was killed by SIGKILL",
+            r"rank 1 is gone; rank 1 was killed by SIGKILL \(out of memory\?\)",
         ),
-        (outcomes((0, LOST), (2, -9)), (2,), "rank 2 was killed by SIGKILL"),
+        (outcomes((0, LOST), (2, -9)), (2,), r"rank 2 was killed by SIGKILL \(out of memory\?\)"),
         (outcomes((2, -11), (0, -6)), (2,), "rank 2 was killed by SIGSEGV"),
         (
             outcomes((2, -9), (0, -9)),

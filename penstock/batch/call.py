@@ -389,7 +389,7 @@ def first_stage_signature(module: nn.Module) -> inspect.Signature:
 class ModelForward:
     """What the model's forward takes, from its first stage. `later_keywords`: those that only later stages take."""
 
-    def __init__(self, module: nn.Module, later_keywords: Iterable[str] = ()) -> None:
+    def __init__(self, module: nn.Module, later_keywords: Iterable[str]) -> None:
         self.signature, self._later_keywords = first_stage_signature(module), frozenset(later_keywords)
         parameters = self.signature.parameters.values()
         self._takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

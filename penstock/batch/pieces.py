@@ -176,7 +176,7 @@ def _count_leaf_rows(leaf: Any, rows_dim: int) -> int | None:
     return shape[dim] if dim < len(shape) else WITHOUT_ROWS_DIM
 
 
-def describe_shapes(batch: Any, what: str, rows_dim: int = 0) -> str:
+def describe_shapes(batch: Any, what: str, rows_dim: int) -> str:
     """Return as text the shapes of the tensors in `batch`, one for each number of rows."""
     by_rows: dict[int, str] = {}
     for path, leaf in tree_flatten_with_path(batch)[0]:

@@ -70,7 +70,7 @@ def tensor_description(kind: str, name: str) -> str:
     return {"gradients": "the gradient of ", "optimizer": "the optimizer's state of "}.get(kind, "") + name
 
 
-def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizers: Sequence[Any] = ()) -> None:
+def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizers: Sequence[Any]) -> None:
     """Raise MismatchError, on every rank, if ranks that have the same parameter, or the same shard, differ in a bit of it."""
     # Without replicas only tied parameters are on several ranks.
     only_names = None if pipe.position.num_ranks_per_stage > 1 else pipe._engine.tied.owners

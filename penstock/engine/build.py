@@ -243,7 +243,7 @@ def build_engine(
     modules: Modules,
     unset_names: set[str],
     clock_ids: Sequence[str],
-    teacher: Teacher | None = None,
+    teacher: Teacher | None,
 ) -> Engine:
     """Return this rank's engine: its stages, in memory as `modules`, connected to those of other ranks. All ranks call it.
 

@@ -24,12 +24,12 @@ from penstock.stage.rank_parameters import RankParameters
 PARAMETER_KEYS = ("params", "param_names")  # the keys of an optimizer's group that are no options
 
 
-def optimizer_list(optimizer: Any, call: str, num_ranks: int, argument: str = "optimizer") -> list[Any]:
+def optimizer_list(optimizer: Any, call: str, num_ranks: int) -> list[Any]:
     """Return what the user gave to `call`, an optimizer, a list of them, or None, as a list.
 
     Raises MismatchError for a dict, for what is no optimizer, for one given twice, and as `check_elementwise_optimizer`.
     """
-    optimizers = _given_list(optimizer, call, argument)
+    optimizers = _given_list(optimizer, call, "optimizer")
     for item in optimizers:
         if not hasattr(item, "param_groups") or not hasattr(item, "state"):
             kind = type(item).__name__

@@ -42,8 +42,8 @@ class DDPHooks(DataParallelHooks):
         self,
         module: nn.Module,
         ddp_module: DistributedDataParallel | None,
-        group: dist.ProcessGroup | None = None,
-        wrap: Callable[[], Any] | None = None,
+        group: dist.ProcessGroup | None,
+        wrap: Callable[[], Any] | None,
     ) -> None:
         self._module, self._group, self._wrap = module, group, wrap
         self._last_backward: _LastBackward | None = None  # of this step

@@ -410,7 +410,7 @@ CONTAINERS_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 CONTAINERS = (*CONTAINERS_WITHOUT_FORWARD, nn.Sequential)
 
 
-def find_units(model: nn.Module, cuts: Collection[str] = ()) -> dict[str, nn.Module]:
+def find_units(model: nn.Module, cuts: Collection[str]) -> dict[str, nn.Module]:
     """Return the units of `model` by name, in the order of their definition.
 
     The elements of the outermost `ModuleList`, `ModuleDict` and `Sequential` modules are units (of a list in a list, its

@@ -86,7 +86,7 @@ class RunCosts:
 
 
 def best_group_ends(
-    costs: RunCosts, groups: int, fitting_ends: Sequence[int], on_progress: Callable[[float], object] = lambda share: None
+    costs: RunCosts, groups: int, fitting_ends: Sequence[int], on_progress: Callable[[float], object]
 ) -> list[int]:
     """Return the ends of the `groups` runs for which (sum + largest) of their costs is least, or nearly so for many rows.
 

@@ -38,7 +38,7 @@ def min_step_seconds(
 
 
 def bottleneck_sentence(
-    layers: Sequence[LayerCost], timeline: Timeline, microbatches: int, recompute_seconds: float, reduce_seconds: float = 0.0
+    layers: Sequence[LayerCost], timeline: Timeline, microbatches: int, recompute_seconds: float, reduce_seconds: float
 ) -> str:
     """Return a sentence that names the largest cause why the step is longer than with evenly shared work.
 

@@ -162,7 +162,7 @@ def prove(program: Program | Script, blocking: bool = False, shared: bool = Fals
         raise ScheduleError(f"{program.schedule.name} deadlocks: {'; '.join(cycle)}")
 
 
-def runs_to_end(table: Table, skips: Collection[Skip] = ()) -> bool:
+def runs_to_end(table: Table, skips: Collection[Skip]) -> bool:
     """Run every rank's cells in order, each once its inputs are made. Return whether all ranks reach their end.
 
     A result is a number: `offset of its stage and direction + microbatch x K + slice`. B and I make the same one.

@@ -42,7 +42,7 @@ def simulate(schedule: Table, costs: Costs = UNIT_COSTS) -> Timeline:
     return timeline
 
 
-def simulate_until_deadlock(schedule: Table, costs: Costs = UNIT_COSTS) -> Timeline:
+def simulate_until_deadlock(schedule: Table, costs: Costs) -> Timeline:
     """Return the timeline up to a deadlock: if actions wait for each other in a cycle, the actions that run before that.
 
     Raises ScheduleError as `simulate`, but not for a cycle.

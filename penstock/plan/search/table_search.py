@@ -298,8 +298,8 @@ def memory_limits(
     limit: float | Sequence[float] | None,
     costs: Costs,
     placement: tuple[int, ...],
-    chains: Chains | None = None,
-    microbatches: int = 1,
+    chains: Chains | None,
+    microbatches: int,
 ) -> list[float]:
     """Return the limit of every rank. Raises ScheduleError if one is too low for one microbatch.
 

@@ -149,9 +149,10 @@ def _fastest(
     found = [candidate for candidate in candidates if candidate.added <= max_added]
     end, rules = placing.own_end, list(product((True, False), repeat=2))
     targets = max(MIN_TARGETS, MAX_PLACED_CELLS // (len(rules) * len(placing.tails)))
+    next_ends = dict.fromkeys(rules, 0.0)  # a rule makes the same rows as before for each end before this one
     for _ in range(targets):
-        for rule in rules:
-            rows = placing.rows(end, *rule)
+        for rule in [rule for rule in rules if next_ends[rule] <= end]:
+            rows, next_ends[rule] = placing.rows(end, *rule)
             if sum(map(len, rows)) == sum(map(len, (*cells, *forwards))):  # else an action waits for what no rule lets run
                 found = [min([*found, _Candidate.of(table.with_cells(rows), costs)], key=_Candidate.key)]
         if found and found[0].makespan <= max(placing.least_end, end) * (1 + ROUNDING):
@@ -254,8 +255,8 @@ class _Placing:
             return 0.0
         return sum(self.message_costs[low, high])
 
-    def rows(self, end: float, is_eager: bool, urgent_first: bool) -> list[list[Cell]]:
-        """Return the row of each rank, if the step is to end at `end`.
+    def rows(self, end: float, is_eager: bool, urgent_first: bool) -> tuple[list[list[Cell]], float]:
+        """Return the row of each rank, if the step is to end at `end`, and the next end for which they may be others.
 
         `is_eager`: a forward of the teacher may delay an action of the model that is ready, if that can wait.
         `urgent_first`: it may delay one that cannot, if itself it can wait less.
@@ -266,6 +267,7 @@ class _Placing:
         queues = [[own[rank], *self._queues_of_teacher(rank)] for rank in ranks]
         waits_for, ready_times, free = dict(self.num_inputs), dict.fromkeys(self.followers, 0.0), [0.0] * len(ranks)
         events, numbers, added = [(0.0, rank, rank) for rank in ranks], count(len(ranks)), 0
+        least_lack = inf
 
         while events:
             now, _, rank = heappop(events)
@@ -274,7 +276,8 @@ class _Placing:
             candidates = [queue[-1] for queue in queues[rank] if queue]
             allowed = [cell for cell in candidates if added + self.added_by[cell] <= self.max_added]
             ready = [cell for cell in allowed if not waits_for[cell] and ready_times[cell] <= now]
-            chosen = self._choose(own[rank][-1:], ready, end - now, is_eager, urgent_first)
+            chosen, lack = self._choose(own[rank][-1:], ready, end - now, is_eager, urgent_first)
+            least_lack = min(least_lack, lack)
             if chosen is None:
                 continue
             next(queue for queue in queues[rank] if queue and queue[-1] == chosen).pop()
@@ -287,7 +290,7 @@ class _Placing:
                 ready_times[follower] = max(ready_times[follower], free[rank] + message)
                 home = self.table.placement[actions_of(follower)[0].stage]
                 heappush(events, (ready_times[follower], next(numbers), home))
-        return rows
+        return rows, (end + least_lack) * (1 - ROUNDING)
 
     def _queues_of_teacher(self, rank: int) -> list[list[Cell]]:
         """Return the forwards of each of the rank's stages of the teacher, the highest stage first, the next forward last."""
@@ -297,19 +300,21 @@ class _Placing:
 
     def _choose(
         self, own: Sequence[Cell], ready: Sequence[Cell], left: float, is_eager: bool, urgent_first: bool
-    ) -> Cell | None:
+    ) -> tuple[Cell | None, float]:
         """Return what a rank runs next of the `ready` cells: its `own` next one or a forward of the teacher; None if it waits.
 
-        `left`: the time to the end of the step.
+        `left`: the time to the end of the step. Returns too by how much less than needed for another choice it is.
         """
         forward = max((cell for cell in ready if cell not in own), key=self.tails.__getitem__, default=None)
         if not own:
-            return forward
-        own_is_ready = own[0] in ready
+            return forward, inf
+        own_is_ready, lack = own[0] in ready, inf
         if forward is not None:
-            fits = left - self._time(forward) >= self.tails[own[0]] * (1 - ROUNDING)
             needs_forward = not own_is_ready and self.tails[forward] >= self.tails[own[0]]  # it may wait for this one
-            is_urgent = needs_forward or (urgent_first and self.tails[forward] > self.tails[own[0]])
-            if is_urgent or (fits and (is_eager or not own_is_ready)):
-                return forward
-        return own[0] if own_is_ready else None
+            if needs_forward or (urgent_first and self.tails[forward] > self.tails[own[0]]):
+                return forward, inf
+            if is_eager or not own_is_ready:
+                lack = self.tails[own[0]] * (1 - ROUNDING) - (left - self._time(forward))
+                if lack <= 0:
+                    return forward, inf
+        return (own[0] if own_is_ready else None), lack

@@ -9,6 +9,7 @@ import pytest
 from slow_cases import slow_except
 
 from penstock.schedule import Costs, Schedule, ScheduleError, build, from_rows, names, simulate, verify, with_teacher
+from penstock.timing import teacher_tables
 from penstock.timing.teacher_stages import costs_with_teacher, teacher_ranks, with_passed_inputs
 
 
@@ -124,6 +125,15 @@ def test_costs_decide_where_the_forwards_are() -> None:
     own = build("1f1b", ranks=2, microbatches=4)
     costs = Costs(forward=[1, 1, 5, 0.5], send=0.5)
     assert simulate(with_teacher(own, costs=costs), costs).makespan < simulate(with_teacher(own), costs).makespan
+
+
+def test_forwards_are_not_placed_again_for_an_end_that_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, rows = [], teacher_tables._Placing.rows
+    monkeypatch.setattr(
+        teacher_tables._Placing, "rows", lambda placing, end, *rule: (ends.append(end), rows(placing, end, *rule))[1]
+    )
+    with_teacher(build("1f1b", ranks=4, microbatches=8), "V")
+    assert len(ends) <= 84  # 324 with every rule for each end
 
 
 @pytest.mark.costly

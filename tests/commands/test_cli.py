@@ -133,6 +133,25 @@ def test_a_wrong_option_fails_before_torch_is_imported_with_the_nearest_that_wor
             "396 stages need more layers than the model's 11: use --stages-per-rank 2 or fewer, or --layers",
         ),
         ("plan --costs deep.json", "deep.json does not say what a model's layers cost: RecursionError('maximum recursion"),
+        ("train --restarts -1", "--restarts -1 is no number of times: use 0 (none) or more"),
+        ("train --ranks 2 --least 3", "--least 3 of 2 processes cannot be: use 1 to 2"),
+        ("train --digests-every -1", "--digests-every -1 is no number of steps: use 0 (none) or more"),
+        ("train --batch 1 --dp 2", "--batch 1 has no row for each of 2 replicas: use 2 or more"),
+        ("train --tp 3", "--tp 3: the GPT's 4 heads can be shared by 1, 2 or 4 ranks, the MLP by none"),
+        ("train --tp 2 --dropout 0.1", "--tp 2 --dropout 0.1: ranks that share products drop alike; use --dropout 0"),
+        ("train --dropout 1", "--dropout 1.0 is not a share: use 0 up to, but not including, 1"),
+        ("--colour", "--colour is an option of no command: `penstock --help` lists the commands"),
+        ("puzzle hnt", "puzzle takes a number from 1 to 21, watch, hint, reset or solution, not 'hnt'"),
+        ("lab 3 mine.py", "lab 3 takes no file: leave mine.py out, or choose lab 9"),
+        ("lab 9 mine.py --fix", "--fix is about the schedule that lab 9 hands out: leave mine.py out"),
+        ("plan model.txt", "model.txt names no function: write it as model.py:build"),
+        ("plan modle.py:build", "modle.py:build names no function: modle.py is no file"),
+        ("plan raises.py:build", "build() fails: raises.py, line 1: ZeroDivisionError: division by zero"),
+        (
+            "plan raises.py:build_nothing",
+            "raises.py:build_nothing must be a function that returns (model, args) or (model, args,",
+        ),
+        ("export-costs run --rows 0", "--rows 0 is too small: use 1 or more"),
         ("studio --port 99999", "--port 99999 cannot be used: ports are numbers up to 65535; leave it out to take a free one"),
     ],
 )
@@ -147,6 +166,7 @@ def test_a_mistake_is_told_in_one_line(line, message, tmp_path, monkeypatch):
     (tmp_path / "run" / "run.json").write_text("{damaged")
     (tmp_path / "run" / "progress.json").write_text('{"passed": 5}')
     (tmp_path / "exits.py").write_text("raise SystemExit(0)")
+    (tmp_path / "raises.py").write_text("build = lambda: 1 / 0\nbuild_nothing = lambda: None")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["penstock", *line.split()])
     with pytest.raises(SystemExit) as ended:

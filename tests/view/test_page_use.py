@@ -50,11 +50,12 @@ def folder(tmp_path_factory, run, dense):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def opened(browser, folder):
-    """The page of the run, opened once."""
-    browser.get((folder / "run.html").as_uri())
-    drawn(browser)
+    """The page of the run, in whatever state the test before has left it."""
+    if browser.current_url.partition("#")[0] != (folder / "run.html").as_uri():
+        browser.get((folder / "run.html").as_uri())
+        drawn(browser)
     yield browser
     assert browser.get_log("browser") == []
 
@@ -348,22 +349,21 @@ def test_idle_and_bubble_have_one_value_and_one_name_wherever_they_are_told(visi
         assert share == 0 or f"{cause} {share:.1%}" in summary_text
 
 
-def test_numbers_are_told_alike_by_the_page_and_the_terminal(visit):
-    browser = visit("run.html")
+def test_numbers_are_told_alike_by_the_page_and_the_terminal(opened):
     shares = [0, 1 / 16, 3 / 16, 5 / 16, 1 / 8, 1 / 3, 0.0125, 0.00049, 0.9999, 1]
-    result = browser.execute_script("return arguments[0].map(percent)", shares)
+    result = opened.execute_script("return arguments[0].map(percent)", shares)
     assert result == [f"{share:.1%}".replace("%", " %") for share in shares]
     numbers = [15357, 15360.4, 0.1 + 0.2, 12.345678, 0.012345678, 12345678]
     for unit, scales in (("", [1]), ("s", [1, 1e-3, 1e-6])):
         times = [number * scale / 100 for number in numbers[:5] for scale in scales] + numbers[-1:] * (not unit)
         record = "new TimelineRecord({unit: arguments[0], steps: []})"
-        found = browser.execute_script(
+        found = opened.execute_script(
             f"const record = {record}; return arguments[1].map((each) => record.formatTime(each))", unit, times
         )
         assert found == [terminal.format_time(time, unit) for time in times]
     sizes = [0, 1, 999, 1000, 1.5e6, 123456789, 2.5e9]
     for unit in ("", "bytes"):
-        found = browser.execute_script("return arguments[0].map((each) => formatMemory(each, arguments[1]))", sizes, unit)
+        found = opened.execute_script("return arguments[0].map((each) => formatMemory(each, arguments[1]))", sizes, unit)
         assert found == [terminal.format_memory(size, unit) for size in sizes]
 
 
@@ -390,18 +390,6 @@ def test_what_cannot_be_answered_is_told_in_a_sentence(opened, words, message):
     assert ask(opened, words).startswith(message)
 
 
-def test_a_step_of_too_many_actions_answers_with_its_sums(visit, folder, monkeypatch):
-    monkeypatch.setattr(sums, "MAX_PAGE_ACTIONS", 10)
-    step = simulate(build("1f1b", 4, 8))
-    (folder / "sums.html").write_text(page([Record((step,))]))
-    browser = visit("sums.html")
-    assert "too many to show one by one" in browser.find_element(By.ID, "subtitle").text
-    assert "has the sums of the step, not its actions" in ask(browser, "2F3")
-    ask(browser, "rank 1")
-    row = browser.find_element(By.CSS_SELECTOR, "[aria-label=Selection] tbody tr").text
-    assert row.startswith(f"rank 1 {100 * step.busy[1] / step.makespan:.1f} % ")
-
-
 # ---- what if
 
 
@@ -414,31 +402,31 @@ def asked(browser, record, words):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "dualpipe-v"])
-def test_what_if_is_what_the_simulator_says(visit, name):
-    browser, table = visit("run.html"), build(name, ranks=4, microbatches=8)
+def test_what_if_is_what_the_simulator_says(opened, name):
+    table = build(name, ranks=4, microbatches=8)
     forward = [1.0 + 0.25 * (stage % 3) for stage in range(table.stages)]
     costs = Costs(forward, 1, 1.5, send=0.3, size=2, bandwidth=8)
     record = Record((simulate(table, costs),))
     as_it_was = "return new TimelineRecord(JSON.parse(arguments[0])).timeline.replay.run().makespan"
-    assert browser.execute_script(as_it_was, json.dumps(record.data())) == pytest.approx(record.steps[0].makespan)
+    assert opened.execute_script(as_it_was, json.dumps(record.data())) == pytest.approx(record.steps[0].makespan)
     ragged = Record((simulate(table, replace(costs, microbatch_factors=[1 + place % 3 for place in range(8)])),))
-    assert browser.execute_script(as_it_was, json.dumps(ragged.data())) == pytest.approx(ragged.steps[0].makespan)
+    assert opened.execute_script(as_it_was, json.dumps(ragged.data())) == pytest.approx(ragged.steps[0].makespan)
     silent = simulate(table, replace(costs, send=0, size=0)).makespan
-    assert asked(browser, record, "no send cost") == pytest.approx(silent)
+    assert asked(opened, record, "no send cost") == pytest.approx(silent)
     if not table.overlaps:
         for time in (0.5, 4):
             slower = [*forward[:2], time, *forward[3:]]
             expected = simulate(table, replace(costs, forward=slower)).makespan
-            assert asked(browser, record, f"2F = {time}") == pytest.approx(expected)
+            assert asked(opened, record, f"2F = {time}") == pytest.approx(expected)
 
 
-def test_the_slack_of_an_action_is_how_much_longer_it_may_take_in_the_simulator(visit):
-    browser, table = visit("run.html"), build("zb-h1", ranks=4, microbatches=1)
+def test_the_slack_of_an_action_is_how_much_longer_it_may_take_in_the_simulator(opened):
+    table = build("zb-h1", ranks=4, microbatches=1)
     costs = Costs([1, 2, 1, 1], [1, 3, 1, 2], [1, 1, 1, 4], send=0.5)
     whole = simulate(table, costs)
     slack = "const {replay, blocks} = new TimelineRecord(JSON.parse(arguments[0])).timeline;"
     slack += "return [...blocks.values()].map((block) => [block.text, replay.slack.get(block)])"
-    found = dict(browser.execute_script(slack, json.dumps(Record((whole,)).data())))
+    found = dict(opened.execute_script(slack, json.dumps(Record((whole,)).data())))
     assert found["0W0"] == pytest.approx(whole.makespan - whole.rows[0][-1].end)
     names = {"F": "forward", "I": "backward_input", "W": "backward_weight"}
     for action, room in found.items():
@@ -449,13 +437,25 @@ def test_the_slack_of_an_action_is_how_much_longer_it_may_take_in_the_simulator(
             assert (simulate(table, longer).makespan == pytest.approx(whole.makespan)) is same, (action, room)
 
 
-def test_in_a_measured_step_what_a_rank_spent_between_two_actions_is_no_message(visit, run):
-    browser, at = visit("run.html"), {str(event.action): event for event in run.usual.events}
-    found = browser.execute_script(
+def test_in_a_measured_step_what_a_rank_spent_between_two_actions_is_no_message(opened, run):
+    at = {str(event.action): event for event in run.usual.events}
+    found = opened.execute_script(
         "const {replay, blocks} = page.records[0].timeline; return replay.slack.get(blocks.get('2B3'))"
     )
     assert "1B3" in map(str, [event.action for event in run.usual.critical_path])
     assert found == pytest.approx(at["1B3"].start - at["2B3"].end - 0.0004, abs=2e-5)  # what a message takes, and the engine
+
+
+def test_a_step_of_too_many_actions_answers_with_its_sums(visit, folder, monkeypatch):
+    monkeypatch.setattr(sums, "MAX_PAGE_ACTIONS", 10)
+    step = simulate(build("1f1b", 4, 8))
+    (folder / "sums.html").write_text(page([Record((step,))]))
+    browser = visit("sums.html")
+    assert "too many to show one by one" in browser.find_element(By.ID, "subtitle").text
+    assert "has the sums of the step, not its actions" in ask(browser, "2F3")
+    ask(browser, "rank 1")
+    row = browser.find_element(By.CSS_SELECTOR, "[aria-label=Selection] tbody tr").text
+    assert row.startswith(f"rank 1 {100 * step.busy[1] / step.makespan:.1f} % ")
 
 
 def test_a_question_in_words_is_answered_in_a_sentence_and_drawn_below(visit, run):

@@ -36,7 +36,8 @@ def results_of(script: str, ranks: int, rate: str, setup: str = "true") -> tuple
         for host in on:
             host.wire("sh", "-c", setup)
         results, cable = Path(folder) / "results.json", on[0].sent()
-        commands = hosts.torchrun(on, ranks, script, *sys.argv[1:], "--results", str(results))
+        options = sys.argv[1:]
+        commands = hosts.torchrun(on, ranks, script, *options, "--results", str(results), log_dir=folder)
         ended = hosts.run(on, commands, timeout=TIMEOUT)
         if any(process.code for process in ended):
             sys.exit("\n".join(process.output for process in ended))

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from fork_server import server_address, use_server
 
 from penstock.launcher import rank_processes
 from penstock.launcher.forkserver import HELD_SIGNALS, forkserver_context
@@ -50,28 +50,10 @@ def torchrun(ranks: int, *words: object, **variables: str) -> Ended:
     return _ended(_torchrun, ["torchrun", "--standalone", "--nproc-per-node", str(ranks), *map(str, words)], **variables)
 
 
-def results_under_torchrun(
-    ranks: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], folder: Path
-) -> list[Any]:
-    """Return by rank what `function` of a test module returns for each of `calls`, in interpreters that torchrun starts."""
-    module = function.__module__
-    script = (
-        f"import sys; sys.path[:0] = {[path for path in sys.path if 'tests' in path]}\n"
-        f"import torch, penstock as ps, {module}\n"
-        "rank = ps.comms.init_distributed().rank\n"
-        f"results = [{module}.{function.__name__}(*call) for call in {calls!r}]\n"
-        "torch.save(results, f'{sys.argv[1]}/{rank}.pt')\n"
-    )
-    (folder / "script.py").write_text(script)
-    ended = torchrun(ranks, folder / "script.py", folder)
-    assert ended.returncode == 0, ended.stderr
-    return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
-
-
 def _ended(work: Callable[[], None], words: list[str], **variables: str) -> Ended:
     with tempfile.TemporaryDirectory() as folder:
         context, said = forkserver_context(), (Path(folder) / "stdout", Path(folder) / "stderr")
-        typed = Typed(words, os.environ | variables, os.getcwd(), said, _way_to_server())
+        typed = Typed(words, os.environ | variables, os.getcwd(), said, server_address())
         process: Any = context.Process(target=_run, args=(work, typed))
         process.start()
         try:
@@ -84,15 +66,8 @@ def _ended(work: Callable[[], None], words: list[str], **variables: str) -> Ende
         return subprocess.CompletedProcess(words, process.exitcode, *[path.read_text() for path in said])
 
 
-def _way_to_server() -> dict[str, Any]:
-    """Where it listens, and what Python 3.14 asks of those who come."""
-    names = ("_forkserver_address", "_forkserver_authkey")
-    return {name: value for name, value in vars(forkserver._forkserver).items() if name in names}
-
-
 def _run(work: Callable[[], None], typed: Typed) -> None:
-    vars(forkserver._forkserver).update(typed.server)
-    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # it is not this process's child
+    use_server(typed.server)
     rank_processes.rank_main = partial(_rank, typed.said)
     _speak_into(typed.said)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)  # as the server has them

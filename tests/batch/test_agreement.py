@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import toy
 from reference import accumulate, assert_same, gradients
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import nn
 
 import penstock as ps

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from batched_launch import together
 from reference import assert_same, gradients, merged
+from runners import cases_on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 
@@ -185,14 +185,14 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.parametrize(("way", "schedule"), slow_except(QUICK, CASES))
 def test_on_two_ranks_any_pieces_have_the_bits_of_one_process(way: str, schedule: str) -> None:
     group = QUICK if (way, schedule) in QUICK else SLOW
-    results = together(rank_runs, 2, tuple((*case, 2) for case in group))[way, schedule, 2]
+    results = cases_on_ranks(rank_runs, 2, tuple((*case, 2) for case in group))[way, schedule, 2]
     assert_as_one_process(results, one_process(way, 2, planned_order(schedule) if way == "a planned order" else ()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "schedule"), FOUR)
 def test_on_four_ranks_too(way: str, schedule: str) -> None:
-    results = together(rank_runs, 4, tuple((*case, 6) for case in FOUR))[way, schedule, 6]
+    results = cases_on_ranks(rank_runs, 4, tuple((*case, 6) for case in FOUR))[way, schedule, 6]
     assert_as_one_process(results, one_process(way, 6))
 
 

@@ -9,7 +9,7 @@ import torch
 from error_text import error_text
 from models import LayerListNet, toy
 from reference import gradients
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps

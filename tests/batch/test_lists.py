@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from batched_launch import launch_once
 from error_text import error_text
 from models import toy
-from shared_ranks import on_ranks
+from runners import on_ranks, on_ranks_once
 from torch import Tensor, nn
 
 import penstock as ps
@@ -184,7 +183,7 @@ def _wrong() -> dict[str, str]:
     ],
 )
 def test_a_wrong_list_is_one_sentence_on_every_rank(case: str, message: str) -> None:
-    for errors in launch_once(_wrong, 2):
+    for errors in on_ranks_once(_wrong, 2):
         assert re.search(message, errors[case])
 
 

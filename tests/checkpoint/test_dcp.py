@@ -12,7 +12,7 @@ import torch.distributed.checkpoint
 from error_text import error_text
 from plain_training import STEPS, STOP, Net, batch, loss_fn, optimizers_of, train
 from reference import assert_same, merged
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps

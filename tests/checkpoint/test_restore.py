@@ -15,8 +15,8 @@ import torch
 from models import OPTIMIZERS, Oddities
 from prompt import penstock
 from reference import assert_same, data, make, merged
+from runners import on_ranks
 from safetensors.torch import load_file, save_file
-from shared_ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

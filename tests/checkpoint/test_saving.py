@@ -17,7 +17,7 @@ import pytest
 import torch
 from error_text import error_text, outcome
 from reference import assert_same
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import nn
 
 import penstock as ps

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from batched_launch import together
 from error_text import error_text
 from reference import assert_same, merged
-from shared_ranks import on_ranks
+from runners import cases_on_ranks, on_ranks
 from torch import nn
 
 import penstock as ps
@@ -149,7 +148,7 @@ def rebuild(mode: str) -> tuple[list[str], dict[str, Any]]:
 
 
 def test_rebuild_takes_several_and_warns_that_an_optimizer_it_was_not_given_trains_only_what_stayed() -> None:
-    everyone = together(rebuild, 2, (("list",), ("none",), ("new",)))
+    everyone = cases_on_ranks(rebuild, 2, (("list",), ("none",), ("new",)))
     whole = build("1f1b", None)
     assert_same(merged([state for _, state in everyone["list",]]), train(*whole, STEPS))
     assert [texts for texts, _ in everyone["list",]] == [[], []]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import TiedModel, token_batch
 from reference import data, make
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import nn
 
 import penstock as ps

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from reference import assert_same
-from shared_ranks import on_ranks
+from runners import on_ranks
 
 import penstock as ps
 from penstock import checkpoint

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from reference import assert_same, merged
+from runners import on_ranks
 from safetensors.torch import load_file, save_file
-from shared_ranks import on_ranks
 from test_saving import holds, pipeline
 from torch import nn
 

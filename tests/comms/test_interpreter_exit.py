@@ -34,13 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """Run the script, once for each way."""
+    """Run the script, once for each way. Processes that load data leave a folder of torch's, for sockets, in `folder`."""
     paths = os.pathsep.join([str(Path(ps.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 
     @cache
     def run(how: str) -> subprocess.CompletedProcess[str]:
         if how != "alone":
-            return torchrun(2, SCRIPT, how, folder / how, PYTHONPATH=paths)
+            return torchrun(2, SCRIPT, how, folder / how, PYTHONPATH=paths, TMPDIR=str(folder))
         alone = [sys.executable, SCRIPT, "end", folder / "alone"]
         return subprocess.run(alone, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
 

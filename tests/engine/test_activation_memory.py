@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import toy
 from reference import assert_same, data, gradients, make
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -9,7 +9,7 @@ import torch
 from error_text import NO_ERROR, error_text, outcome
 from models import has_auxiliary_loss, toy
 from reference import accumulate, assert_same, data, gradients, make, merged
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import nn
 
 import penstock as ps

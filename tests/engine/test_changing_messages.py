@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from batched_launch import together
-from prompt import results_under_torchrun
 from reference import assert_same, merged
-from shared_ranks import on_ranks
+from runners import cases_on_ranks, cases_under_torchrun, on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -187,7 +185,7 @@ DEFAULT = [("1f1b", case, "batch") for case in CASES] + [
 @pytest.mark.parametrize(("schedule", "case", "how"), slow_except(DEFAULT, RUNS))
 def test_what_is_none_stays_none_and_what_needs_a_gradient_gets_one(schedule: str, case: str, how: str) -> None:
     runs = tuple(DEFAULT) if (schedule, case, how) in DEFAULT else RUNS
-    assert_as_one_process(together(rank_trains, RANKS, runs)[schedule, case, how], case)
+    assert_as_one_process(cases_on_ranks(rank_trains, RANKS, runs)[schedule, case, how], case)
 
 
 def rank_of_replicas(case: str, data_parallel: str) -> list[dict[str, Tensor | None]]:
@@ -230,9 +228,8 @@ def test_a_gradient_is_none_if_it_is_none_on_all_replicas(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.fresh
 def test_ranks_that_torchrun_starts_have_the_same_numbers(tmp_path: Path) -> None:
-    everyone = results_under_torchrun(RANKS, rank_trains, FRESH, tmp_path)
-    for number, (_, case, _) in enumerate(FRESH):
-        assert_as_one_process([runs[number] for runs in everyone], case)
+    for (_, case, _), runs in cases_under_torchrun(rank_trains, RANKS, FRESH, tmp_path).items():
+        assert_as_one_process(runs, case)
 
 
 class FirstTokens(nn.Module):

@@ -7,10 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from batched_launch import together
 from error_text import NO_ERROR, outcome
 from reference import accumulate, assert_same, data, gradients, make, merged
-from shared_ranks import on_ranks
+from runners import cases_on_ranks, on_ranks
 from slow_cases import slow_except
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -311,7 +310,7 @@ def rank_steps(how):
 @pytest.mark.ranks
 def test_an_optimizer_that_steps_on_one_rank_alone_is_a_warning():
     cases = "on all", "on rank 0", "the last stage has no optimizer", "in turns", "a turn of six"
-    results = together(rank_steps, 2, tuple((case,) for case in cases))
+    results = cases_on_ranks(rank_steps, 2, tuple((case,) for case in cases))
     ((result, file),), none = results.pop(("on rank 0",))
     assert result.startswith("weights have changed on rank 0, but none of an optimizer on rank 1, in 8 steps or more: call")
     assert file == __file__

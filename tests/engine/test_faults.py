@@ -21,10 +21,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from batched_launch import together
 from error_text import outcome
 from reference import accumulate, assert_same, data, gradients, make, merged
-from shared_ranks import end_shared_ranks
+from runners import cases_on_ranks, end_shared_ranks
 from slow_cases import slow_except
 from torch import nn
 
@@ -169,7 +168,7 @@ ALL_FAULTS = (*((where, fault) for where, fault, *_ in STEP_FAULTS), (1, "foreig
 
 @pytest.mark.parametrize(("where", "fault", "family", "words"), STEP_FAULTS)
 def test_a_failing_step_ends_on_all_ranks_with_the_same_line_and_the_next_one_is_right(where, fault, family, words):
-    everyone = together(rank_fails_and_goes_on, RANKS, ALL_FAULTS)[where, fault]
+    everyone = cases_on_ranks(rank_fails_and_goes_on, RANKS, ALL_FAULTS)[where, fault]
     uncut = model()
     expected = accumulate(uncut, nn.functional.cross_entropy, data("mlp", 16), 8)
     for name, text, loss, _ in everyone:
@@ -182,7 +181,7 @@ def test_a_failing_step_ends_on_all_ranks_with_the_same_line_and_the_next_one_is
 
 
 def test_an_error_of_a_class_from_elsewhere_is_the_nearest_of_the_family_on_the_others():
-    everyone = together(rank_fails_and_goes_on, RANKS, ALL_FAULTS)[1, "foreign"]
+    everyone = cases_on_ranks(rank_fails_and_goes_on, RANKS, ALL_FAULTS)[1, "foreign"]
     assert [name for name, *_ in everyone] == ["MismatchError", "Foreign", "MismatchError", "MismatchError"]
     assert {text for _, text, *_ in everyone} == {
         "rank 1, stage 1, action 1F0, microbatch 0: of a class that only this rank's program knows"
@@ -195,14 +194,14 @@ def no_descriptors(*_):
 
 def rank_is_refused_by_its_system(how):
     """A good step, one in which rank 1's system refuses it something, and a good one again."""
-    if how == "to send, in a thread":
-        memory_transport.MIN_THREAD_BYTES = 0  # bytes
     pipe, _ = build()
     inputs, target = data("mlp", 16)
     if how != "to open channels":
         pipe.step(inputs, target=target)
     refused = pipe.topology.rank == 1
     with pytest.MonkeyPatch.context() as patch:
+        if how == "to send, in a thread":
+            patch.setattr(memory_transport, "MIN_THREAD_BYTES", 0)
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         if refused and how == "to open channels":
             resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), before[1]))
@@ -222,17 +221,21 @@ def rank_is_refused_by_its_system(how):
     return str(raised.value), loss, gradients(pipe.named_parameters())
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("to send", "could not send the output of 1F0"),
-        ("to send, in a thread", "could not send the output of 1F0"),
-        ("to receive", "could not receive the output of 0F0"),
-        ("to open channels", "could not open the channel 0-1"),
-    ],
-)
+SYSTEM_REFUSES = {
+    "to open channels": "could not open the channel 0-1",
+    "to send": "could not send the output of 1F0",
+    "to send, in a thread": "could not send the output of 1F0",
+    "to receive": "could not receive the output of 0F0",
+}
+
+
+@pytest.mark.parametrize(("how", "words"), SYSTEM_REFUSES.items())
 def test_what_a_ranks_own_system_refuses_is_told_there_and_on_all_ranks_at_once(how, words):
-    everyone = ps.launch(rank_is_refused_by_its_system, RANKS, how)
+    if how == "to open channels":  # in new processes, which have no descriptor between others that is free
+        everyone = ps.launch(rank_is_refused_by_its_system, RANKS, how)
+    else:
+        cases = tuple((case,) for case in SYSTEM_REFUSES if case != "to open channels")
+        everyone = cases_on_ranks(rank_is_refused_by_its_system, RANKS, cases)[how,]
     uncut = model()
     expected = accumulate(uncut, nn.functional.cross_entropy, data("mlp", 16), 8)
     (text,) = {text for text, *_ in everyone}
@@ -265,29 +268,26 @@ def test_what_the_next_stage_cannot_take_is_told_by_that_stage_not_computed_on(f
         ps.launch(rank_wrong_from_the_start, RANKS, 1, fault)
 
 
-def rank_disagrees(options):
-    mine = {"schedule": "1f1b", "microbatches": 8}
+def rank_disagrees(option, value):
+    options = {"schedule": "1f1b", "microbatches": 8}
     if ps.comms.init_distributed().rank == 2:
-        mine |= options
-    return outcome(lambda: build(**mine), ps.MismatchError)
+        options[option] = value
+    return outcome(lambda: build(**options), ps.MismatchError)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"microbatches": 4},
-            "rank 0 has 1f1b with 8 microbatches and 4 stages, rank 2 has 1f1b with 4 microbatches and 4 stages",
-        ),
-        (
-            {"schedule": "gpipe"},
-            "rank 0 has 1f1b with 8 microbatches and 4 stages, rank 2 has gpipe with 8 microbatches and 4 stages",
-        ),
-        ({"on_nonfinite": "skip"}, "rank 0 has on_nonfinite=None, rank 2 has on_nonfinite=skip"),
-    ],
-)
-def test_ranks_that_build_different_pipelines_are_told_so(options, words):
-    assert ps.launch(rank_disagrees, RANKS, options) == [f"the ranks do not build the same pipeline: {words}"] * RANKS
+DISAGREEMENTS = {
+    ("microbatches", 4): ("rank 0 has 1f1b with 8 microbatches and 4 stages, rank 2 has 1f1b with 4 microbatches and 4 stages"),
+    ("schedule", "gpipe"): (
+        "rank 0 has 1f1b with 8 microbatches and 4 stages, rank 2 has gpipe with 8 microbatches and 4 stages"
+    ),
+    ("on_nonfinite", "skip"): "rank 0 has on_nonfinite=None, rank 2 has on_nonfinite=skip",
+}
+
+
+@pytest.mark.parametrize(("option", "words"), DISAGREEMENTS.items())
+def test_ranks_that_build_different_pipelines_are_told_so(option, words):
+    everyone = cases_on_ranks(rank_disagrees, RANKS, tuple(DISAGREEMENTS))[option]
+    assert everyone == [f"the ranks do not build the same pipeline: {words}"] * RANKS
 
 
 def rank_with_stages_of_its_own_number(rank_with_two):
@@ -336,7 +336,7 @@ def rank_different_calls(what):
     ],
 )
 def test_ranks_that_call_different_things_are_told_so_before_data_flows(what, words):
-    everyone = together(rank_different_calls, RANKS, (("target",), ("eval",)))[what,]
+    everyone = cases_on_ranks(rank_different_calls, RANKS, (("target",), ("eval",)))[what,]
     assert [text for text, _ in everyone] == [words] * RANKS
     assert [nothing for _, nothing in everyone] == [True, True, True, False]
 

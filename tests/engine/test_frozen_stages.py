@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from batched_launch import launch_once, together
 from error_text import NO_ERROR, outcome
 from models import CASES
 from models import accumulate as accumulate_model
 from reference import accumulate, assert_same, data, gradients, make, merged
-from shared_ranks import on_ranks
+from runners import cases_on_ranks, on_ranks, on_ranks_once
 from slow_cases import slow_except
 from torch import nn
 
@@ -75,7 +74,7 @@ SLOW = tuple(case for case in STEPS if case not in QUICK)
 )
 def test_frozen_stages_have_forwards_only_and_the_bits_of_one_process(kind, schedule, frozen, cuts, slices):
     case = kind, schedule, frozen, cuts, slices
-    found = together(rank_step, 2, QUICK if case in QUICK else SLOW)[case]
+    found = cases_on_ranks(rank_step, 2, QUICK if case in QUICK else SLOW)[case]
     whole, loss_fn = model(kind, frozen)
     trains = frozen < len(whole)
     loss = accumulate_or_evaluate(whole, loss_fn, kind, trains)
@@ -99,7 +98,7 @@ def accumulate_or_evaluate(whole: nn.Module, loss_fn: Any, kind: str, trains: bo
 
 
 def test_a_rank_of_frozen_stages_keeps_nothing_for_a_backward():
-    found = together(rank_step, 2, QUICK)["mlp", "1f1b", 6, ("6",), 1]
+    found = cases_on_ranks(rank_step, 2, QUICK)["mlp", "1f1b", 6, ("6",), 1]
     for rank in found:
         assert rank["memory"][0] == 0 < rank["memory"][1]
 
@@ -147,7 +146,7 @@ def rank_mistakes() -> dict[str, Any]:
 
 
 def mistakes() -> list[dict[str, Any]]:
-    return launch_once(rank_mistakes, 2)
+    return on_ranks_once(rank_mistakes, 2)
 
 
 TOLD = {
@@ -220,7 +219,7 @@ def model_with_frozen(name: str, frozen: tuple[str, ...]) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "frozen", "cuts"), SKIPS)
 def test_what_skips_trained_stages_from_a_frozen_one_gets_no_gradient(name, frozen, cuts):
-    found = together(rank_skips, 3, tuple(SKIPS))[name, frozen, cuts]
+    found = cases_on_ranks(rank_skips, 3, tuple(SKIPS))[name, frozen, cuts]
     whole = model_with_frozen(name, frozen)
     loss = accumulate_model(whole, CASES[name].loss_fn, CASES[name].batch(ROWS, 1), M)
     assert_same(merged([rank["gradients"] for rank in found]), gradients(whole.named_parameters()))

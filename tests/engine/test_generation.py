@@ -10,7 +10,7 @@ import pytest
 import torch
 from error_text import error_text
 from models import toy
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps

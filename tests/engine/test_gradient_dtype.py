@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from batched_launch import together
 from reference import accumulate, assert_same, gradients, merged, pieces
-from shared_ranks import on_ranks
+from runners import cases_on_ranks, on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 
@@ -112,7 +111,7 @@ QUICK = ("1f1b", "zb-v, recomputed", "slices")
 @pytest.mark.parametrize("case", slow_except(QUICK, CASES))
 def test_they_have_the_bits_of_one_process_and_so_has_the_step_of_the_optimizer(case: str) -> None:
     launched = tuple(CASES[name] for name in CASES if (name in QUICK) == (case in QUICK))
-    everyone = together(train, 2, launched)[CASES[case]]
+    everyone = cases_on_ranks(train, 2, launched)[CASES[case]]
     grads, weights, norm = on_ranks(train, 1, "zb-h1", "one", (("slices", 2),))[0] if case == "slices" else one_process()
     assert {grad.dtype for grad in grads.values()} == {torch.float32}
     assert_same(merged([result[0] for result in everyone]), grads)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from reference import merged
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

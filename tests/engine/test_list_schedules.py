@@ -4,7 +4,7 @@ import pytest
 import torch
 from example_rules import RULES
 from reference import accumulate, assert_same, data, gradients, make, merged
-from shared_ranks import on_ranks
+from runners import on_ranks
 from slow_cases import slow_except
 
 import penstock as ps

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import has_auxiliary_loss, toy
 from reference import accumulate, assert_same, data, gradients, make, merged, pieces
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import nn
 
 import penstock as ps

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from models import LayerListNet, toy
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 from torch.utils.data import DataLoader

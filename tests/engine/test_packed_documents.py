@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import toy
 from reference import assert_same, gradients, merged
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps

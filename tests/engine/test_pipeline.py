@@ -9,7 +9,8 @@ from itertools import product
 import pytest
 import torch
 from reference import accumulate, assert_same, data, gradients, make, merged
-from shared_ranks import on_ranks
+from runners import on_ranks
+from slow_cases import slow_except
 from torch import nn
 
 import penstock as ps
@@ -51,7 +52,7 @@ def alone(microbatches, kind, split):
     return [accumulate(model, loss_fn, batch, microbatches) for batch in batches], gradients(model.named_parameters())
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.kernels), 3, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.kernels), *slow_except((), (3, 4))])
 def test_loss_and_gradients_are_those_of_one_process(ranks):
     everyone = on_ranks(rank_grid, ranks)
     for schedule, microbatches, kind, split in GRID:
@@ -231,80 +232,29 @@ def test_a_batch_of_another_size_in_the_next_step_is_right_also_with_fewer_rows_
 # -- tables ---------------------------------------------------------------------------------------------------------
 
 
-def reversed_on_the_last(ranks, microbatches):
-    """1F1B whose last rank takes the microbatches from the end."""
-    table = ps.schedule.build("gpipe", ranks=ranks, microbatches=microbatches)
-    turned = [action._replace(microbatch=microbatches - 1 - action.microbatch) for action in table.actions[-1]]
+def reversed_on_the_last():
+    """GPipe whose last rank takes the microbatches from the end."""
+    table = ps.schedule.build("gpipe", ranks=2, microbatches=4)
+    turned = [action._replace(microbatch=3 - action.microbatch) for action in table.actions[-1]]
     return ps.schedule.from_rows("reversed", [*table.actions[:-1], turned], "loop")
 
 
-def looped(ranks, microbatches):
-    """Two stages on each rank, all forwards then all backwards."""
-    F, B = ps.schedule.Kind.F, ps.schedule.Kind.B
-    rows = []
-    for rank in range(ranks):
-        stages = (rank, ranks + rank)
-        row = [ps.schedule.Action(F, stage, m) for stage in stages for m in range(microbatches)]
-        rows.append(row + [ps.schedule.Action(B, stage, m) for stage in reversed(stages) for m in range(microbatches)])
-    return ps.schedule.from_rows("looped", rows, "loop")
+def one_stage(forwards, backwards):
+    rows = [ps.schedule.Action.parse(f"0{kind}{m}") for kind, order in (("F", forwards), ("B", backwards)) for m in order]
+    return ps.schedule.from_rows("one", [rows], "loop")
 
 
-def folded(ranks, microbatches):
-    """Two stages on each rank in a V, so that the last rank hands over to itself."""
-    F, B = ps.schedule.Kind.F, ps.schedule.Kind.B
-    rows = []
-    for rank in range(ranks):
-        stages = (rank, 2 * ranks - 1 - rank)
-        row = [ps.schedule.Action(F, stage, m) for stage in stages for m in range(microbatches)]
-        rows.append(row + [ps.schedule.Action(B, stage, m) for stage in reversed(stages) for m in range(microbatches)])
-    return ps.schedule.from_rows("folded", rows, "V")
-
-
-TABLES = {"reversed": reversed_on_the_last(2, 4), "looped": looped(2, 4), "folded": folded(2, 4)}
-
-
-def rank_tables():
-    results = {}
-    for name, table in TABLES.items():
-        model, loss_fn = make("gpt", 0.1)
-        pipe = ps.Pipeline(model, loss_fn, schedule=table)
-        inputs, target = data("gpt", 7)
-        losses = [pipe.step(inputs, target=target), pipe.step(inputs, target=target)]
-        results[name] = losses, gradients(pipe.named_parameters()), pipe.eval(inputs), pipe.timeline().peak_in_flight
-    return results
-
-
-def rank_one_table(name):
-    """The same stages in one process, which takes the backwards in the order of the table's last stage."""
-    table = TABLES[name]
+def rank_table(table):
     model, loss_fn = make("gpt", 0.1)
-    order = [
-        a.microbatch for a in table.actions[table.placement[-1]] if a.kind.value == "B" and a.stage == table.num_stages - 1
-    ]
-    F, B = ps.schedule.Kind.F, ps.schedule.Kind.B
-    row = [ps.schedule.Action(F, 0, m) for m in range(table.microbatches)] + [ps.schedule.Action(B, 0, m) for m in order]
-    pipe = ps.Pipeline(model, loss_fn, schedule=ps.schedule.from_rows("one", [row], "loop"))
+    pipe = ps.Pipeline(model, loss_fn, schedule=table)
     inputs, target = data("gpt", 7)
-    return (
-        [pipe.step(inputs, target=target), pipe.step(inputs, target=target)],
-        gradients(pipe.named_parameters()),
-        pipe.eval(inputs),
-    )
-
-
-@pytest.mark.parametrize("name", ["looped", "folded"])
-def test_a_users_table_with_several_stages_on_a_rank_has_the_numbers_of_one_process(name):
-    everyone = [result[name] for result in on_ranks(rank_tables, 2)]
-    losses, grads, outputs = on_ranks(rank_one_table, 1, name)[0]
-    assert all(all(map(torch.equal, result[0], losses)) for result in everyone)
-    assert_same(merged([result[1] for result in everyone]), grads)
-    assert torch.equal(everyone[TABLES[name].placement[-1]][2], outputs)
-    assert everyone[0][3] == ps.schedule.simulate(TABLES[name]).peak_in_flight
+    losses = [pipe.step(inputs, target=target), pipe.step(inputs, target=target)]
+    return losses, gradients(pipe.named_parameters()), pipe.eval(inputs)
 
 
 def test_a_reversed_order_on_the_last_stage_keeps_the_outputs_in_the_order_of_the_rows():
-    everyone = [result["reversed"] for result in on_ranks(rank_tables, 2)]
-    losses, grads, outputs = on_ranks(rank_one_table, 1, "reversed")[0]
+    everyone = on_ranks(rank_table, 2, reversed_on_the_last())
+    losses, grads, outputs = on_ranks(rank_table, 1, one_stage(range(4), reversed(range(4))))[0]
     assert all(all(map(torch.equal, result[0], losses)) for result in everyone)
     assert torch.equal(everyone[1][2], outputs)
     last_layers = {name: grads[name] for name in everyone[1][1]}

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from batched_launch import together
 from error_text import NO_ERROR, outcome
 from models import CASES, OPTIMIZERS, Oddities, toy
 from prompt import torchrun
 from reference import assert_same, data, make, merged
+from runners import cases_on_ranks, on_ranks
 from safetensors.torch import load_file
-from shared_ranks import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -118,7 +117,7 @@ def chain(ranks: int) -> tuple[Setting, ...]:
 @pytest.mark.parametrize("ranks", slow_except([2], [2, 4]))
 def test_from_every_family_of_schedules_to_another_a_training_keeps_its_bits(ranks):
     ours, last = chain(ranks), chain(ranks)[-1]
-    runs = together(rank_gpt, ranks, (((ours),), ((last._replace(steps=len(ours)),),)))
+    runs = cases_on_ranks(rank_gpt, ranks, (((ours),), ((last._replace(steps=len(ours)),),)))
     assert_goes_on(*runs.values())
 
 
@@ -169,7 +168,7 @@ TWO_EACH = ("interleaved-1f1b", "zb-v")  # stages on a rank
 def test_any_model_cut_by_names_is_cut_anew_with_its_skips_ties_buffers_and_frozen_parts(case):
     settings = {case: by_names(case, "1f1b", "zb-v", "gpipe") for case in CASES}
     straight = {case: (settings[case][-1]._replace(steps=6),) for case in CASES}
-    runs = together(rank_case, 2, tuple((case, how[case], "names") for case in CASES for how in (settings, straight)))
+    runs = cases_on_ranks(rank_case, 2, tuple((case, how[case], "names") for case in CASES for how in (settings, straight)))
     assert_goes_on(*(runs[case, how[case], "names"] for how in (settings, straight)))
 
 
@@ -183,7 +182,7 @@ def test_a_cut_inside_a_layer_has_the_random_numbers_of_one_that_was_so_from_the
     )
     straight = (Setting("interleaved-1f1b", 4, inside),)
     case = "transformer with dropout"
-    assert_goes_on(*together(rank_case, 2, ((case, settings, "names"), (case, straight, "names"))).values())
+    assert_goes_on(*cases_on_ranks(rank_case, 2, ((case, settings, "names"), (case, straight, "names"))).values())
 
 
 def rank_measured() -> tuple[int, RebuildResult]:
@@ -215,7 +214,7 @@ def test_a_model_from_the_meta_device_is_rebuilt_with_its_weights(by):
     if by == "example":
         settings = tuple(setting._replace(options=()) for setting in settings)
     straight = (settings[-1]._replace(steps=4),)
-    ours, theirs = together(rank_case, 2, ((case, settings, by, True), (case, straight, by, True))).values()
+    ours, theirs = cases_on_ranks(rank_case, 2, ((case, settings, by, True), (case, straight, by, True))).values()
     if by == "names":
         assert_goes_on(ours, theirs)
     assert_same(merged([value.state for value in ours]), merged([value.state for value in theirs]))
@@ -407,7 +406,7 @@ def rank_listed(settings: tuple[Setting, ...]) -> RebuildResult:
 def test_stages_of_a_list_go_to_the_ranks_where_the_next_schedule_has_them():
     settings = Setting("interleaved-1f1b"), Setting("zb-v")
     straight = (Setting("zb-v"), Setting("zb-v"))
-    assert_goes_on(*together(rank_listed, 2, ((settings,), (straight,))).values())
+    assert_goes_on(*cases_on_ranks(rank_listed, 2, ((settings,), (straight,))).values())
 
 
 def rank_saved(folder: Any) -> dict[str, Tensor]:
@@ -456,7 +455,7 @@ def rank_replicas(settings: tuple[Setting, ...]) -> RebuildResult:
 
 def test_replicas_go_on_too():
     settings = Setting("1f1b", 3), Setting("zb-v", 3)
-    assert_goes_on(*together(rank_replicas, 4, ((settings,), ((Setting("zb-v", 6),),))).values())
+    assert_goes_on(*cases_on_ranks(rank_replicas, 4, ((settings,), ((Setting("zb-v", 6),),))).values())
 
 
 def rank_sharded() -> list[str]:
@@ -497,7 +496,7 @@ def rank_own(schedule: str) -> list[float]:
 
 
 def test_stages_that_a_rank_was_given_alone_go_on_where_they_are_and_are_refused_elsewhere():
-    ours, straight = together(rank_own, 2, (("1f1b",), ("gpipe",))).values()
+    ours, straight = cases_on_ranks(rank_own, 2, (("1f1b",), ("gpipe",))).values()
     assert ours == straight
 
 
@@ -521,7 +520,7 @@ def rank_planned(by_plan: bool) -> RebuildResult:
 
 
 def test_a_plan_is_as_what_it_says():
-    assert_goes_on(*together(rank_planned, 2, ((True,), (False,))).values())
+    assert_goes_on(*cases_on_ranks(rank_planned, 2, ((True,), (False,))).values())
 
 
 def rank_often() -> list[tuple[int, int]]:
@@ -659,7 +658,7 @@ def rank_straight() -> list[Tensor]:
 
 
 def test_a_refused_rebuild_leaves_the_pipeline_as_it_was_and_a_model_that_is_behind_is_refused():
-    (said, stale, same_cut, ended, losses, is_same), other = together(rank_refused, 2, ((),))[()]
+    (said, stale, same_cut, ended, losses, is_same), other = on_ranks(rank_refused, 2)
     assert [text.partition(": ")[2] for text in said] == [text.partition(": ")[2] for text in other[0]]
     for text, part in zip(
         said,
@@ -680,7 +679,7 @@ def test_a_refused_rebuild_leaves_the_pipeline_as_it_was_and_a_model_that_is_beh
     assert same_cut == NO_ERROR
     assert ended == ["this pipeline was rebuilt: use the one that rebuild() returned"] * 2
     assert is_same
-    straight = together(rank_straight, 2, ((),))[()][0]
+    straight = on_ranks(rank_straight, 2)[0]
     assert all(torch.equal(one, two) for one, two in zip(losses, straight, strict=True))
 
 

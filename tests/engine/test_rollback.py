@@ -3,7 +3,7 @@
 import pytest
 import torch
 from reference import data, gradients, same
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import nn
 
 import penstock as ps

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from batched_launch import launch_once
 from error_text import error_text
 from models import toy
 from reference import assert_same, gradients, merged, same
-from shared_ranks import on_ranks
+from runners import on_ranks, on_ranks_once
 from torch import Tensor, nn
 
 import penstock as ps
@@ -162,7 +161,7 @@ def rank_layouts() -> dict[str, Any]:
 
 
 def everyone() -> list[dict[str, Any]]:
-    return launch_once(rank_layouts, 2)
+    return on_ranks_once(rank_layouts, 2)
 
 
 def assert_as_alone(name: str, expected: dict[str, Any], evaluated: list[Tensor], dim: int) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from batched_launch import launch_once
 from error_text import error_text
 from reference import assert_same, gradients, merged
+from runners import on_ranks_once
 from torch import Tensor, nn
 
 import penstock as ps
@@ -53,7 +53,7 @@ def rank_pairs() -> dict[str, Any]:
 
 
 def everyone() -> list[dict[str, Any]]:
-    return launch_once(rank_pairs, 2)
+    return on_ranks_once(rank_pairs, 2)
 
 
 def test_pairs_are_cut_between_them_and_weigh_alike():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import toy
 from reference import accumulate, assert_same, data, gradients, make, merged
-from shared_ranks import on_ranks
+from runners import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 

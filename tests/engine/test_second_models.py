@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from reference import assert_same, merged
-from shared_ranks import on_ranks
+from runners import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 

@@ -9,8 +9,8 @@ import torch
 from error_text import error_text
 from models import toy
 from reference import accumulate, assert_same, gradients, merged
+from runners import on_ranks
 from safetensors.torch import load_file
-from shared_ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from batched_launch import together
 from error_text import outcome
-from prompt import results_under_torchrun
 from reference import assert_same, gradients, merged
+from runners import cases_on_ranks, cases_under_torchrun, on_ranks_once
 from slow_cases import slow_except
 from torch import Tensor, nn
 
@@ -132,21 +131,21 @@ def test_the_stage_that_passes_inputs_on_returns_their_args_and_keywords() -> No
 @pytest.mark.parametrize(("schedule", "announces"), slow_except(QUICK, CASES))
 def test_losses_gradients_and_weights_are_those_of_one_process(schedule: str, announces: bool) -> None:
     case = schedule, announces
-    assert_as_one_process(together(rank_trains, 2, QUICK if case in QUICK else SLOW)[case])
+    assert_as_one_process(cases_on_ranks(rank_trains, 2, QUICK if case in QUICK else SLOW)[case])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_on_more_ranks_too_with_all_schedules(ranks: int, case: tuple[str, bool]) -> None:
-    assert_as_one_process(together(rank_trains, ranks, CASES)[case])
+    assert_as_one_process(cases_on_ranks(rank_trains, ranks, CASES)[case])
 
 
 @pytest.mark.slow
 @pytest.mark.fresh
 def test_ranks_that_torchrun_starts_have_the_same_numbers(tmp_path: Path) -> None:
-    for results in zip(*results_under_torchrun(2, rank_trains, QUICK, tmp_path), strict=True):
-        assert_as_one_process([*results])
+    for results in cases_under_torchrun(rank_trains, 2, QUICK, tmp_path).values():
+        assert_as_one_process(results)
 
 
 # -- what runs when ------------------------------------------------------------------------------------------------------
@@ -154,7 +153,7 @@ def test_ranks_that_torchrun_starts_have_the_same_numbers(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("announces", [True, False])
 def test_the_teacher_runs_in_the_step_of_its_batch_or_in_the_one_before(announces: bool) -> None:
-    for result in together(rank_trains, 2, QUICK)["1f1b", announces]:
+    for result in cases_on_ranks(rank_trains, 2, QUICK)["1f1b", announces]:
         by_teacher = [action for action in result["actions"] if int(action[0]) > 1]
         assert len(by_teacher) == (0 if announces else 5 * M)  # in the last step, which announces nothing; 4 stages in a V
 
@@ -327,7 +326,7 @@ def rank_uses() -> dict[str, Any]:
 
 
 def uses() -> list[dict[str, Any]]:
-    return together(rank_uses, 2, ((),))[()]
+    return on_ranks_once(rank_uses, 2)
 
 
 def test_a_teacher_is_no_part_of_the_model() -> None:

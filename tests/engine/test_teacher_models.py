@@ -7,9 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
-from batched_launch import together
 from reference import assert_same, gradients, merged
-from shared_ranks import on_ranks
+from runners import cases_on_ranks, on_ranks
 from torch import Tensor, nn
 
 import penstock as ps
@@ -171,7 +170,7 @@ SLOW = tuple(case for case in CASES if case not in QUICK)
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_a_teacher_of_any_kind_gives_the_bits_of_one_process(case: tuple[Any, ...]) -> None:
-    check_bits(together(rank_distils, 2, QUICK if case in QUICK else SLOW)[case], reference(case[0]))
+    check_bits(cases_on_ranks(rank_distils, 2, QUICK if case in QUICK else SLOW)[case], reference(case[0]))
 
 
 def check_bits(results: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -195,7 +194,7 @@ LONG_CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in LONG_CASES.items() for case in cases])
 def test_in_fifty_steps_on_three_and_four_ranks_the_bits_stay_those_of_one_process(ranks: int, case: tuple[Any, ...]) -> None:
-    check_bits(together(rank_distils, ranks, LONG_CASES[ranks])[case], reference(case[0], 50))
+    check_bits(cases_on_ranks(rank_distils, ranks, LONG_CASES[ranks])[case], reference(case[0], 50))
 
 
 LONG_CASES_WITH_ADAPTERS = tuple((which, "zb-h1", True, 50) for which in WITH_ADAPTERS)
@@ -207,7 +206,7 @@ def test_adapters_are_distilled_and_a_teacher_may_have_some(case: tuple[Any, ...
     which, _, _, *steps = case
     expected = reference(which, *steps)  # skips the test where peft is missing
     ranks, cases = (3, LONG_CASES_WITH_ADAPTERS) if steps else (2, CASES_WITH_ADAPTERS)
-    check_bits(together(rank_distils, ranks, cases)[case], expected)
+    check_bits(cases_on_ranks(rank_distils, ranks, cases)[case], expected)
 
 
 # -- meshes --------------------------------------------------------------------------------------------------------------
@@ -334,6 +333,6 @@ def test_all_stages_are_gathered_before_any_gradient_is_averaged() -> None:
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (number > 1)) for number, case in enumerate(MESHES)]
 )
 def test_in_a_mesh_a_teacher_gives_the_bits_of_one_that_runs_whole_before_each_step(case: tuple[Any, ...]) -> None:
-    for with_teacher, with_whole in together(rank_in_mesh, 4, MESHES[:2] if case in MESHES[:2] else MESHES[2:])[case]:
+    for with_teacher, with_whole in cases_on_ranks(rank_in_mesh, 4, MESHES[:2] if case in MESHES[:2] else MESHES[2:])[case]:
         assert len(with_teacher) == len(with_whole) > STEPS
         assert all(map(torch.equal, with_teacher, with_whole))

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batched_launch import together
 from reference import accumulate, assert_same, data, gradients, make, merged, pieces
-from shared_ranks import on_ranks
+from runners import cases_on_ranks, on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -164,7 +163,7 @@ def rank_recomputing(schedule, recompute):
 @pytest.mark.parametrize("recompute", ["stage", "block"])
 @pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES)
 def test_recomputation_runs_each_block_once_more_and_changes_no_bit(schedule, ranks, recompute):
-    runs_of = together(rank_recomputing, ranks, tuple((schedule, value) for value in (None, "stage", "block")))
+    runs_of = cases_on_ranks(rank_recomputing, ranks, tuple((schedule, value) for value in (None, "stage", "block")))
     (losses, _), plain = as_one(runs_of[schedule, None])
     (again, _), found = as_one(runs_of[schedule, recompute])
     assert all(map(torch.equal, losses, again))

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from batched_launch import together
 from reference import accumulate
+from runners import cases_on_ranks
 from torch import nn
 
 import penstock as ps
@@ -82,7 +82,7 @@ CASES = (*REFUSED, *RIGHT)
 
 @pytest.mark.ranks
 def test_weights_that_forwards_change_while_backwards_need_them_are_refused_on_all_ranks():
-    results = together(rank_result, 2, CASES)
+    results = cases_on_ranks(rank_result, 2, CASES)
     for case, expected in REFUSED.items():
         first, second = results[case]
         assert first == second
@@ -91,7 +91,7 @@ def test_weights_that_forwards_change_while_backwards_need_them_are_refused_on_a
 
 @pytest.mark.ranks
 def test_weights_that_a_forward_changes_once_or_does_not_train_have_the_numbers_of_one_process():
-    results = together(rank_result, 2, CASES)
+    results = cases_on_ranks(rank_result, 2, CASES)
     for case in RIGHT:
         layer, _, microbatches, _ = case
         model = model_of(layer)

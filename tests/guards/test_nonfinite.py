@@ -5,9 +5,8 @@ import warnings
 
 import pytest
 import torch
-from batched_launch import launch_once
 from reference import data, same
-from shared_ranks import on_ranks
+from runners import on_ranks, on_ranks_once
 from slow_cases import slow_except
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -170,7 +169,7 @@ def rank_run(schedule):
 
 
 def results_of(schedule):
-    return launch_once(rank_run, 2, schedule)
+    return on_ranks_once(rank_run, 2, schedule)
 
 
 @pytest.mark.parametrize("schedule", slow_except(QUICK, ps.schedule.names()))

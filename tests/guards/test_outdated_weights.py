@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
+from runners import on_ranks
 from safetensors.torch import load_file
-from shared_ranks import on_ranks
 from torch import nn
 
 import penstock as ps

@@ -15,9 +15,8 @@ from array import array
 import pytest
 import torch
 from error_text import NO_ERROR, named_outcome
-from prompt import results_under_torchrun
 from reference import accumulate
-from shared_ranks import on_ranks
+from runners import cases_under_torchrun, on_ranks
 from torch import nn
 
 import penstock as ps
@@ -434,7 +433,7 @@ def rank_refusals(forms, schedule, how):
     return texts
 
 
-SOME = [0, 7, 8, 13, 14]  # a dict, a counter, an activation, a closure, buffers
+SOME = (0, 7, 8, 13, 14)  # a dict, a counter, an activation, a closure, buffers
 CASES = [
     ("1f1b", "step", range(len(REFUSED))),
     *[pytest.param("1f1b", how, SOME, marks=pytest.mark.slow) for how in ("eval", "list")],
@@ -481,10 +480,10 @@ def test_a_counter_works_as_the_error_says():
 @pytest.mark.fresh
 @pytest.mark.slow
 def test_under_torchrun_too(tmp_path):
-    calls = [(SOME, schedule, "step") for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b")]
-    first, second = results_under_torchrun(2, rank_refusals, calls, tmp_path)
-    assert first == second
-    assert all(text.startswith("MismatchError: ") and "of stage 0" in text for texts in first for text in texts)
+    cases = [(SOME, schedule, "step") for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b")]
+    for first, second in cases_under_torchrun(rank_refusals, 2, cases, tmp_path).values():
+        assert first == second
+        assert all(text.startswith("MismatchError: ") and "of stage 0" in text for text in first)
 
 
 def rank_reads_on_one_rank():

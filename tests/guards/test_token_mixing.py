@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from error_text import error_text
-from shared_ranks import on_ranks
+from runners import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 from torch.nn import functional

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import nn
 
 import penstock as ps

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import toy
-from shared_ranks import on_ranks
+from runners import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 

@@ -10,11 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
-from batched_launch import together
 from error_text import error_text
 from models import MLPBlock, has_auxiliary_loss, has_unused, toy
 from reference import accumulate, assert_same
-from shared_ranks import on_ranks
+from runners import cases_on_ranks, on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -158,7 +157,7 @@ REPLICAS = (
 @pytest.mark.parametrize("way", WAYS)
 def test_where_sums_have_the_same_order_the_bits_are_the_same(way: str) -> None:
     """Two replicas with a microbatch each add what one process adds with two microbatches."""
-    everyone = together(replicas, 4, ONE_MICROBATCH_EACH)["1f1b", way, 1, 6, 0.0, 1]
+    everyone = cases_on_ranks(replicas, 4, ONE_MICROBATCH_EACH)["1f1b", way, 1, 6, 0.0, 1]
     whole = model()
     loss = accumulate(whole, loss_fn, batch(0, 6), 2)
     expected = {name: p.grad for name, p in whole.named_parameters()}
@@ -175,7 +174,7 @@ def alone_with_dropout(pieces: int, rows: int, steps: int) -> tuple[list[Tensor]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_replicas_draw_random_numbers_as_if_their_microbatches_were_of_one_pipeline(way: str) -> None:
-    everyone = together(replicas, 4, REPLICAS)["zb-h1", way, 2, 8, 0.5, 2]
+    everyone = cases_on_ranks(replicas, 4, REPLICAS)["zb-h1", way, 2, 8, 0.5, 2]
     ((losses, expected),) = on_ranks(alone_with_dropout, 1, 4, 8, 2)
     for ours, mine in everyone:
         assert all(abs(a - b) < 1e-12 for a, b in zip(ours, losses, strict=True))
@@ -184,7 +183,7 @@ def test_replicas_draw_random_numbers_as_if_their_microbatches_were_of_one_pipel
 
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_with_split_backwards_replicas_stay_equal_to_the_bit(schedule: str) -> None:
-    everyone = together(replicas, 4, REPLICAS)[schedule, "ddp", 4, ROWS, 0.0, 3]
+    everyone = cases_on_ranks(replicas, 4, REPLICAS)[schedule, "ddp", 4, ROWS, 0.0, 3]
     for first, second in ((0, 1), (2, 3)):  # ranks 0 and 1 are replicas, as 2 and 3 are
         assert everyone[first][1]
         assert_same(everyone[first][1], everyone[second][1])
@@ -236,7 +235,7 @@ UNEVEN_WAYS = tuple(product((*WAYS, may_be_unused), UNEVEN))
 @pytest.mark.parametrize(("way", "case"), UNEVEN_WAYS)
 def test_replicas_may_have_fewer_rows_microbatches_or_targets_than_others(way: Any, case: str) -> None:
     _, ignored = UNEVEN[case]
-    everyone = together(uneven, 4, UNEVEN_WAYS)[way, case]
+    everyone = cases_on_ranks(uneven, 4, UNEVEN_WAYS)[way, case]
     whole = model()
     expected = []
     for step in range(2):
@@ -258,7 +257,7 @@ def nothing_counts(way: str) -> tuple[Tensor, dict]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_where_nothing_counts_there_are_no_gradients(way: str) -> None:
-    for loss, ours in together(nothing_counts, 4, (("ddp",), ("fsdp",)))[way,]:
+    for loss, ours in cases_on_ranks(nothing_counts, 4, (("ddp",), ("fsdp",)))[way,]:
         assert loss == 0
         assert set(ours.values()) == {None}
 
@@ -284,7 +283,7 @@ UNUSED_OUTPUT = tuple(product(WAYS, (0, None), (None, "block")))
 
 @pytest.mark.parametrize(("way", "seed", "recompute"), UNUSED_OUTPUT)
 def test_what_makes_an_output_that_no_stage_uses_has_no_gradient(way: str, seed: int | None, recompute: Any) -> None:
-    for ours, calls in together(unused_output, 2, UNUSED_OUTPUT)[way, seed, recompute]:
+    for ours, calls in cases_on_ranks(unused_output, 2, UNUSED_OUTPUT)[way, seed, recompute]:
         assert {name for name, gradient in ours.items() if gradient is None} == {"unused.weight", "unused.bias"}
         assert calls == ["hook", "hook"]
 
@@ -334,7 +333,7 @@ EVERYDAYS = tuple((way, *option) for way, option in product(WAYS, OPTIONS))
 @pytest.mark.parametrize("case", EVERYDAYS, ids=str)
 def test_steps_add_up_eval_changes_nothing_and_layers_can_be_frozen(case: tuple[str, str, Any]) -> None:
     expected = everyday_alone()
-    for ours in together(everyday, 4, EVERYDAYS)[case]:
+    for ours in cases_on_ranks(everyday, 4, EVERYDAYS)[case]:
         close(ours["twice"], expected["twice"])
         close(ours["frozen"], expected["frozen"])
 
@@ -393,7 +392,7 @@ def test_a_function_may_say_how_replicas_are_held_equal(schedule: str) -> None:
     for step in range(2):
         inputs, target = batch(step)
         loss_fn(whole(inputs), target).backward()
-    for ways in together(own_ways, 4, (("1f1b",), ("zb-h1",)))[schedule,]:
+    for ways in cases_on_ranks(own_ways, 4, (("1f1b",), ("zb-h1",)))[schedule,]:
         for ours in ways:
             close(ours, {name: p.grad for name, p in whole.named_parameters()})
 
@@ -447,7 +446,7 @@ CASTS = (("1f1b", None), ("1f1b", "block"), ("zb-h1", None), ("zb-h1", "stage"))
 def test_parameters_may_be_cast_by_a_policy_of_fully_shard_however_the_model_is_cut(schedule: str, recompute: Any) -> None:
     inputs, target = (microbatch.float() for microbatch in batch(0, 8))
     expected = loss_fn(Mlp().eval().bfloat16()(inputs.bfloat16()).float(), target)
-    for listed, *others in together(cast, 4, CASTS)[schedule, recompute]:
+    for listed, *others in cases_on_ranks(cast, 4, CASTS)[schedule, recompute]:
         assert listed[0] != listed[1]  # there is dropout
         torch.testing.assert_close(listed[1], expected, rtol=1e-2, atol=0)
         assert len(others) == 3
@@ -470,7 +469,7 @@ def test_auxiliary_losses_count_once(name: str) -> None:
     loss = loss_fn(nn.Sequential(*list(whole)[2:])(hidden), target) + 0.1 * hidden.square().mean()
     loss.backward()
     expected = {str(int(name[0]) + (int(name[0]) > 1)) + name[1:]: p.grad for name, p in whole.named_parameters()}
-    for ours, found in together(with_auxiliary, 4, ((MESHES["pp2 dp2"],), (MESHES["pp2 tp2"],)))[MESHES[name],]:
+    for ours, found in cases_on_ranks(with_auxiliary, 4, ((MESHES["pp2 dp2"],), (MESHES["pp2 tp2"],)))[MESHES[name],]:
         assert abs(ours - loss.detach()) < 1e-12
         close(found, expected)
 
@@ -759,7 +758,7 @@ def test_replicas_need_not_use_the_same_parameters(way: str, schedule: str) -> N
         inputs, target = signed(step)
         (sum(loss_fn(whole(x), y) for x, y in zip(inputs.split(4), target.split(4), strict=True)) / 2).backward()
         expected.append({name: None if p.grad is None else p.grad.clone() for name, p in whole.named_parameters()})
-    for found in together(chosen, 4, CHOSEN)[way, schedule]:
+    for found in cases_on_ranks(chosen, 4, CHOSEN)[way, schedule]:
         for ours, theirs in zip(found, expected, strict=True):
             close(ours, theirs)
 

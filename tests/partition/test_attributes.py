@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from reference import accumulate
-from shared_ranks import on_ranks
+from runners import on_ranks
 from slow_cases import slow_except
 from torch import nn
 

@@ -9,7 +9,7 @@ import torch
 from error_text import error_text
 from models import CASES, Batch, ModelCase, accumulate, by_hand, differing, evaluate
 from reference import assert_same, gradients, merged, same
-from shared_ranks import on_ranks
+from runners import on_ranks
 from slow_cases import slow_except
 from torch import nn
 

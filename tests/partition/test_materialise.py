@@ -7,7 +7,7 @@ import limited_memory
 import pytest
 import torch
 from reference import accumulate, assert_same, gradients, merged
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import nn
 
 import penstock as ps

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from models import Batch, ModelCase
-from shared_ranks import on_ranks
+from runners import on_ranks
 from test_bits_of_any_cut import CutRun, assert_equal, rank_runs, stepped, uncut
 from torch import nn
 

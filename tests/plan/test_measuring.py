@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from reference import accumulate, assert_same, data, gradients, make, merged
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import nn
 
 import penstock as ps

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps

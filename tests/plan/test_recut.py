@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from batched_launch import together
 from error_text import error_text
 from reference import merged
+from runners import cases_on_ranks, on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
 
@@ -134,7 +134,7 @@ def rank_trains(recuts: bool) -> Any:
 
 @pytest.mark.ranks
 def test_a_slow_rank_gets_fewer_layers_and_the_training_keeps_its_bits():
-    ours, undisturbed = together(rank_trains, 2, ((True,), (False,))).values()
+    ours, undisturbed = cases_on_ranks(rank_trains, 2, ((True,), (False,))).values()
     for losses, _, ([before], [after]) in ours:
         assert losses == undisturbed[0][0]
         assert int(after) > int(before) == 3
@@ -161,7 +161,7 @@ def rank_asks() -> Any:
 
 @pytest.mark.ranks
 def test_without_a_measured_step_or_a_model_to_cut_it_is_refused_and_without_gain_the_pipeline_stays():
-    (said, *rest), (other, *other_rest) = together(rank_asks, 2, ((),))[()]
+    (said, *rest), (other, *other_rest) = on_ranks(rank_asks, 2)
     assert rest == other_rest == [True, ['pipe.rebuild(cuts="measured")', ""]]
     for text, part in zip(
         said,

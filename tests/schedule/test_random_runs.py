@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from random_tables import valid_tables
 from reference import assert_same, data, gradients, make, merged
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import Tensor
 
 import penstock as ps

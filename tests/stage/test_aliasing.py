@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import toy
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 

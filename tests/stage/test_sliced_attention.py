@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from batched_launch import launch_once
 from error_text import error_text
 from reference import assert_same
+from runners import on_ranks_once
 from slow_cases import slow_except
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -179,7 +179,7 @@ def worked() -> dict[str, Any]:
 
 
 def everyone() -> list[dict[str, Any]]:
-    return launch_once(worked, 2)
+    return on_ranks_once(worked, 2)
 
 
 def assert_near(found: tuple[list[float], dict[str, Tensor]], model: nn.Module, output: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import attends, tied, toy
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F

@@ -10,7 +10,7 @@ import torch
 from error_text import outcome
 from models import toy
 from reference import accumulate, assert_same, data, gradients, merged, same
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import nn
 
 import penstock as ps

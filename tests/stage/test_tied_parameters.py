@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from batched_launch import together
 from error_text import NO_ERROR, outcome
 from models import CASES, RepeatedBlockModel, TiedModel, accumulate, tied, token_batch
 from reference import assert_same, merged
-from shared_ranks import on_ranks
+from runners import cases_on_ranks, on_ranks
 from torch import nn
 
 import penstock as ps
@@ -45,7 +44,7 @@ RUNS = (("tied", "1f1b"), ("tied three times", "zb-v"), ("recurrent", "gpipe"))
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_groups_made_by_names_have_the_bits_of_one_process_on_all_owners(run):
-    everyone = together(rank_trained, 2, RUNS)[run]
+    everyone = cases_on_ranks(rank_trained, 2, RUNS)[run]
     model = CASES[run[0]].model()
     optimizer = torch.optim.AdamW(groups(model), lr=0.05, weight_decay=0.5)
     for step in range(4):
@@ -106,7 +105,7 @@ def rank_loads(strict):
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_all_owners_load_the_value_that_the_uncut_model_would_have_of_several(strict):
-    for different, count in together(rank_loads, 2, ((True,), (False,)))[strict,]:
+    for different, count in cases_on_ranks(rank_loads, 2, ((True,), (False,)))[strict,]:
         assert not different
         assert count > 10
 
@@ -163,7 +162,7 @@ def rank_parts(part, folder):
 @pytest.fixture(scope="module")
 def parted(tmp_path_factory):
     cases = tuple((part, tmp_path_factory.mktemp("parted")) for part in PARTS)
-    return {case[0]: results for case, results in together(rank_parts, 3, cases).items()}
+    return {case[0]: results for case, results in cases_on_ranks(rank_parts, 3, cases).items()}
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -1,20 +1,26 @@
-"""Ranks that all tests of a file share: to start one and to end it takes a tenth of a second of a processor."""
+"""Runners: a function on ranks that the tests of a file share, once for several tests, or on ranks that torchrun starts.
+
+To start a rank and to end it takes a tenth of a second of a processor.
+"""
 
 import gc
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from socket import AF_UNIX, socket
 from typing import Any
 
 import torch
+from prompt import torchrun
 
 import penstock as ps
 
@@ -35,6 +41,55 @@ def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     except BaseException:
         RUNNING.pop(ranks).kill()
         raise
+
+
+def on_ranks_once(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    """Return `on_ranks(function, ranks, *args)`, or raise its error; it runs for the first test that asks."""
+    return _first_run(function, ranks, args).result()
+
+
+def cases_on_ranks(
+    function: Callable[..., Any], ranks: int, cases: tuple[tuple[Any, ...], ...]
+) -> dict[tuple[Any, ...], list[Any]]:
+    """Return the results of `function(*case)`, by case and rank; all cases run in one `on_ranks_once`."""
+    return _by_case(cases, on_ranks_once(rank_runs_cases, ranks, function, cases))
+
+
+def cases_under_torchrun(
+    function: Callable[..., Any], ranks: int, cases: Sequence[tuple[Any, ...]], folder: Path
+) -> dict[tuple[Any, ...], list[Any]]:
+    """Return the results as `cases_on_ranks`, from interpreters that torchrun starts. `function` is of a test module."""
+    module = function.__module__
+    script = (
+        f"import sys; sys.path[:0] = {[path for path in sys.path if 'tests' in path]}\n"
+        f"import torch, penstock as ps, {module}\n"
+        "rank = ps.comms.init_distributed().rank\n"
+        f"results = [{module}.{function.__name__}(*call) for call in {[*cases]!r}]\n"
+        "torch.save(results, f'{sys.argv[1]}/{rank}.pt')\n"
+    )
+    (folder / "script.py").write_text(script)
+    ended = torchrun(ranks, folder / "script.py", folder)
+    assert ended.returncode == 0, ended.stderr
+    return _by_case(cases, [torch.load(folder / f"{rank}.pt") for rank in range(ranks)])
+
+
+@cache
+def _first_run(function: Callable[..., Any], ranks: int, args: tuple[Any, ...]) -> Future[list[Any]]:
+    """Return the results or the error: a run that takes minutes to fail would else do so in each of its tests."""
+    future = Future[list[Any]]()
+    try:
+        future.set_result(on_ranks(function, ranks, *args))
+    except BaseException as error:  # pytest's own for a timeout is no Exception
+        future.set_exception(error)
+    return future
+
+
+def rank_runs_cases(function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [function(*case) for case in cases]
+
+
+def _by_case(cases: Sequence[tuple[Any, ...]], results_by_rank: Sequence[Sequence[Any]]) -> dict[tuple[Any, ...], list[Any]]:
+    return {case: [results[number] for results in results_by_rank] for number, case in enumerate(cases)}
 
 
 def end_shared_ranks() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that several tests share."""
+"""Runners of tests: ranks that several tests share."""
 
 import os
 import signal
@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from batched_launch import together
-from shared_ranks import on_ranks
+from runners import cases_on_ranks, on_ranks
 
 import penstock as ps
 
@@ -24,7 +23,7 @@ def test_a_launch_that_fails_is_made_once_and_fails_each_of_its_tests(tmp_path: 
     starts.write_text("")
     for _ in range(3):
         with pytest.raises(ValueError, match="of these ranks"):
-            together(rank_fails, 1, ((starts,),))
+            cases_on_ranks(rank_fails, 1, ((starts,),))
     assert starts.read_text() == "started "
 
 

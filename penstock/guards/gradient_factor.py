@@ -100,7 +100,7 @@ class GradientFactorCheck(Observer):
     def record_gradients(self) -> None:
         """Record gradients and weights. Called when a step has ended, or the pipeline has clipped the gradients."""
         if self._rank == 0:  # where `awaits_optimizer_step` is called
-            first = next(filter(_has_gradient, self._parameters()), None)
+            first = self._first_with_gradient()
             self._first_weight = None if first is None else self._weight_snapshot.take(first)
         if self._num_ranks == 1:
             return
@@ -111,6 +111,13 @@ class GradientFactorCheck(Observer):
         local_gradients = [local_shard(parameter.grad) for parameter in self._chosen]
         gradients = [gradient for gradient in local_gradients if _is_small(gradient)]
         self._gradients = [TensorSnapshot(gradient, tensor_version(gradient), gradient.clone()) for gradient in gradients]
+
+    def _first_with_gradient(self) -> nn.Parameter | None:
+        for stage in self._stages:
+            for parameter in stage.parameters:
+                if _has_gradient(parameter):
+                    return parameter
+        return None
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of the last step; one that stages share several times."""

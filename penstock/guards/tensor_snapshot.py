@@ -36,22 +36,24 @@ class TensorSnapshot(NamedTuple):
 
 
 class RepeatedSnapshot:
-    """Takes snapshots of a tensor that it had before in a third of the time: into the same memory."""
+    """Takes snapshots of a tensor that it had before in a fifth of the time: with one operation, into the same memory."""
 
     def __init__(self) -> None:
         self._tensor: Tensor | None = None
         self._address = 0  # of the tensor's memory
-        self._view = self._values = torch.empty(0, device="cpu")  # of the sampled values; of their copies
+        self._view = self._values = self._bytes = torch.empty(0, device="cpu")  # of the sampled values; of their copies
 
     def take(self, tensor: Tensor) -> TensorSnapshot:
         """Return a snapshot of `tensor` as it is now. That of the last call is no longer valid."""
-        if hasattr(tensor, "placements") or tensor.is_meta or tensor.layout != torch.strided or not tensor.is_contiguous():
-            return TensorSnapshot.of(tensor)
-        if tensor is not self._tensor or tensor.data_ptr() != self._address:
+        if tensor is not self._tensor or tensor.data_ptr() != self._address or not tensor.is_contiguous():
+            if hasattr(tensor, "placements") or tensor.is_meta or tensor.layout != torch.strided or not tensor.is_contiguous():
+                return TensorSnapshot.of(tensor)
             self._tensor, self._address = tensor, tensor.data_ptr()
             self._view = tensor.detach().as_strided(*sampled_layout(tensor))
             self._values = torch.empty_like(self._view, memory_format=torch.contiguous_format)
-        return TensorSnapshot(tensor, tensor_version(tensor), self._values.copy_(self._view).view(torch.uint8))
+            self._bytes = self._values.view(torch.uint8)
+        self._values.copy_(self._view)
+        return TensorSnapshot(tensor, tensor_version(tensor), self._bytes)
 
 
 def sample_shard(tensor: Tensor) -> Tensor:

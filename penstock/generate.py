@@ -29,6 +29,7 @@ from penstock.digest import hash_bytes
 from penstock.engine.actions import messages_of
 from penstock.engine.cache import TokenCache, max_context, supports_incremental_decoding
 from penstock.engine.clock import ActionClock
+from penstock.engine.observers import StepFunctions
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number, require_equal
 from penstock.mesh.parallelize import begin_gathering_parameters
@@ -163,7 +164,7 @@ class TextGeneration:
         self._new_tokens: dict[int, Tensor] = {}  # by microbatch
         repeats = num_inputs == 1  # with a cache; messages of any other pass have a size of their own, not to be remembered
         channels.begin_step([("generate", len(self.text), rows) if repeats else None for rows in self.sizes])
-        functions = engine.step_functions({Kind.F: self._forward}, channels)
+        functions = StepFunctions({Kind.F: self._forward}, channels.receive, channels.send)
         engine.run_program(program.lines, functions, channels, ActionClock())
 
         # 3. The new tokens, on all ranks.

@@ -224,6 +224,8 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
         self._announced: AheadBatch | None = None  # the next batch, for which the teacher has run
         self._microbatch_costs: MicrobatchCosts | None = None  # fitted to steps over lists, the same on every rank
+        # Layers with a seed of the pipeline's do not advance the user's generator.
+        self._random_state = nullcontext() if self.seed is None else preserve_generator_state(self.topology.device)
         self._empty_parameter = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
         self._is_built = True
 
@@ -294,7 +296,7 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
         }
         batch = args, kwargs, target
         options = [name for name, is_used in used.items() if is_used]
-        call = Call("step()", True, *batch, scale=scale, losses=losses, wants_outputs=return_outputs, options=options)
+        call = self._call("step()", True, *batch, scale=scale, losses=losses, wants_outputs=return_outputs, options=options)
         next_batch = AheadBatch(next_args, next_kwargs or {}) if used["next_args"] or next_kwargs else None
         result = self._run_with_teacher(call, next_batch)
         loss = add_backward_hint(result.loss)
@@ -307,7 +309,7 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
         batch, self._announced = self._announced, None
         if next_batch is not None and batch is None:
             batch = AheadBatch(call.args, call.kwargs)
-            self._run(Call(call.name, False, (), {}, next_batch=batch))
+            self._run(self._call(call.name, False, (), {}, next_batch=batch))
         result = self._run(call._replace(next_batch=next_batch, teacher_batch=batch))
         self._announced = next_batch
         return result
@@ -350,7 +352,7 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
         of other rows, an invalid order or one that differs between ranks, one that does not keep `limit`, and for more
         microbatches than a schedule that is a table has.
         """
-        call = Call("step_microbatches()", True, (inputs,), {}, targets, scale=scale, losses=losses, is_list=True)
+        call = self._call("step_microbatches()", True, (inputs,), {}, targets, scale=scale, losses=losses, is_list=True)
         if order != "given" or limit is not None:
             table_of, costs = self._engine.programs.table, self._microbatch_costs
             call = call._replace(order_rule=lambda shapes: microbatch_order(order, shapes, table_of, costs, limit))
@@ -384,7 +386,7 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
         the loss on every rank. Raises as `step` does.
         """
         options = [] if target is None else ["target"]
-        result = self._run(Call("eval()", False, args, kwargs, target, wants_outputs=True, options=options))
+        result = self._run(self._call("eval()", False, args, kwargs, target, wants_outputs=True, options=options))
         outputs = result.joined_outputs(self.rows_dim)
         return outputs if target is None else (outputs, result.loss)
 
@@ -393,7 +395,7 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
 
         Returns the list of their outputs on the last stage's rank, None on the others; with `targets`, (outputs, loss).
         """
-        result = self._run(Call("eval_microbatches()", False, (inputs,), {}, targets, is_list=True, wants_outputs=True))
+        result = self._run(self._call("eval_microbatches()", False, (inputs,), {}, targets, is_list=True, wants_outputs=True))
         outputs = list(result.outputs) or None
         return outputs if targets is None else (outputs, result.loss)
 
@@ -520,6 +522,12 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
         self._end("this pipeline was rebuilt: use the one that rebuild() returned")
         return pipe if optimizer is None else (pipe, optimizer)
 
+    def _call(self, name: str, training: bool, args: Any, kwargs: Any, target: Any = None, **options: Any) -> Call:
+        """Return a call with these `options`, and with what it takes from this pipeline."""
+        cuttable, scaler = self._original.cuttable, self.scaler if training else None
+        mode = "evaluation mode" if training and cuttable is not None and not cuttable.model.training else "training mode"
+        return Call(name, training, args, kwargs, target, self.step_count, mode=mode, scaler=scaler, **options)
+
     def _run(self, call: Call) -> StepResult:
         """Run one training step or evaluation on all ranks."""
         training = call.is_training
@@ -527,23 +535,12 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
         if training and last_result is not None and last_result.background_save_failed:
             self._engine.settle_background_save()
 
-        is_evaluated = training and self._original.cuttable is not None and not self._original.cuttable.model.training
-        call = call._replace(
-            steps_before=self.step_count,
-            scaler=self.scaler if training else None,
-            mode="evaluation mode" if is_evaluated else "training mode",
-        )
-
-        # Layers with a seed of the pipeline's do not advance the user's generator.
-        has_own_seed = training and self.seed is not None
-        random_state = preserve_generator_state(self.topology.device) if has_own_seed else nullcontext()
-        mode = nullcontext() if training else evaluation_mode(list(self.stages.values()))
+        state = self._random_state if training else evaluation_mode(list(self.stages.values()))
         step_number = self.step_count + training  # of the step that begins, or of the last
         with (
             self.collective(call.name, announces=False, runs_actions=True),
-            mode,
             self.topology.context.activity.during_step(step_number, training),
-            random_state,
+            state,
         ):
             self._check_not_ended()
             result = self._run_step(call)

@@ -131,6 +131,7 @@ class Agreement:
         self._conclusions = RecentDict[Sequence[Hashes], Agreed](MAX_KINDS)
         self._kinds = RecentDict[Hashable, float](MAX_KINDS)  # of steps that have ended -> this rank's number of it
         self._last_hashes: Sequence[Hashes] = ()
+        self._last_kind: Hashable = None  # of step, that has ended
 
     def begin(self, local: LocalDescription, step: int, scale: float, numbers: Sequence[float], purpose: str) -> None:
         """Send this rank's numbers to all others, without waiting; and its description, unless they have it."""
@@ -184,7 +185,9 @@ class Agreement:
 
     def remember(self, agreed: Agreed) -> None:
         """Remember the kind of a step that has ended. All ranks forget the same kinds, the oldest first."""
-        self._kinds.add(agreed.step_kind, agreed.step_kind[0][self.position.world.rank])
+        if agreed.step_kind is not self._last_kind:  # if it is, it is the newest already
+            self._kinds.add(agreed.step_kind, agreed.step_kind[0][self.position.world.rank])
+            self._last_kind = agreed.step_kind
 
     def forget(self) -> None:
         """Forget all: after a failed step some ranks may know what others do not."""
@@ -192,7 +195,7 @@ class Agreement:
             descriptions.clear()
         self._conclusions.clear()
         self._kinds.clear()
-        self._last_hashes = ()
+        self._last_hashes, self._last_kind = (), None
 
     # -- what follows from all descriptions ----------------------------------------------------------------------------
 

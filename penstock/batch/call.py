@@ -397,12 +397,13 @@ class ModelForward:
         self._names = [parameter.name for parameter in named]
         self._positional = [name for name in self._names if self.signature.parameters[name].kind.name.startswith("POSITIONAL")]
         self._graph_inputs = module.penstock.input_names if isinstance(module, GraphStage) else [*self._names]
+        self._all_names = self._later_keywords.union(self._names)
         self._warned = set[str]()
         self._required = {parameter.name for parameter in named if parameter.default is parameter.empty}
 
     def takes(self, names: Iterable[str]) -> bool:
         """Whether it takes these as keywords."""
-        return {*names} <= {*self._names, *self._later_keywords}
+        return self._all_names.issuperset(names)
 
     def check_options(self, call: str, options: Iterable[str], num_args: int) -> None:
         """Raise MismatchError for an option of a call if the forward has a parameter of its name, not given by position.
@@ -410,7 +411,7 @@ class ModelForward:
         Warn, once, of `target` and of options of `generate()` that the forward can do without: scripts mean the call's.
         """
         for name in options:
-            if not self.takes([name]) or name in self._positional[:num_args]:
+            if name not in self._all_names or name in self._positional[:num_args]:
                 continue
             text = f"{call} takes {name}= for itself, and the model's forward has a parameter {name} too, which does not get it"
             text = f"{text}: {self._hint_for(call.removesuffix('()'), name)}"
@@ -511,8 +512,9 @@ def check_target(call: Call, has_loss: bool, rank: int) -> None:
 
 def check_no_graph(call: Call, batch: Any, name: str, rank: int) -> None:
     """Raise MismatchError for a batch with a graph: the backward of each microbatch would run that graph again."""
-    for leaf in leaves(batch) if call.is_training else ():
-        tensor = unwrap(leaf)
+    if not call.is_training or (isinstance(batch, Tensor) and not batch.requires_grad):  # the common case
+        return
+    for tensor in map(unwrap, leaves(batch)):
         if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
             raise MismatchError(
                 f"rank {rank}: {call.name} was given {name} with a graph ({tensor.grad_fn.name()}), which the backward of each "

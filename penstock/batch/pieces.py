@@ -111,8 +111,12 @@ def nonempty_split_sizes(batch: Any, what: str, microbatches: int, rows_dim: int
     num_rows = count_rows(batch, what, rows_dim)
     if not num_rows:
         raise _no_rows_error(batch, what)
-    samples = _count_samples(num_rows, what, rows_per_sample)
-    return [size * rows_per_sample for size in split_sizes(samples, min(samples, microbatches))]
+    return list(_sizes_in_rows(_count_samples(num_rows, what, rows_per_sample), microbatches, rows_per_sample))
+
+
+@lru_cache(256)  # data that repeats from step to step
+def _sizes_in_rows(samples: int, microbatches: int, rows_per_sample: int) -> tuple[int, ...]:
+    return tuple([size * rows_per_sample for size in split_sizes(samples, min(samples, microbatches))])
 
 
 def _count_samples(num_rows: int, what: str, rows_per_sample: int) -> int:
@@ -137,6 +141,10 @@ def count_rows(batch: Any, what: str = "batch", rows_dim: int = 0) -> int | None
     Numbers, None, strings, 0-dimensional tensors and `Replicated` ones go to every microbatch. Raises MismatchError if the
     sizes differ, and for tensors that cannot be split.
     """
+    if type(batch) is Tensor:  # the common case
+        _check_is_dense(batch, what)
+        if batch.dim() > rows_dim:
+            return batch.shape[rows_dim]
     sizes = _leaf_rows(batch, what, rows_dim)
     if len(sizes) > 1 or WITHOUT_ROWS_DIM in sizes:
         shapes = describe_shapes(batch, what, rows_dim)
@@ -152,12 +160,16 @@ def _leaf_rows(batch: Any, what: str, rows_dim: int) -> set[int]:
     rows: set[int] = set()
     for leaf in flatten(batch)[0]:
         tensor = unwrap(leaf)
-        if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta):
-            kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else tensor.layout
-            raise MismatchError(f"{what} has a {kind} tensor, which is not split into microbatches: give dense tensors")
-        if (count := _count_leaf_rows(leaf, rows_dim)) is not None:
-            rows.add(count)
+        _check_is_dense(tensor, what)
+        if (dim := rows_dim_of(leaf, rows_dim)) is not None:
+            rows.add(tensor.shape[dim] if dim < tensor.dim() else WITHOUT_ROWS_DIM)
     return rows
+
+
+def _check_is_dense(value: Any, what: str) -> None:
+    if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested or value.is_meta):
+        kind = "nested" if value.is_nested else "meta" if value.is_meta else value.layout
+        raise MismatchError(f"{what} has a {kind} tensor, which is not split into microbatches: give dense tensors")
 
 
 def rows_dim_hint(rows_dim: int) -> str:
@@ -187,17 +199,18 @@ def describe_shapes(batch: Any, what: str, rows_dim: int) -> str:
 
 def split(batch: Any, sizes: Sequence[int], device: torch.device | None = None, rows_dim: int = 0) -> list[Any]:
     """Split `batch` along dimension `rows_dim` into microbatches of these `sizes`, on `device`; along the first as views."""
+    if isinstance(batch, Tensor):  # the common case
+        return list(_split_leaf(batch, sizes, device, rows_dim))
     batch_leaves, structure = flatten(batch)
     columns = [_split_leaf(leaf, sizes, device, rows_dim) for leaf in batch_leaves]
-    if isinstance(batch, Tensor):  # the common case
-        return list(columns[0])
     return [unflatten(microbatch, structure) for microbatch in zip(*columns, strict=True)]
 
 
 def _split_leaf(leaf: Any, sizes: Sequence[int] | None, device: torch.device | None, rows_dim: int) -> Sequence[Any]:
     """Return the parts of a leaf; of these `sizes`, None for one part with all that it has."""
     dim, leaf = rows_dim_of(leaf, rows_dim), unwrap(leaf)
-    leaf = _copy_to_device(leaf, device) if device is not None and isinstance(leaf, Tensor) else leaf
+    if device is not None and isinstance(leaf, Tensor) and leaf.device != device:
+        leaf = _copy_to_device(leaf, device)
     if dim is None or (sizes is None and dim >= leaf.dim()):
         return [leaf] * (1 if sizes is None else len(sizes))
     sizes = [leaf.shape[dim]] if sizes is None else sizes
@@ -209,10 +222,10 @@ def _split_leaf(leaf: Any, sizes: Sequence[int] | None, device: torch.device | N
 
 
 def _copy_to_device(leaf: Tensor, device: torch.device) -> Tensor:
-    """Copy to `device`. A GPU copies while it computes only from pinned memory in one piece."""
+    """Copy to another `device`. A GPU copies while it computes only from pinned memory in one piece."""
     if device.type == "cuda" and leaf.is_cpu and leaf.layout == torch.strided and not (leaf.requires_grad or leaf.is_pinned()):
         leaf = torch.empty_like(leaf, pin_memory=True).copy_(leaf)
-    return leaf if leaf.device == device else leaf.to(device, non_blocking=True)
+    return leaf.to(device, non_blocking=True)
 
 
 # -- by tokens ---------------------------------------------------------------------------------------------------------

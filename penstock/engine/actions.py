@@ -24,14 +24,17 @@ from penstock.engine.report import NO_MICROBATCH_LOSSES, MicrobatchLosses
 from penstock.errors import MismatchError, NonFiniteError, PenstockError, StageError
 from penstock.mesh.context_parallel import ContextParallelAttention
 from penstock.randomness import mix_in
+from penstock.recent import RecentDict
 from penstock.schedule.table import Action, Kind
 from penstock.stage.attention import attention_context
 from penstock.stage.sliced_attention import SequenceSlice
 from penstock.stage.stage import Stage
+from penstock.torch_private import tensor_version
 from penstock.trees import map_tensors
 
 ActionFunction = Callable[..., Any]  # (action, values that arrived) -> messages
 ActionFunctions = Mapping[Kind, ActionFunction]
+MAX_SEEDS = 64  # that are kept: microbatches of unequal weights have one each
 
 
 @dataclass
@@ -48,10 +51,25 @@ class FirstForward:
         return messages
 
 
+class SeedCache:
+    """The gradients of losses with which backwards begin: one tensor for all losses of a weight and kind, in all steps."""
+
+    def __init__(self) -> None:
+        self._seeds = RecentDict[Any, Tensor](MAX_SEEDS)
+
+    def find(self, loss: Tensor, weight: float) -> Tensor:
+        """Return the gradient of a loss: `weight`, in its shape. A new one if a hook has changed the last in place."""
+        kind = weight, type(loss), loss.dtype, loss.shape, loss.device
+        seed = self._seeds.get(kind)
+        if seed is None or tensor_version(seed):
+            seed = self._seeds.add(kind, torch.full_like(loss, weight))
+        return seed
+
+
 class StepActions:
     """The actions of one step on this rank's `stages`. The model's last stage is `last_stage`.
 
-    `grad_scale`: multiplies every gradient. `attention`: of ranks along cp; None without cp.
+    `grad_scale`: multiplies every gradient. `attention`: of ranks along cp; None without cp. `seeds`: of earlier steps too.
     """
 
     def __init__(
@@ -63,15 +81,15 @@ class StepActions:
         batch: LocalBatch,
         grad_scale: float,
         attention: ContextParallelAttention | None,
+        seeds: "SeedCache",
     ) -> None:
         self.stages, self.last_stage, self.layout = stages, last_stage, layout
-        self.call, self.batch, self.grad_scale, self.attention = call, batch, grad_scale, attention
+        self.call, self.batch, self.grad_scale, self.attention, self._seeds = call, batch, grad_scale, attention, seeds
         self.agreed: Agreed  # set by `begin`
         # By number of the piece.
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}  # if the call wants them
         self.auxiliary_losses: list[tuple[int, Tensor]] = []
-        self._seeds: dict[Any, Tensor] = {}  # of backwards, by weight and kind of loss
         self._teacher_outputs = call.teacher_batch.outputs if call.teacher_batch else {}  # that a step before has computed
 
     @property
@@ -107,9 +125,6 @@ class StepActions:
     def begin(self, agreed: Agreed, first_forward: FirstForward | None) -> None:
         """Take what all ranks know, and what has run before."""
         self.agreed, self._loss_waits = agreed, agreed.chains.loss_waits
-        in_use = [self.stages[index].data_parallel for index in sorted(agreed.program.stages)]
-        for hooks in in_use:
-            hooks.backwards_match, hooks.in_use = agreed.same_on_replicas, in_use
         if first_forward is not None and 0 in agreed.forward_only:
             self.stages[0].in_flight.pop(0, None)
         elif first_forward is not None:
@@ -220,7 +235,7 @@ class StepActions:
         stage, weight = self.stages[action.stage], self.agreed.pieces[number].share * self.grad_scale
 
         if action.stage == self.last_stage:  # the only place where gradients are scaled
-            seed = self._seed(self.losses[number], weight)
+            seed = self._seeds.find(self.losses[number], weight)
             gradients: Sequence[Tensor | None] = [seed for _ in stage.in_flight[number].roots]  # none if everything is frozen
         else:
             gradients = flatten_gradients(values)
@@ -230,13 +245,6 @@ class StepActions:
             message[0] if len(message) == 1 and message[0] is not None else message
             for message in stage.backward(number, gradients, action in self.agreed.program.last_backwards, weight)
         ]
-
-    def _seed(self, loss: Tensor, weight: float) -> Tensor:
-        """Return the gradient of a loss: `weight`, in its shape: one tensor for all losses of this weight and kind."""
-        kind = weight, loss.dtype, loss.shape, loss.device
-        if kind not in self._seeds:
-            self._seeds[kind] = torch.full_like(loss, weight)
-        return self._seeds[kind]
 
     def backward_weight(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Compute the weights' gradients that the microbatch's I has deferred, and add them to `.grad`."""

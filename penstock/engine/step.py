@@ -39,7 +39,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.comms.preemption import preempted
 from penstock.comms.transport.channels import Channels
 from penstock.comms.wait_errors import WaitError
-from penstock.engine.actions import ActionFunctions, FirstForward, StepActions, error_with_location
+from penstock.engine.actions import FirstForward, SeedCache, StepActions, error_with_location
 from penstock.engine.clock import ActionClock, make_clock, measure_own_clock_skew
 from penstock.engine.observers import ObservedStep, Observer, Observers, StepFunctions
 from penstock.engine.optimizers import read_grad_scale
@@ -55,12 +55,13 @@ from penstock.engine.report import (
 from penstock.engine.rollback import StepRollback
 from penstock.errors import ResourceError
 from penstock.mesh.context_parallel import ContextParallelAttention
-from penstock.mesh.parallelize import begin_gathering_parameters, finish_gradient_averaging
+from penstock.mesh.parallelize import begin_gathering_parameters, finish_gradient_averaging, match_backwards
 from penstock.mesh.position import MeshPosition
 from penstock.schedule.program import ProgramLine, Transfer
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.table import Kind
 from penstock.stage.backward.autograd_edges import detach_for_next_stage
+from penstock.stage.hooks import NoDataParallelHooks
 from penstock.stage.rank_parameters import RankParameters
 from penstock.stage.stage import Stage
 from penstock.stage.tied_parameters import TiedParameters
@@ -93,9 +94,11 @@ class Engine:
         self.agreement = Agreement(control, position, programs, reduction, reader.token_parts, self.layout.rows_dim)
 
         self.stages, self.parameters, self.tied = stages, parameters, tied
+        has_hooks = any(not isinstance(stage.data_parallel, NoDataParallelHooks) for stage in stages.values())
+        self._has_replicas = has_hooks or position.mesh is not None
         cp_group = position.cp_group
         self.attention = None if cp_group is None else ContextParallelAttention(cp_group, position.cp_index)
-        self.observers = Observers([])
+        self._seeds, self.observers = SeedCache(), Observers([])
 
         self.clock_ids = clock_ids  # of every rank
         self.clock_skew = measure_own_clock_skew(control, clock_ids)  # of this rank
@@ -133,7 +136,7 @@ class Engine:
         batch = self.reader.read(call, requires_grad_flags(self.stages))
         num_parts = len(self.position.batch_parts)  # gradients are averaged over them afterwards
         grad_scale = read_grad_scale(call.scaler, self.position.world) * call.scale * num_parts
-        actions = StepActions(self.stages, self.last_stage, self.layout, call, batch, grad_scale, self.attention)
+        actions = StepActions(self.stages, self.last_stage, self.layout, call, batch, grad_scale, self.attention, self._seeds)
         is_new_on_rank = call.is_training and not self.agreement.has_run(batch.description.kind_hash)
         step = ObservedStep(call, batch, is_new_on_rank, clock, actions)
 
@@ -142,7 +145,8 @@ class Engine:
         self.agreement.begin(batch.description, call.steps_before, call.scale, self.observers.start(step), wait_reason)
 
         # 3. Begin to gather sharded parameters.
-        begin_gathering_parameters([self.stages[index] for index in self._full_program.stages])
+        if self._has_replicas:
+            begin_gathering_parameters([self.stages[index] for index in self._full_program.stages])
 
         # 4. Run the first forward while rows travel.
         first_forward = self._run_first_forward_early(step)
@@ -150,15 +154,18 @@ class Engine:
         # 5. Read all rows.
         step.agreed, rows = self.agreement.finish(batch.description, wait_reason)
         actions.begin(step.agreed, first_forward)
+        if self._has_replicas:
+            match_backwards([self.stages[index] for index in sorted(step.agreed.program.stages)], step.agreed.same_on_replicas)
         self.observers.compare(step, rows)
 
         # 6. Run the program.
         channels.begin_step(step.agreed.signatures)
-        functions = self.observers.wrap(step, self.step_functions(actions.functions, channels))
+        functions = self.observers.wrap(step, StepFunctions(actions.functions, channels.receive, channels.send))
         self.run_program(step.agreed.program.lines, functions, channels, clock, first_forward)
 
         # 7. Average gradients over replicas.
-        finish_gradient_averaging(list(self.stages.values()), self.parameters, self.position, call.is_training)
+        if self._has_replicas:
+            finish_gradient_averaging(list(self.stages.values()), self.parameters, self.position, call.is_training)
         clock.mark_averaged()
 
         # 8. Report. Gradients of tied parameters are copied last: no rank can fail any more.
@@ -200,18 +207,6 @@ class Engine:
             raise error_with_location(error, self.position.world.rank, action) from error
         step.clock.num_before_rows = 1
         return FirstForward(messages, stage.auxiliary_losses)
-
-    def step_functions(self, actions: ActionFunctions, channels: Channels) -> StepFunctions:
-        """Return what a program calls: these actions, and the channels' ends."""
-        incoming, outgoing, device = channels.incoming, channels.outgoing, self.device
-
-        def receive(transfer: Transfer) -> Any:
-            return incoming[transfer.source].receive(transfer, device)
-
-        def send(transfer: Transfer, value: Any) -> None:
-            outgoing[transfer.destination].send(transfer, value)
-
-        return StepFunctions(actions, receive, send)
 
     def run_program(
         self,
@@ -304,7 +299,7 @@ class Engine:
 
 def requires_grad_flags(stages: dict[int, Stage]) -> bytes:
     """Return a byte for each parameter of `stages`: whether it is trained. They decide what stages send."""
-    return bytes(parameter.requires_grad for stage in stages.values() for parameter in stage.parameters)
+    return bytes([parameter.requires_grad for stage in stages.values() for parameter in stage.parameters])
 
 
 def _no_message(transfer: Transfer, value: Any = None) -> None:

@@ -50,8 +50,8 @@ class GradientFactorCheck(Observer):
         self._num_changes = 0
         self._weight_versions: list[tuple[nn.Parameter, int]] = []  # of all that had a gradient, after steps 1, 9, 17, 33, ..
         self._num_steps = 0  # of training that have ended
-        self._first_weight: TensorSnapshot | None = None  # that has a gradient
-        self._weight_snapshot = RepeatedSnapshot()
+        self._first_weight: nn.Parameter | None = None  # that has a gradient
+        self._weight_snapshot = RepeatedSnapshot()  # of it
 
     def start(self, step: ObservedStep) -> Sequence[float]:
         """Return the factor, and whether weights have changed."""
@@ -100,8 +100,9 @@ class GradientFactorCheck(Observer):
     def record_gradients(self) -> None:
         """Record gradients and weights. Called when a step has ended, or the pipeline has clipped the gradients."""
         if self._rank == 0:  # where `awaits_optimizer_step` is called
-            first = self._first_with_gradient()
-            self._first_weight = None if first is None else self._weight_snapshot.take(first)
+            self._first_weight = self._first_with_gradient()
+            if self._first_weight is not None:
+                self._weight_snapshot.take(self._first_weight)
         if self._num_ranks == 1:
             return
 
@@ -136,7 +137,7 @@ class GradientFactorCheck(Observer):
     def awaits_optimizer_step(self) -> bool:
         """Whether the last step has left gradients, and no optimizer has changed a weight since."""
         first = self._first_weight
-        return first is not None and first.tensor.grad is not None and first.is_unchanged()
+        return first is not None and first.grad is not None and self._weight_snapshot.is_unchanged()
 
     def weights_changed(self) -> float:
         """Return 1 if a weight that had a gradient has changed, 0 if none of an optimizer has; else UNKNOWN."""

@@ -121,6 +121,13 @@ def begin_gathering_parameters(stages: Sequence[Stage]) -> None:
             hooks.prefetch_parameters()
 
 
+def match_backwards(stages: Sequence[Stage], same_on_replicas: bool) -> None:
+    """Tell the hooks of `stages`, which run in this step, in their order, whether replicas run the same backwards."""
+    in_use = [stage.data_parallel for stage in stages]
+    for hooks in in_use:
+        hooks.backwards_match, hooks.in_use = same_on_replicas, in_use
+
+
 def finish_gradient_averaging(
     stages: Iterable[Stage], parameters: RankParameters, position: MeshPosition, training: bool
 ) -> None:

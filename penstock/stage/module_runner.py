@@ -59,6 +59,7 @@ class ModuleRunner:
 
         plain_sequential = type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
         self._layer_numbers = layer_numbers if plain_sequential else None
+        self._layers: tuple[tuple[int, nn.Module], ...] | None
         self._read_module()
 
     def begin_step(self) -> None:
@@ -69,9 +70,11 @@ class ModuleRunner:
 
     def _read_module(self) -> None:
         """Find how the module is run, once a step: a user may have compiled it since, added hooks or replaced a layer."""
-        children = children_by_name(self.module).values()
-        is_known = self._layer_numbers is not None and len(self._layer_numbers) == len(children)
-        self._layers = tuple(zip(self._layer_numbers or (), children, strict=True)) if is_known else None
+        self._layers = None
+        if self._layer_numbers is not None:
+            children = children_by_name(self.module).values()
+            is_known = len(self._layer_numbers) == len(children)
+            self._layers = tuple(zip(self._layer_numbers, children, strict=True)) if is_known else None
         self._is_compiled, is_sharded = is_compiled(self.module), self._is_sharded
         # Hooks of `fully_shard` make zeros of a gradient that is None in a backward: `FSDPHooks` does all that they do.
         skips_hooks = is_sharded and not self._has_hooks_to_run() and not self._is_compiled

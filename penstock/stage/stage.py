@@ -22,7 +22,7 @@ from penstock.stage.attention import attention_context
 from penstock.stage.auxiliary import AuxiliaryLossCollector
 from penstock.stage.backward.autograd_edges import Gradients, gradient_edge
 from penstock.stage.backward.deferred import DeferredGradients
-from penstock.stage.backward.parameter_slot import ParameterReader, ParameterSlot, replace_temporarily
+from penstock.stage.backward.parameter_slot import ParameterReader, replace_temporarily
 from penstock.stage.backward.split import BackwardSplitter
 from penstock.stage.connections import StageConnections
 from penstock.stage.forward_arguments import ForwardSignature
@@ -110,25 +110,25 @@ class Stage:
         self._sliced_attention.clear()
         self._causal_masks.clear()
         self._runner.begin_step()
-        slots = self._parameter_reader.read()
-        self.parameters = [slot.parameter for slot in slots]
-        self._refresh_parameters(slots)
-        self._buffer_memory = None
-        self._clear_autocast_cache()
-        has_autocast = torch.is_autocast_enabled(self._device_type)
-        self._outside_autocast = torch.autocast(self._device_type, enabled=False) if has_autocast else _NOTHING
+        self.parameters = self._read_parameters()
+        self._buffer_memory, self._outside_autocast = None, _NOTHING
+        if torch.is_autocast_enabled(self._device_type):
+            torch.clear_autocast_cache()
+            self._outside_autocast = torch.autocast(self._device_type, enabled=False)
 
     def wait_parameters(self) -> None:
         """Wait for parameters that are on other ranks. Called before every action: only the first of a step waits."""
         if not self.data_parallel.parameters_ready:
             self.data_parallel.wait_parameters()
-            self._refresh_parameters(self._parameter_reader.read())
+            self._read_parameters()
 
-    def _refresh_parameters(self, slots: Sequence[ParameterSlot]) -> None:
-        """Take the parameters of this step from `slots`."""
+    def _read_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that the module has now, for this step."""
+        slots = self._parameter_reader.read()
         self._splitter.begin_step(slots)
         parameters = [slot.parameter for slot in slots]
         self._without_gradient = [parameter for parameter in parameters if parameter.grad is None and parameter.requires_grad]
+        return parameters
 
     # -- forward -----------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class Channels:
         self.outgoing: dict[int, SendChannel] = {}  # destination rank in the pipeline -> channel
         self.incoming: dict[int, ReceiveChannel] = {}  # source rank in the pipeline -> channel
         self.transports: dict[str, Sender | Receiver] = {}  # by the ranks at their ends, as `0-1`
-        self._specs = MessageSpecCache()
+        self._device, self._specs = topology.device, MessageSpecCache()
         self._pending: PendingSends | None = None
         if groups is None:
             return
@@ -73,6 +73,14 @@ class Channels:
     def begin_step(self, signatures: Sequence[Hashable]) -> None:
         """Begin a step whose microbatches have these `signatures`, the same on all ranks: see `spec_cache.py`."""
         self._specs.begin_step(signatures)
+
+    def receive(self, transfer: Transfer) -> Any:
+        """Wait for the message of `transfer`, and return it. Raises as `ReceiveChannel.receive`."""
+        return self.incoming[transfer.source].receive(transfer, self._device)
+
+    def send(self, transfer: Transfer, value: Any) -> None:
+        """Send `value` as the message of `transfer`, without waiting. Raises as `SendChannel.send`."""
+        self.outgoing[transfer.destination].send(transfer, value)
 
     def end_step(self) -> None:
         """Free sent messages, once the step is over on all ranks. Raises ResourceError if this rank could not send one."""

@@ -286,7 +286,9 @@ def run_backward(roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Ten
     For a small stage these checks take as long as the backward. They also import sympy, which takes half a second.
     """
     # On a CPU the backward runs in this thread, so the compiler's configuration need not be stored for threads of devices.
-    on_cpu = all(gradient is not None and gradient.is_cpu for gradient in gradients)
+    on_cpu = True
+    for gradient in gradients:  # in a loop: a generator takes twice as long
+        on_cpu = on_cpu and gradient is not None and gradient.is_cpu
     logs_graph = _AUTOGRAD_LOG.isEnabledFor(logging.DEBUG)
     run = Variable._execution_engine.run_backward if on_cpu and not logs_graph else _engine_run_backward
     run(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)

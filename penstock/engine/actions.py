@@ -125,6 +125,7 @@ class StepActions:
     def begin(self, agreed: Agreed, first_forward: FirstForward | None) -> None:
         """Take what all ranks know, and what has run before."""
         self.agreed, self._loss_waits = agreed, agreed.chains.loss_waits
+        self._has_teacher = agreed.chains.teacher is not None or bool(self._teacher_outputs)
         if first_forward is not None and 0 in agreed.forward_only:
             self.stages[0].in_flight.pop(0, None)
         elif first_forward is not None:
@@ -135,13 +136,15 @@ class StepActions:
         if action.stage > self.last_stage:
             return self._teacher_forward(action, values)
         agreed, number = self.agreed, action.index_among_slices(self.batch.num_slices)
-        is_last_stage, teacher_outputs = action.stage == self.last_stage, self.teacher_outputs_for(action, values)
+        is_last_stage = action.stage == self.last_stage
+        teacher_outputs = self.teacher_outputs_for(action, values) if self._has_teacher else ()
         if teacher_outputs and not self._loss_waits:
             del self._teacher_outputs[number]  # frees its memory with this microbatch's
         stage, piece, counts = self.stages[action.stage], agreed.pieces[number], action.microbatch not in agreed.forward_only
         has_backward = self.call.is_training and counts
 
-        is_split, inputs = action[1:] in agreed.program.split_backwards, self.inputs_of(action, values)
+        is_split = action[1:] in agreed.program.split_backwards
+        inputs = self.inputs_of(action, values) if self._has_teacher or action.stage == 0 else values
         output = self._forward(action, number, piece, inputs, has_backward, is_split)
         if stage.auxiliary_losses and piece.lengths:
             raise MismatchError(

@@ -90,33 +90,27 @@ class ActionClock:
     def __init__(self, offset: float = 0.0, previous_end: Any = None) -> None:
         self.offset = offset  # seconds, added to every time that is read
         self.previous_end = previous_end  # of the last step: what its clock's `mark_end` returned
-        self._marks: list[Any] = []  # three for each action
-        self._began = self._mark()
-
-    def mark_start(self) -> None:
-        """Record that an action starts."""
-        self._marks.append(self._mark())
-
-    mark_stop = mark_sent = mark_start
+        self.marks: list[Any] = []  # three moments of each action: its start, its end, the end of its sends
+        self._began = self.now()
 
     def mark_averaged(self) -> None:
         """Record that all actions have run and gradients are those of the whole batch."""
-        self._averaged = self._mark()
+        self._averaged = self.now()
 
     def mark_end(self) -> Any:
         """Return this moment, the end of the step, for the next step's clock."""
-        return self._mark()
+        return self.now()
 
     def intervals(self) -> list[Interval]:
         """Return (start, end, sent) of every action so far, in order."""
-        times = [time + self.offset for time in self._times(self._marks)]
+        times = [time + self.offset for time in self._times(self.marks)]
         ends = times[1::3]
         return list(zip(times[::3], ends, ends[: self.num_before_rows] + times[2::3][self.num_before_rows :], strict=True))
 
     def totals(self) -> ClockTotals:
         """Return the times of the whole step, once its gradients are averaged."""
         previous_end = self._began if self.previous_end is None else self.previous_end
-        previous_end, began, *times, averaged = self._times([previous_end, self._began, *self._marks, self._averaged])
+        previous_end, began, *times, averaged = self._times([previous_end, self._began, *self.marks, self._averaged])
         between = began - previous_end
         if not times:
             return ClockTotals(0.0, 0.0, 0.0, between, averaged - began)
@@ -125,7 +119,7 @@ class ActionClock:
         start, end = starts[0] + self.offset, ends[-1] + self.offset
         return ClockTotals(start, end, sum(map(sub, ends, starts)), between, averaged - times[-1])
 
-    _mark: Callable[..., Any] = staticmethod(time.perf_counter)
+    now: Callable[..., Any] = staticmethod(time.perf_counter)
 
     def _times(self, marks: Sequence[Any]) -> Sequence[float]:
         return marks
@@ -152,11 +146,12 @@ class GpuActionClock(ActionClock):
 
     def mark_end(self) -> GpuEventWithTime:
         """Return this moment, the end of the step, for the next step's clock. Waits for the stream, which is idle then."""
-        begin, event = time.perf_counter(), self._mark()
+        begin, event = time.perf_counter(), self.now()
         event.synchronize()
         return GpuEventWithTime(event, (begin + time.perf_counter()) / 2)
 
-    def _mark(self) -> Any:
+    def now(self) -> Any:
+        """Return this moment of the stream that computes."""
         event = self._device.Event(enable_timing=True)
         event.record()
         return event

@@ -196,10 +196,10 @@ class Engine:
         try:
             stage.wait_parameters()
             self.activity.begin_action(action)
-            step.clock.mark_start()
+            start = step.clock.now()
             functions = self.observers.wrap(step, StepFunctions({Kind.F: forward}, _no_message, _no_message))
             messages = functions.actions[Kind.F](action, ())
-            step.clock.mark_stop()
+            step.clock.marks += start, step.clock.now()
             self.activity.end_action()
         except (WaitError, ResourceError):
             raise
@@ -218,6 +218,7 @@ class Engine:
     ) -> None:
         """Run the lines of a program: for each, post its receives, wait for its inputs, run its action, send what it made."""
         (actions, receive, send), incoming = functions, channels.incoming
+        mark, now = clock.marks.append, clock.now
         local_values: dict[Transfer, Any] = {}  # between two stages of this rank
         waits_for_parameters = not all(stage.data_parallel.parameters_ready for stage in self.stages.values())
         messages: Any = first_forward.take_messages() if first_forward else None  # of the first line, which has run
@@ -227,22 +228,25 @@ class Engine:
                     incoming[transfer.source].post_receive(transfer)
 
                 if messages is None:
-                    values = [receive(transfer) if transfer.is_remote else local_values.pop(transfer) for transfer in inputs]
+                    values = []
+                    for transfer in inputs:
+                        is_remote = transfer.source != transfer.destination
+                        values.append(receive(transfer) if is_remote else local_values.pop(transfer))
                     if waits_for_parameters:
                         self.stages[action.stage].wait_parameters()
                     self.activity.begin_action(action)
-                    clock.mark_start()
+                    mark(now())
                     messages = actions[action.kind](action, values)
-                    clock.mark_stop()
+                    mark(now())
                     self.activity.end_action()
                     del values
 
                 for transfer, value in zip(outputs, messages, strict=True) if outputs else ():
-                    if transfer.is_remote:
+                    if transfer.source != transfer.destination:
                         send(transfer, value)
                     else:
                         local_values[transfer] = detach_for_next_stage(value)
-                clock.mark_sent()
+                mark(now())
                 messages = value = None  # frees their memory
         except (WaitError, ResourceError):
             raise

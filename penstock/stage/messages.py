@@ -77,7 +77,7 @@ class StageMessages:
     def leaves_to_send(self, output: Any, received: ReceivedInputs) -> list[Any]:
         """Return the leaves of the messages of `pack_output`, behind each message the parameters lent to its destination."""
         if not self._lends:
-            return flatten(output)[0]
+            return [output] if isinstance(output, Tensor) else flatten(output)[0]
         used = {
             id(place.tensor): tensor for place, tensor in received.borrowed_parameters
         }  # in this forward, instead of the parameters

@@ -80,6 +80,7 @@ class ModuleRunner:
         skips_hooks = is_sharded and not self._has_hooks_to_run() and not self._is_compiled
         self._call_module: Callable[..., Any] = self.module.forward if skips_hooks else self.module
         self._drawing_layers = {number for number, layer in self._layers or () if _may_draw_random_numbers(layer)}
+        self._is_one_layer = self._is_compiled or (self._layers is None and not isinstance(self.module, GraphStage))
 
     def run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the module's output. `seed`: of this step and microbatch; it moves the device's generator."""
@@ -97,7 +98,7 @@ class ModuleRunner:
             return self._call_module(*args, **kwargs)
 
         # The layers are not known: the module is one layer.
-        run_layers = self._find_layer_by_layer_method(args, kwargs)
+        run_layers = None if self._is_one_layer else self._find_layer_by_layer_method(args, kwargs)
         if run_layers is None:
             return self._run_layer(seed, self.index, self.module, args, kwargs)
 
@@ -116,8 +117,6 @@ class ModuleRunner:
 
     def _find_layer_by_layer_method(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
         """Return the method that runs the module's layers one by one; None if it has to be called as a whole."""
-        if self._is_compiled:
-            return None
         if isinstance(self.module, GraphStage):
             return self._run_graph
         return self._run_sequential if self._layers is not None and not kwargs and len(args) == 1 else None

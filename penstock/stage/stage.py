@@ -150,17 +150,36 @@ class Stage:
         `sequence_slice`: if the inputs are a slice of a microbatch's tokens; then `microbatch` numbers all slices of the step.
         Raises MismatchError for a keyword of the batch that no stage takes, and for a change in place of what shares memory.
         """
-        grad_mode = _grad_mode(with_backward)  # also in a frozen stage: a layer may compute gradients of its own
-        with_backward = with_backward and not self.is_frozen
-        deferred = self._splitter.begin_microbatch() if split_backward and with_backward else None
+        keeps_graph = with_backward and not self.is_frozen
+        arguments = microbatch, inputs, seed, keeps_graph, split_backward and keeps_graph, sequence_slice
+        if sequence_slice is None and torch.is_grad_enabled() == with_backward:  # the common case needs no contexts
+            return self._forward(*arguments, None)
+
+        # The gradient mode is set in a frozen stage too: a layer may compute gradients of its own.
+        attention = None if sequence_slice is None else self._begin_slice(sequence_slice, keeps_graph)
+        with torch.set_grad_enabled(with_backward), _attention_context(attention):
+            output = self._forward(*arguments, attention)
+        if sequence_slice is not None and sequence_slice.is_last and not keeps_graph:
+            del self._sliced_attention[sequence_slice.microbatch]
+        return output
+
+    def _forward(
+        self,
+        microbatch: int,
+        inputs: Sequence[Any],
+        seed: int | None,
+        with_backward: bool,
+        split_backward: bool,
+        sequence_slice: SequenceSlice | None,
+        attention: SlicedAttention | None,
+    ) -> Any:
+        deferred = self._splitter.begin_microbatch() if split_backward else None
         if self._splitter.has_tied_parameters:
             self._clear_autocast_cache()
         shared_parameters = record_versions(self._messages.shared_parameters) if self._messages.shared_parameters else ()
         aliased_inputs: Versions = ()
-        attention = None if sequence_slice is None else self._begin_slice(sequence_slice, with_backward)
-        slice_context = _NOTHING if attention is None else attention_context(attention)
 
-        with grad_mode, AuxiliaryLossCollector() as auxiliary_losses, slice_context:
+        with AuxiliaryLossCollector() as auxiliary_losses:
             # 1. From messages to arguments.
             if self.index == 0:
                 arguments, received = self._signature.arguments_from_batch(*inputs), _NOTHING_RECEIVED
@@ -170,13 +189,13 @@ class Stage:
                 arguments = self._signature.arguments_from_values(values)
 
             # 2. The module; if the backward is split, stand-ins replace its parameters.
-            with _parameter_replacement(deferred, received):
+            if deferred is None and not received.borrowed_parameters:
                 output = self._runner.run(seed, arguments.args, arguments.kwargs)
+            else:
+                with _parameter_replacement(deferred, received):
+                    output = self._runner.run(seed, arguments.args, arguments.kwargs)
             output = map_tensors(Tensor.detach, output) if self.is_frozen else output
-
-        self.auxiliary_losses = [loss.detach() for loss in auxiliary_losses]
-        if sequence_slice is not None and sequence_slice.is_last and not with_backward:
-            del self._sliced_attention[sequence_slice.microbatch]
+        self.auxiliary_losses = [loss.detach() for loss in auxiliary_losses] if auxiliary_losses else []
 
         # 3. Check what must not change; write back parameter data that did.
         if aliased_inputs or shared_parameters:
@@ -199,7 +218,8 @@ class Stage:
             edges, graph_ends = (
                 ((), ()) if is_last_stage else self._graph_outputs(self._messages.leaves_to_send(output, received))
             )
-            auxiliary = [(gradient_edge(loss), loss.detach()) for loss in auxiliary_losses if loss.requires_grad]
+            with_graph = [loss for loss in auxiliary_losses if loss.requires_grad] if auxiliary_losses else ()
+            auxiliary = [(gradient_edge(loss), loss.detach()) for loss in with_graph] if with_graph else ()
             slice_ = 0 if sequence_slice is None else sequence_slice.slice
             self.in_flight[microbatch] = InFlightMicrobatch(received, edges, graph_ends, auxiliary, deferred, attention, slice_)
         return output
@@ -240,8 +260,12 @@ class Stage:
         """
         assert self.loss_fn is not None
         attention = self.in_flight[microbatch].attention if with_backward and self._loss_may_draw else None
-        with _grad_mode(with_backward), _NOTHING if attention is None else attention_context(attention):
-            loss = self.loss_fn(output, target) if has_weight else _zero_loss(output)
+        loss_fn = self.loss_fn if has_weight else _zero_loss
+        if attention is None and torch.is_grad_enabled() == with_backward:  # the common case needs no contexts
+            loss = loss_fn(output, target)
+        else:
+            with torch.set_grad_enabled(with_backward), _attention_context(attention):
+                loss = loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a floating-point scalar tensor, got {got}")
@@ -286,7 +310,8 @@ class Stage:
         `auxiliary_weight`: the gradient of the microbatch's auxiliary losses.
         """
         in_flight = self.in_flight.pop(microbatch)
-        received, roots, deferred, attention = in_flight.received, in_flight.roots, in_flight.deferred, in_flight.attention
+        received, deferred, attention = in_flight.received, in_flight.deferred, in_flight.attention
+        roots: Sequence[GradientEdge | Tensor] = in_flight.roots
         if deferred is not None:
             deferred.check_no_inner_backward()
             self._deferred[microbatch] = deferred
@@ -303,17 +328,32 @@ class Stage:
             pairs += from_later_slices
             roots, gradients = tuple(root for root, _ in pairs), [gradient for _, gradient in pairs]
 
-        with self._outside_autocast, _NOTHING if attention is None else attention_context(attention):
-            if is_last:
-                self.data_parallel.before_last_backward(in_flight.graph_ends)
-            if roots:
-                with _parameter_replacement(deferred, received):
-                    run_backward(roots, gradients)
-            self._after_backward(is_last)
+        if attention is None and self._outside_autocast is _NOTHING:  # the common case needs no contexts
+            self._run_backward(roots, gradients, in_flight, is_last)
+        else:
+            with self._outside_autocast, _attention_context(attention):
+                self._run_backward(roots, gradients, in_flight, is_last)
         if not received.inputs:  # of the first stage
             return []
         sources = zip(self.connections.sources, received.inputs, strict=True)
         return [stage_input.gradients for source, stage_input in sources if source not in self.connections.frozen_sources]
+
+    def _run_backward(
+        self,
+        roots: Sequence[GradientEdge | Tensor],
+        gradients: Sequence[Tensor | None],
+        in_flight: InFlightMicrobatch,
+        is_last: bool,
+    ) -> None:
+        received, deferred = in_flight.received, in_flight.deferred
+        if is_last:
+            self.data_parallel.before_last_backward(in_flight.graph_ends)
+        if roots and deferred is None and not received.borrowed_parameters:
+            run_backward(roots, gradients)
+        elif roots:
+            with _parameter_replacement(deferred, received):
+                run_backward(roots, gradients)
+        self._after_backward(is_last)
 
     def backward_weight(self, microbatch: int, is_last: bool = False) -> None:
         """Add the weights' gradients that `backward` has left. `is_last`: as there."""
@@ -363,8 +403,8 @@ class Stage:
             torch.clear_autocast_cache()
 
 
-def _zero_loss(output: Any) -> Any:
-    """Return 0, with a graph to all of `output`."""
+def _zero_loss(output: Any, _: Any) -> Any:
+    """Return 0, as the loss of `output` with a graph to all of `output`."""
     terms = [tensor.flatten()[:0].sum() for tensor in tensors(output) if tensor.is_floating_point()]
     return sum(terms[1:], terms[0]) if terms else torch.zeros(())
 
@@ -376,13 +416,11 @@ def _has_storage(tensor: Tensor) -> bool:
 
 def _parameter_replacement(deferred: DeferredGradients | None, received: ReceivedInputs) -> AbstractContextManager[None]:
     """Replace parameters in a microbatch's forward, and in its backward, which may run the forward again."""
-    if deferred is None and not received.borrowed_parameters:
-        return _NOTHING
     return replace_temporarily([*(deferred.replacements if deferred is not None else ()), *received.borrowed_parameters])
 
 
-def _grad_mode(enabled: bool) -> AbstractContextManager[Any]:
-    return _NOTHING if torch.is_grad_enabled() == enabled else torch.set_grad_enabled(enabled)
+def _attention_context(attention: SlicedAttention | None) -> AbstractContextManager[Any]:
+    return _NOTHING if attention is None else attention_context(attention)
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()

@@ -27,10 +27,18 @@ class GradientCapture:
     @property
     def gradients(self) -> Gradients:
         """The gradients; None for a tensor that the backward did not reach."""
+        if not self._parameters:
+            return self._message_gradients
         return (*self._message_gradients, *[parameter.grad for parameter in self._parameters])
 
     def attach(self, message: Any) -> Any:
         """Return `message` as the beginning of a graph: a backward stores the gradients of its tensors here."""
+        if isinstance(message, Tensor):  # the common case
+            if not message.requires_grad:
+                return message
+            self._message_gradients = (None,)
+            return with_gradient_callback([message.detach()], self._store_gradients)[0]
+
         leaves, structure = flatten(message)
         wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not wanted:

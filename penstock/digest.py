@@ -36,8 +36,10 @@ def tensor_crc(tensor: Tensor, previous_crc: int = 0) -> int:
     A tensor that is not on the CPU is reduced to sums where it is, so that it need not be copied.
     """
     crc = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), previous_crc)
-    dense = tensor.detach().to_dense().resolve_conj().resolve_neg().contiguous()
-    dense = dense if dense.device.type == "cpu" else block_sums(dense).cpu()
+    dense = tensor
+    if not (tensor.layout is torch.strided and tensor.is_contiguous() and tensor.is_cpu) or tensor.is_conj() or tensor.is_neg():
+        dense = tensor.detach().to_dense().resolve_conj().resolve_neg().contiguous()
+        dense = dense if dense.device.type == "cpu" else block_sums(dense).cpu()
     return zlib.crc32((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()), crc) if dense.nbytes else crc
 
 

@@ -222,10 +222,10 @@ class CallReader:
             return _CutTree(pieces, microbatches.rows, lengths, "a list", shapes)
 
         check_inputs(call, rank)
-        check_no_graph(call, call.inputs, "inputs", rank)
+        batch, has_one_input = call.inputs, len(call.args) == 1 and not call.kwargs
+        check_no_graph(call, batch, "inputs", rank)
         if self.forward is not None and call.options:
             self.forward.check_options(call.name, call.options, len(call.args))
-        batch, has_one_input = call.inputs, len(call.args) == 1 and not call.kwargs
         if self.token_parts != 1:
             batch, has_one_input = self._arguments_for_cutting(call.args, call.kwargs), False
         microbatches = split_rows(batch, "the batch", self.schedule.microbatches, self.layout)

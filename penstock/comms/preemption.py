@@ -62,7 +62,7 @@ def catches_preemption() -> bool:
 
 def preempted() -> bool:
     """Return whether a signal has asked this process to save and exit."""
-    return catches_preemption() and bool(_first_arrival)
+    return bool(_first_arrival) and catches_preemption()
 
 
 def forward_signals_to(pid: int) -> None:

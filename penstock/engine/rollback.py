@@ -1,12 +1,13 @@
 """Undo what a step has changed on this rank: when it fails, before the error is reported to other ranks; or for a NaN."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
+from torch import Tensor
 
 from penstock.randomness import default_generator
 from penstock.stage.stage import Stage
-from penstock.torch_private import buffer_slots
+from penstock.torch_private import TensorSlot, buffer_slots
 
 
 class StepRollback:
@@ -21,11 +22,13 @@ class StepRollback:
         gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
         self._gradients = [(parameter, grad, None if grad is None else grad.detach().clone()) for parameter, grad in gradients]
 
-        slots = [slot for stage in stages for slot in buffer_slots(stage.module)] if device is not None else []
-        self._buffers = [(slot, slot.tensor.clone()) for slot in slots]
-
-        generators = {default_generator(device), torch.default_generator} if device is not None else ()
-        self._random_states = [(generator, generator.get_state()) for generator in generators]
+        self._buffers: Sequence[tuple[TensorSlot, Tensor]] = ()
+        self._random_states: Sequence[tuple[torch.Generator, Tensor]] = ()
+        if device is not None:
+            slots = [slot for stage in stages for slot in buffer_slots(stage.module)]
+            self._buffers = [(slot, slot.tensor.clone()) for slot in slots]
+            generators = {default_generator(device), torch.default_generator}
+            self._random_states = [(generator, generator.get_state()) for generator in generators]
 
     def __enter__(self) -> "StepRollback":
         return self

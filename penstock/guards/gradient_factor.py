@@ -69,10 +69,11 @@ class GradientFactorCheck(Observer):
                 f"since the last step gradients were multiplied {factor_list}, as clipping by the norm of a list of parameters "
                 "does, which is one rank's: clip with pipe.clip_grad_norm_(max_norm), by the norm of the whole model",
             )
-        changed, unchanged = (
-            "/".join(str(rank) for rank, (_, flag) in enumerate(rows) if flag == value) for value in (1.0, 0.0)
-        )
-        if changed and unchanged:
+        flags = [flag for _, flag in rows]
+        if 0.0 in flags and 1.0 in flags:
+            changed, unchanged = (
+                "/".join(str(rank) for rank, flag in enumerate(flags) if flag == value) for value in (1.0, 0.0)
+            )
             self._warn_once(
                 "steps",
                 f"weights have changed on rank {changed}, but none of an optimizer on rank {unchanged}, in "

@@ -53,8 +53,10 @@ class StageMessages:
         values: list[Any] = []
         borrowed: list[tuple[TensorSlot, Tensor]] = []
         for slots, message in zip(self._borrowed, messages, strict=True):
-            parameters = [_leaf_like(slot.parameter) for slot in slots]  # this rank's, as if they had come with the message
-            borrowed += [(place, leaf) for slot, leaf in zip(slots, parameters, strict=True) for place in slot.places]
+            parameters: Sequence[Tensor] = ()
+            if slots:
+                parameters = [_leaf_like(slot.parameter) for slot in slots]  # this rank's, as if they had come with the message
+                borrowed += [(place, leaf) for slot, leaf in zip(slots, parameters, strict=True) for place in slot.places]
             inputs.append(GradientCapture(parameters))
             values.append(inputs[-1].attach(message))
 

@@ -80,6 +80,7 @@ class ModuleRunner:
         skips_hooks = is_sharded and not self._has_hooks_to_run() and not self._is_compiled
         self._call_module: Callable[..., Any] = self.module.forward if skips_hooks else self.module
         self._drawing_layers = {number for number, layer in self._layers or () if _may_draw_random_numbers(layer)}
+        self._module_draws = _may_draw_random_numbers(self.module)
         self._is_one_layer = self._is_compiled or (self._layers is None and not isinstance(self.module, GraphStage))
 
     def run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -98,6 +99,10 @@ class ModuleRunner:
             return self._call_module(*args, **kwargs)
 
         # The layers are not known: the module is one layer.
+        if self._is_one_layer and self.recompute != "block":  # `_run_layer`, written out
+            if self._module_draws:
+                self.generator.manual_seed(mix_in(seed, self.index))  # type: ignore[arg-type]
+            return self._call_module(*args, **kwargs)
         run_layers = None if self._is_one_layer else self._find_layer_by_layer_method(args, kwargs)
         if run_layers is None:
             return self._run_layer(seed, self.index, self.module, args, kwargs)

@@ -159,6 +159,8 @@ def rebuild_message(spec: MessageSpec, parts: Sequence[Tensor], device: torch.de
     Later messages are made of the same `spec`, and a stage may change what it receives in place; so constants are copied.
     """
     remaining = iter(parts)
+    if len(spec.leaves) == 1 and spec.tree.is_leaf() and isinstance(spec.leaves[0], TensorSpec):  # the common case
+        return _rebuild_tensor(remaining, spec.leaves[0], device)
     leaves = [
         _rebuild_tensor(remaining, leaf, device) if isinstance(leaf, TensorSpec) else _own_copy(leaf.value)
         for leaf in spec.leaves

@@ -22,7 +22,7 @@ class GradientCapture:
 
     def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
         self._message_gradients: Gradients = ()
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad] if parameters else ()
 
     @property
     def gradients(self) -> Gradients:

@@ -530,9 +530,8 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
 
     def _run(self, call: Call) -> StepResult:
         """Run one training step or evaluation on all ranks."""
-        training = call.is_training
-        last_result = self._engine.last_result
-        if training and last_result is not None and last_result.background_save_failed:
+        training, last_result = call.is_training, self._engine.last_result
+        if training and self._engine.background_save is not None and last_result and last_result.background_save_failed:
             self._engine.settle_background_save()
 
         state = self._random_state if training else evaluation_mode(list(self.stages.values()))

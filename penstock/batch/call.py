@@ -493,7 +493,7 @@ def check_list(value: Any, name: str, call: str) -> None:
 
 def check_inputs(call: Call, rank: int) -> None:
     """Raise MismatchError if the first stage's rank was given nothing."""
-    if call.kwargs or any(argument is not None for argument in call.args):
+    if call.kwargs or [argument for argument in call.args if argument is not None]:
         return
     is_step = call.is_training or call.is_for_teacher_alone
     example = "step(inputs, target=..)" if is_step else "eval(inputs)"

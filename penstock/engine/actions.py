@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,21 +96,17 @@ class StepActions:
     @property
     def functions(self) -> ActionFunctions:
         """The function that runs an action, by its kind."""
-        if self.attention is not None:
-            return dict.fromkeys(Kind, self._run_along_cp)
-        return self._functions
-
-    @property
-    def _functions(self) -> ActionFunctions:
         # Not an attribute: a cycle would keep the step's tensors until the next garbage collection.
-        return {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward, Kind.W: self.backward_weight}
+        functions = {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward, Kind.W: self.backward_weight}
+        return {kind: partial(self._run_along_cp, run) for kind, run in functions.items()} if self.attention else functions
 
-    def _run_along_cp(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
+    def _run_along_cp(self, run: ActionFunction, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Run an action of ranks that share the tokens of its microbatch."""
         assert self.attention is not None
         self.attention.begin_action(self.piece_of(action).lengths, self.layout.sequence_dim)
         with attention_context(self.attention):
-            return self._functions[action.kind](action, values)
+            messages: Sequence[Any] = run(action, values)
+        return messages
 
     def first_forward_function(self, is_split: bool) -> ActionFunction:
         """Return the function that runs the first forward of the first stage, with what this rank knows by itself."""

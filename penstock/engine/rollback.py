@@ -19,8 +19,10 @@ class StepRollback:
 
     def __init__(self, stages: Collection[Stage], device: torch.device | None = None) -> None:
         parameters = {id(parameter): parameter for stage in stages for parameter in stage.parameters}
-        gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
-        self._gradients = [(parameter, grad, None if grad is None else grad.detach().clone()) for parameter, grad in gradients]
+        self._gradients = [
+            (parameter, grad := parameter.grad, None if grad is None else grad.detach().clone())
+            for parameter in parameters.values()
+        ]
 
         self._buffers: Sequence[tuple[TensorSlot, Tensor]] = ()
         self._random_states: Sequence[tuple[torch.Generator, Tensor]] = ()

@@ -220,7 +220,7 @@ class Engine:
         (actions, receive, send), incoming = functions, channels.incoming
         mark, now = clock.marks.append, clock.now
         local_values: dict[Transfer, Any] = {}  # between two stages of this rank
-        waits_for_parameters = not all(stage.data_parallel.parameters_ready for stage in self.stages.values())
+        waits_for_parameters = self._has_replicas  # each stage asks its own
         messages: Any = first_forward.take_messages() if first_forward else None  # of the first line, which has run
         try:
             for action, receives, inputs, outputs in lines:

@@ -50,7 +50,8 @@ class BackwardSplitter:
         self.autocast_cache: AutocastCache = {}  # of this step
         self.has_tied_parameters = False  # whether a parameter has several places in the module
         self._shared = {id(parameter) for parameter in shared}
-        self._unread_slots: Sequence[ParameterSlot] | None = None  # all of this step, until a backward is split
+        self._step_slots: Sequence[ParameterSlot] = []  # all of this step
+        self._unread_slots: Sequence[ParameterSlot] | None = None  # the same, until a backward is split
         self._slots: list[ParameterSlot] = []
         self._slot_keys: list[Any] = []
         self._free: list[DeferredGradients] = []  # with stand-ins, for the next microbatches
@@ -61,8 +62,9 @@ class BackwardSplitter:
     def begin_step(self, slots: Sequence[ParameterSlot]) -> None:
         """Read all parameters of the module anew: since the last step they may have been frozen, replaced or moved."""
         self.autocast_cache.clear()
-        self.has_tied_parameters = any(len(slot.places) > 1 for slot in slots)
-        self._unread_slots = slots
+        if slots is not self._step_slots:
+            self.has_tied_parameters = any(len(slot.places) > 1 for slot in slots)
+        self._step_slots = self._unread_slots = slots
 
     def _read_slots(self, slots: Sequence[ParameterSlot]) -> None:
         """Find which parameters get stand-ins, before the first backward of this step that is split."""

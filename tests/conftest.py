@@ -1,8 +1,8 @@
 """How all tests run: on one thread, since bits depend on how many there are. Their tiers are marks (see pyproject.toml)."""
 
 import gc
-import multiprocessing
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -29,7 +29,7 @@ TEMPORARY = tempfile.mkdtemp(prefix="pt-")  # a short path, since sockets lie th
 Finalize(None, shutil.rmtree, (TEMPORARY, True), exitpriority=-200)  # after that of multiprocessing's folder, which is in it
 tempfile.tempdir = os.environ["TMPDIR"] = TEMPORARY  # of everything that tests start
 os.environ["PET_LOG_DIR"] = f"{TEMPORARY}/torchrun"  # else each torchrun leaves a folder with the logs of its ranks
-CACHES = ("torchrun", "torchinductor")  # which stay there for the session
+STAY = ("torchrun", "torchinductor", "pymp-")  # for the session: logs, a cache, sockets of processes that may be killed
 sys.path.append(str(Path(__file__).parent / "interpreters"))  # which some tests hand on to interpreters that they start
 paths = [sys.path[-1], os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # an empty one would stand for the folder each starts in
@@ -78,6 +78,14 @@ def pytest_configure_node(node: Any) -> None:
         os.close(output)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files whose tests are all `neighbours`, unless these are selected: to import their libraries takes seconds."""
+    if collection_path.suffix != ".py" or not re.search(r"not \(.*neighbours", config.getoption("markexpr")):
+        return None
+    marks_of_all = r"^pytestmark = .*\bneighbours\b|^    pytest\.mark\.neighbours"
+    return True if re.search(marks_of_all, collection_path.read_text(), re.MULTILINE) else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """What is imported and collected is here to stay: looking through it for garbage would take longer than some tests."""
@@ -121,9 +129,7 @@ def nothing_stays_of_a_file():
 
 
 def temporary_files() -> set[str]:
-    """What is in the folder for temporary files, but caches and the socket of this process's fork server."""
-    own = os.path.basename(multiprocessing.current_process()._config.get("tempdir", ""))
-    return {name for name in os.listdir(TEMPORARY) if name != own and not name.startswith(CACHES)}
+    return {name for name in os.listdir(TEMPORARY) if not name.startswith(STAY)}
 
 
 @pytest.fixture(scope="module")

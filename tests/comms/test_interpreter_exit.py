@@ -34,13 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """Run the script, once for each way. Processes that load data leave a folder of torch's, for sockets, in `folder`."""
+    """Run the script, once for each way."""
     paths = os.pathsep.join([str(Path(ps.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 
     @cache
     def run(how: str) -> subprocess.CompletedProcess[str]:
         if how != "alone":
-            return torchrun(2, SCRIPT, how, folder / how, PYTHONPATH=paths, TMPDIR=str(folder))
+            return torchrun(2, SCRIPT, how, folder / how, PYTHONPATH=paths)
         alone = [sys.executable, SCRIPT, "end", folder / "alone"]
         return subprocess.run(alone, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from fork_server import own_server
 from prompt import python, torchrun
 from safetensors.torch import load_file
 from torch import nn
@@ -253,7 +254,8 @@ def rank_forks_server_dies():
 @pytest.mark.ranks
 @pytest.mark.fresh
 def test_where_the_server_of_the_ranks_is_killed_nobody_is_blamed_and_all_begin_again():
-    results = ps.launch(rank_forks_server_dies, 3, restarts=1, least=1)
+    with own_server():
+        results = ps.launch(rank_forks_server_dies, 3, restarts=1, least=1)
     first, second = results.attempts
     assert (first.failed_ranks, str(first.error)) == ((), "the server process that the ranks were forked from was killed")
     assert (second.ranks, second.error) == (3, None)

@@ -45,6 +45,11 @@ def python(program: Path, *words: object) -> Ended:
     return _ended(_program, [str(program.resolve()), *map(str, words)])
 
 
+def code(text: str) -> Ended:
+    """The same of `python -c text`."""
+    return _ended(_code, ["-c", text])
+
+
 def torchrun(ranks: int, *words: object, **variables: str) -> Ended:
     """The same of `torchrun words`, on this machine; its ranks are interpreters of their own."""
     return _ended(_torchrun, ["torchrun", "--standalone", "--nproc-per-node", str(ranks), *map(str, words)], **variables)
@@ -99,6 +104,13 @@ def _torchrun() -> None:
     from torch.distributed.run import main
 
     main()
+
+
+def _code() -> None:
+    text, main = sys.argv.pop(), ModuleType("__main__")
+    sys.modules["__main__"] = main
+    sys.modules.pop("__mp_main__", None)
+    exec(text, main.__dict__)
 
 
 def _program() -> None:

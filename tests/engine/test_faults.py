@@ -391,7 +391,7 @@ def ends(process):
 def training(folder):
     """`penstock train`, started in a group of its own, which is killed at the end."""
     small = ["--batch", "8", "--width", "16", "--context", "16", "--layers", "3"]
-    command = [sys.executable, "-m", "penstock", "train", "--steps", "10000", *small, "--out", str(folder)]
+    command = [sys.executable, "-m", "penstock", "train", "--ranks", "2", "--steps", "10000", *small, "--out", str(folder)]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # where these tests run in the background it is ignored
     process = subprocess.Popen(
         command,

@@ -3,8 +3,10 @@
 import subprocess
 import sys
 
+import prompt
 import pytest
-from slow_cases import slow_except
+
+import penstock as ps
 
 pytestmark = [pytest.mark.ranks, pytest.mark.fresh]
 
@@ -57,8 +59,15 @@ PRINTED = "True True True 1 2\nof rank 1 | True\n"
 PROGRAM = DEFINED + LAUNCHED
 
 
-@pytest.mark.parametrize("how", slow_except(["python -c"], ["python -c", "standard input", "ipython"]))
-def test_ranks_run_what_was_typed(how, tmp_path):
+def test_ranks_run_what_was_typed():
+    ended = prompt.code(PROGRAM)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == PRINTED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["python -c", "standard input", "ipython"])
+def test_ranks_run_what_was_typed_in_an_interpreter_of_its_own(how, tmp_path):
     if how == "ipython":
         pytest.importorskip("IPython")
     words = {"python -c": ["-c", PROGRAM], "standard input": ["-"], "ipython": ["-m", "IPython", "--quick", "-c", PROGRAM]}[how]
@@ -126,10 +135,23 @@ if __name__ == "__main__":
 """
 
 
+NO_TERMINAL = "came to a breakpoint, but ranks that `launch` starts have no terminal: call the function itself"
+
+
+def rank_stops():
+    breakpoint()
+
+
+def test_a_breakpoint_on_a_rank_says_how_to_debug():
+    with pytest.raises(ps.PenstockError, match=NO_TERMINAL):
+        ps.launch(rank_stops, 2)
+
+
+@pytest.mark.slow
 def test_a_script_under_pdb_launches_ranks_and_a_breakpoint_on_a_rank_says_how_to_debug(tmp_path):
     (tmp_path / "program.py").write_text(DEBUGGED)
     words = [sys.executable, "-m", "pdb", "program.py"]
     ended = subprocess.run(words, cwd=tmp_path, input="continue\nquit\n", capture_output=True, text=True)
     assert "[8, 8]" in ended.stdout
-    assert "came to a breakpoint, but ranks that `launch` starts have no terminal: call the function itself" in ended.stdout
+    assert NO_TERMINAL in ended.stdout
     assert not ended.stderr

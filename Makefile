@@ -6,7 +6,7 @@ PYTEST := $(RUN)/python -m pytest
 # Tests start hundreds of interpreters, which need not compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup train quick test slow kernels gpu neighbours nccl docs dist matrix lint bench rooms clean
+.PHONY: setup train quick test default-tests slow kernels gpu neighbours nccl docs dist matrix lint bench rooms clean
 
 setup: $(VENV)/ready
 
@@ -17,8 +17,11 @@ train: $(VENV)/ready
 quick: $(VENV)/ready
 	$(PYTEST) -n 2 --dist loadfile --hypothesis-profile=quick -m "smoke or not (ranks or fresh or slow or costly or neighbours or nccl)"
 
-# Every promise, on its cheapest case.
-test: $(VENV)/ready lint
+# Every promise, on its cheapest case. `make lint` takes one processor, so tests run at the same time.
+test: $(VENV)/ready
+	$(MAKE) -j 2 lint default-tests
+
+default-tests: $(VENV)/ready
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not (slow or neighbours or nccl)"
 
 # The other cases: larger models and meshes, more ways to start, to fail and to end, thousands of random tables and files.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow_cases import slow_except
 from torch import nn
 
 import penstock as ps
@@ -79,7 +80,7 @@ def rank_trains(folder, memory, faults):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("least", [None, 1])
+@pytest.mark.parametrize("least", slow_except([None], [None, 1]))
 def test_whoever_dies_whenever_at_most_a_step_is_lost(tmp_path, memory, least):
     faults = {0: (1, 3, "before"), 1: (0, 5, "within"), 2: (0, 6, "after")}
     everyone = ps.launch(rank_trains, 3, tmp_path, memory, faults, restarts=3, least=least)

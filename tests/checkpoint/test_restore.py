@@ -72,11 +72,11 @@ def never_stopped(tmp_path_factory):
     ("ranks", "schedule", "options"),
     [
         (2, "1f1b", {}),
-        (3, "gpipe", {}),
         (1, "gpipe", {}),
-        (4, "zb-h1", {}),
         (2, "interleaved-1f1b", {"stages_per_rank": 2}),
-        (4, "1f1b", {"cuts": ["block0", "block1", "head"]}),
+        pytest.param(3, "gpipe", {}, marks=pytest.mark.slow),
+        pytest.param(4, "zb-h1", {}, marks=pytest.mark.slow),
+        pytest.param(4, "1f1b", {"cuts": ["block0", "block1", "head"]}, marks=pytest.mark.slow),
     ],
 )
 def test_stopped_anywhere_and_resumed_on_any_ranks_ends_in_the_same_bits(never_stopped, ranks, schedule, options):

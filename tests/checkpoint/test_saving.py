@@ -18,6 +18,7 @@ import torch
 from error_text import error_text, outcome
 from reference import assert_same
 from runners import on_ranks
+from slow_cases import slow_except
 from torch import nn
 
 import penstock as ps
@@ -278,7 +279,7 @@ def rank_saves_until_killed(folder, victim, delay, wait):
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-@pytest.mark.parametrize("moment", range(12))
+@pytest.mark.parametrize("moment", slow_except(range(0, 12, 3), range(12)))
 def test_a_kill_in_the_middle_of_a_save_costs_nothing_that_was_whole(tmp_path, moment):
     ranks, wait = 1 + moment // 6, moment % 2 == 0
     with suppress(ps.LostRankError):

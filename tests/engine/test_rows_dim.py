@@ -8,6 +8,7 @@ from error_text import error_text
 from models import toy
 from reference import assert_same, gradients, merged, same
 from runners import on_ranks, on_ranks_once
+from slow_cases import slow_except
 from torch import Tensor, nn
 
 import penstock as ps
@@ -185,7 +186,7 @@ def evaluated(model: nn.Module, inputs: list[Any]) -> list[Tensor]:
         return [model.eval()(*tensor) for tensor in inputs]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", slow_except(["zb-v"], ["1f1b", "zb-v"]))
 def test_rows_of_the_second_dimension_have_the_bits_of_one_process(schedule):
     model, frames = sequences(), pieces(random(TIME, ROWS, WIDTH), 1)
     inputs = [(frame,) for frame in frames]

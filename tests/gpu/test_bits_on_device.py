@@ -24,7 +24,7 @@ def rank_steps(device, kinds, names, microbatches):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.gpu)])
 def test_every_schedule_has_the_loss_and_the_gradients_of_plain_pytorch(device, ranks):
     if ranks == 4 and device == "cpu":
         pytest.skip("four ranks are tested elsewhere on the CPU")

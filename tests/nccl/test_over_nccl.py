@@ -17,6 +17,7 @@ import torch.distributed as dist
 from emulated_nccl import MODES, install
 from models import toy
 from reference import accumulate, assert_same, data, gradients, make, merged
+from slow_cases import slow_except
 from torch import nn
 
 import penstock as ps
@@ -332,7 +333,9 @@ def rank_fails(mode, *faults, timeout=600.0):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.nccl), "ahead"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("lazy", marks=pytest.mark.slow), pytest.param("eager", marks=pytest.mark.nccl), "ahead"]
+)
 def test_an_error_ends_the_step_on_all_ranks_the_next_works_and_a_device_assert_is_a_lost_rank(mode):
     model, loss_fn = faulty()
     loss = accumulate(model, loss_fn, BATCH, 4)
@@ -395,7 +398,7 @@ def rank_loses_another(how):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", ["lazy", "ahead", "recv_tensor", "leaves"])
+@pytest.mark.parametrize("how", slow_except(["ahead", "leaves"], ["lazy", "ahead", "recv_tensor", "leaves"]))
 def test_who_waits_for_a_rank_that_dies_or_leaves_is_told(how, monkeypatch):
     monkeypatch.setattr(
         rank_processes, "ERROR_REPORT_SECONDS", 1000.0

@@ -149,7 +149,7 @@ def rank_changes(cut):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("cut", CUT)
+@pytest.mark.parametrize("cut", slow_except(["by names"], CUT))
 def test_an_attribute_that_the_cut_forward_reads_is_told_on_every_rank_if_it_changes_and_a_buffer_is_read(cut):
     model = AttributeNet()
     model.beta.fill_(0.5)

@@ -401,7 +401,9 @@ def asked(browser, record, words):
     return answer
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "dualpipe-v"])
+@pytest.mark.parametrize(
+    "name", slow_except(["zb-v", "dualpipe-v"], ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "dualpipe-v"])
+)
 def test_what_if_is_what_the_simulator_says(opened, name):
     table = build(name, ranks=4, microbatches=8)
     forward = [1.0 + 0.25 * (stage % 3) for stage in range(table.stages)]

@@ -39,6 +39,10 @@ class PlanLike(Protocol):
     def recompute(self) -> Sequence[Recompute | None]: ...  # noqa: D102
     @property
     def layers(self) -> Sequence[str]: ...  # noqa: D102
+    @property
+    def teacher_cuts(self) -> Sequence[str]: ...  # noqa: D102
+    @property
+    def teacher_layers(self) -> Sequence[str]: ...  # noqa: D102
 
 
 class Stays(str):

@@ -342,7 +342,8 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
             As for `step`; the losses are in the order of the list.
         limit
             The most padded tokens that a rank may have in flight: elements of the largest inputs of the microbatches whose
-            activations it holds at once. Or the most bytes of these activations, as "2GB", once `plan_costs` was called.
+            activations it holds at once. Or the most bytes of these activations, and of a teacher's outputs that wait for their
+            losses, as "2GB", once `plan_costs` was called.
             "planned" takes an order that keeps it; an order that does not is refused.
 
         Returns the mean over all rows of the list (or over what `loss_weight` counts), on every rank. Gradients have the bits
@@ -355,7 +356,8 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
         call = self._call("step_microbatches()", True, (inputs,), {}, targets, scale=scale, losses=losses, is_list=True)
         if order != "given" or limit is not None:
             table_of, costs = self._engine.programs.table, self._microbatch_costs
-            call = call._replace(order_rule=lambda shapes: microbatch_order(order, shapes, table_of, costs, limit))
+            both_of = self._engine.programs.table_with_teacher if self._options.teacher is not None else None
+            call = call._replace(order_rule=lambda shapes: microbatch_order(order, shapes, table_of, costs, limit, both_of))
         call = call._replace(order_option=comparable_order(order), limit_option=limit, wants_outputs=return_outputs)
         result = self._run(call)
         loss = add_backward_hint(result.loss)

@@ -31,7 +31,8 @@ NOISE, DRAWS = 0.1, 200  # relative change of action times; number of random dra
 @command(
     model="[FILE.py:FUNCTION | transformers:CONFIG.json]",
     ranks="P", dp="N[,N]", memory="BYTES", batch="ROWS", microbatches="M[,M]", slices="K[,K]", schedules="NAME[,NAME]",
-    send="MS", bandwidth="GB/S", speed="TFLOPS", costs="FILE | RUN | TRACES", save_costs="FILE", out="FILE",
+    send="MS", bandwidth="GB/S", speed="TFLOPS", costs="FILE | RUN | TRACES", teacher="SIZE | MODEL | FILE", save_costs="FILE",
+    out="FILE",
 )  # fmt: skip
 class PlanCommand:
     """Find the fastest way to run a model on given ranks.
@@ -76,6 +77,8 @@ class PlanCommand:
     """Tokens of a row for estimates."""
     costs: Path | None = None
     """Read the layers' costs from this file or run, or the stages' from traces, instead of measuring a model."""
+    teacher: str | None = None
+    """Add a second, frozen model for the next batch: as large as SIZE times the model, or measured or read as the model is."""
     save_costs: Path | None = None
     """Write the measured costs to this file, for --costs."""
     out: Path | None = None
@@ -84,14 +87,15 @@ class PlanCommand:
     def run(self) -> None:
         """Measure or read the layers' costs, plan, print the plans."""
         check_writable(self.save_costs, self.out)
-        layers = self._layers()
+        layers = self._layers(self.model, self.costs)
+        teacher = None if self.teacher is None else self._teacher_layers(self.teacher, layers)
         if self.save_costs is not None:
             with report_write_errors(self.save_costs):
                 layers.save(self.save_costs)
             print(f"wrote {self.save_costs}")
         limit = parse_memory_size(self.memory)
         with SearchBar() as bar:
-            plans = self._plans(layers, limit, self.effort, bar)
+            plans = self._plans(layers, teacher, limit, self.effort, bar)
         best = plans[0]
         if self.out is not None:  # before printing: a reader like `head` may end the output early
             with report_write_errors(self.out):
@@ -99,7 +103,7 @@ class PlanCommand:
         print(plans_table(plans, limit))
         print(f"\n{best}")
         for factor in LARGER_MEMORY_FACTORS:
-            larger_plan = self._plans(layers, factor * limit, "quick")[0]
+            larger_plan = self._plans(layers, teacher, factor * limit, "quick")[0]
             if larger_plan.seconds < 0.99 * best.seconds:
                 less = 1 - larger_plan.seconds / best.seconds
                 print(f"with {format_bytes(factor * limit)} a rank: {1e3 * larger_plan.seconds:.4g} ms, {less:.1%} less")
@@ -111,39 +115,63 @@ class PlanCommand:
         if self.out is not None:
             print(f"wrote {self.out}")
 
-    def _layers(self) -> ModelProfile:
-        """Return the layers' costs: read from --costs, estimated, or measured. Raises PenstockError."""
-        if (self.costs is None) == (self.model is None):
+    def _teacher_layers(self, teacher: str, layers: ModelProfile) -> ModelProfile:
+        """Return the costs of the teacher's layers; of a size, those of the model's `layers` times that."""
+        try:
+            size = float(teacher)
+        except ValueError:
+            is_model = teacher.startswith(TRANSFORMERS) or ".py:" in teacher
+            return self._layers(teacher, None) if is_model else self._layers(None, Path(teacher))
+        if not 0 < size < math.inf:
+            raise PenstockError(f"--teacher {teacher}: give its size above 0, in times the model's")
+        fields = ("forward", "parameters", "frozen")
+        return ModelProfile(
+            tuple(
+                sample._replace(
+                    layers=tuple(
+                        layer._replace(**{field: size * getattr(layer, field) for field in fields}) for layer in sample.layers
+                    )
+                )
+                for sample in layers.samples
+            )
+        )
+
+    def _layers(self, model: str | None, costs: Path | None) -> ModelProfile:
+        """Return the costs of a model's layers: read from `costs`, estimated, or measured. Raises PenstockError."""
+        if (costs is None) == (model is None):
             raise PenstockError("give a model to measure, FILE.py:FUNCTION, or --costs FILE")
-        if self.costs is not None and is_traces(self.costs):
-            record, notes = read_traces(self.costs)
+        if costs is not None and is_traces(costs):
+            record, notes = read_traces(costs)
             print(
                 "\n".join(
                     [*notes, "a row of --batch is one microbatch of the traces: `penstock export-costs --rows` changes that"]
                 )
             )
             return layer_costs(record)
-        if self.costs is not None:
-            costs = self.costs / COSTS_FILE if self.costs.is_dir() else self.costs
-            if costs != self.costs and not costs.is_file():
-                raise PenstockError(
-                    f"{self.costs} has no {COSTS_FILE}: a run of `penstock train` without --plan leaves it there"
-                )
-            return ModelProfile.load(costs)
+        if costs is not None:
+            file = costs / COSTS_FILE if costs.is_dir() else costs
+            if file != costs and not file.is_file():
+                raise PenstockError(f"{costs} has no {COSTS_FILE}: a run of `penstock train` without --plan leaves it there")
+            return ModelProfile.load(file)
         from penstock.plan import estimate_transformers, measure
 
-        if str(self.model).startswith(TRANSFORMERS):
-            config = Path(str(self.model).removeprefix(TRANSFORMERS))
+        if str(model).startswith(TRANSFORMERS):
+            config = Path(str(model).removeprefix(TRANSFORMERS))
             if config.suffix == ".json" and not config.is_file():
                 raise PenstockError(f"there is no {config}{nearest_path(config)}")
             print(f"estimates, for {self.speed:g}e12 operations a second and rows of {self.tokens} tokens: nothing is measured")
             return estimate_transformers(config, self.tokens, 1e12 * self.speed)
-        model, args, *loss = call_model_function(str(self.model))
+        module, args, *loss = call_model_function(str(model))
         loss_fn, target = loss or (None, None)
-        return measure(model, args, loss_fn=loss_fn, target=target)
+        return measure(module, args, loss_fn=loss_fn, target=target)
 
     def _plans(
-        self, layers: ModelProfile, memory: float, effort: Any, progress: Callable[..., object] | None = None
+        self,
+        layers: ModelProfile,
+        teacher: ModelProfile | None,
+        memory: float,
+        effort: Any,
+        progress: Callable[..., object] | None = None,
     ) -> list[Plan]:
         counts = self.microbatches and parse_integers("--microbatches", self.microbatches)
         return plan(
@@ -161,6 +189,7 @@ class PlanCommand:
             send=self.send / 1e3,
             bandwidth=self.bandwidth * 1e9,
             progress=progress,
+            teacher=teacher,
         )
 
 
@@ -252,7 +281,7 @@ def plans_table(plans: Sequence[Plan], limit: float) -> str:
                 f"{candidate.share_above_bound:.1%}",
                 f"{candidate.timeline.bubble:.1%}",
                 f"{format_bytes(max(candidate.peak_memory))} ({max(candidate.peak_memory) / limit:.0%})",
-                f"{recomputed_stages} of {candidate.schedule.stages}",
+                f"{recomputed_stages} of {len(candidate.recompute)}",
                 f"{candidate.microbatches}{f' x {slices} slices' if (slices := candidate.schedule.slices) > 1 else ''}",
                 candidate.schedule.name,
                 f"{candidate.ranks}{f' x {candidate.dp}' if candidate.dp > 1 else ''}",

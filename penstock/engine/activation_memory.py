@@ -96,12 +96,17 @@ class MemoryMeasurement:
         self._of_forward: dict[tuple[int, int], StorageSet] = {}  # until its backward
         self._around_input_backward: dict[tuple[int, int], tuple[StorageSet, StorageSet]] = {}  # alive before I, and after it
         self.sizes_by_microbatch: dict[tuple[int, int], ActivationSize] = {}  # the result, by stage and microbatch
-        self.teacher_output_bytes = 0  # of one microbatch, on the rank of the loss
+        self.teacher_outputs: dict[int, int] = {}  # bytes, by microbatch, on the rank of the loss
 
     @property
     def sizes(self) -> dict[int, ActivationSize]:
         """The activation size of every stage, as the first microbatch had it."""
         return {stage: size for (stage, number), size in self.sizes_by_microbatch.items() if number == self._first_measured}
+
+    @property
+    def teacher_output_bytes(self) -> int:
+        """The bytes of the largest output of the teacher that was measured, of one microbatch; 0 on other ranks."""
+        return max(self.teacher_outputs.values(), default=0)
 
     def wrap_actions(
         self, functions: Mapping[Kind, ActionFunction], teacher_outputs_for: ActionFunction = lambda action, values: ()
@@ -131,8 +136,8 @@ class MemoryMeasurement:
     ) -> Any:
         if action.stage not in self._stages or action.microbatch not in self.microbatches:
             return function(action, values)
-        teacher_outputs = leaves(teacher_outputs_for(action, values))
-        self.teacher_output_bytes = max(self.teacher_output_bytes, StorageSet(teacher_outputs).num_bytes())
+        if teacher_outputs := leaves(teacher_outputs_for(action, values)):
+            self.teacher_outputs[action.microbatch] = StorageSet(teacher_outputs).num_bytes()
         if self._stages[action.stage].is_frozen:
             self._add_size(action.stage, action.index_among_slices(self._slices), 0, 0)
             return function(action, values)

@@ -163,8 +163,9 @@ def build_teacher(
     The teacher has the stages that a table from the user gives it. By default they are on the ranks of the model's, or in a V
     if it can be cut so and steps are shorter. It is cut by the example of the model, and at the same names if it has them.
     """
-    model, cuts = options.teacher, options.cuts
+    model, plan = options.teacher, options.plan
     assert model is not None
+    cuts, plan_layers = (plan.teacher_cuts or options.cuts, plan.teacher_layers) if plan is not None else (options.cuts, ())
 
     # 1. Choose the ranks of its stages.
     names = {name for name, _ in model.named_modules()} if isinstance(model, nn.Module) else set()
@@ -181,7 +182,7 @@ def build_teacher(
         table = replace(table, placement=teacher_ranks(schedule, size=size, max_stages=len(cuttable.unit_order)))
 
     # 2. Cut.
-    model_partition = partition_model(control, position, table, cuttable or model, ())
+    model_partition = partition_model(control, position, table, cuttable or model, plan_layers)
 
     # 3. Compare: the ranks must have the same teacher.
     all_stages = compare(table, model_partition)

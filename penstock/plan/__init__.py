@@ -16,6 +16,7 @@
 `search/`           the search for tables, for any costs within a limit on memory
 `partition_search`  partitions of the layers for one table, with the recomputation that makes them fit
 `step_bound`        a lower bound of a step, and why a plan is above it
+`teacher_cut`       a teacher's ranks, and cuts of both models, by what each rank has idle
 `result`            a plan, as an object and as JSON
 `argument_checks`   checks of the arguments of `plan`, and the error when nothing fits
 `planning`          `plan`: the search

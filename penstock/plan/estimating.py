@@ -14,7 +14,7 @@ from penstock.partition import CuttableModel
 from penstock.partition.attributes import restore_attributes_afterwards
 from penstock.partition.model_graph import first_line
 from penstock.partition.unit_times import RecordedUnit, replace_tensors_temporarily
-from penstock.plan.measuring import UnitWithTensorArguments, costs_in_layer_order, record_layer_inputs
+from penstock.plan.measuring import UnitWithTensorArguments, costs_in_layer_order, parameter_bytes, record_layer_inputs
 from penstock.plan.model_profile import LayerCost, ModelProfile
 from penstock.rows import unwrap_tree
 from penstock.torch_private import storage_key
@@ -71,10 +71,11 @@ def _estimate_layer_cost(unit: RecordedUnit, speed: float) -> LayerCost:
     backward_operations = _count_backward_operations(
         output, [tensor for tensor in [*arguments, *parameters] if tensor.requires_grad]
     )
-    times = [operations / speed for operations in (forward.get_total_flops(), inputs, backward_operations - inputs)]
+    operations = forward.get_total_flops(), inputs, backward_operations - inputs
     size = sum(saved_bytes.values())
-    ends = sum(parameter.nbytes for parameter in parameters), sum(tensor.nbytes for tensor in output)
-    return LayerCost._make((unit.name, *times, size, size, *ends, 0.0, 0.0, 0.0))
+    trained, frozen = parameter_bytes(unit.module)
+    times, output_bytes = (count / speed for count in operations), sum(tensor.nbytes for tensor in output)
+    return LayerCost._make((unit.name, *times, size, size, trained, output_bytes, 0.0, 0.0, 0.0, frozen))
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

@@ -142,8 +142,8 @@ def _measure_units(units: Sequence[RecordedUnit], device: torch.device | None, r
             weights = min(in_two[-1], backward)
             longer = max(0.0, sum(in_two) - forward - backward)
             with _stage_of_unit(unit, device) as unit_stage:
-                *sizes, keys_and_values = _measure_bytes(unit_stage)
-            costs = (unit.name, forward, backward - weights, weights, *sizes, longer, keys_and_values)
+                *sizes, keys_and_values, frozen = _measure_bytes(unit_stage)
+            costs = (unit.name, forward, backward - weights, weights, *sizes, longer, keys_and_values, frozen)
             layer_costs.append(LayerCost._make(costs))
     return layer_costs
 
@@ -307,7 +307,9 @@ class _KeyValueGradientBytes(AttentionContext):
 
 
 def _measure_bytes(unit: _UnitStage) -> tuple[float, ...]:
-    """Return bytes of the activation, what W keeps, parameters, the output, what it shares with the first, keys and values."""
+    """Return bytes of the activation, what W keeps, trained parameters, the output, what it shares with the first, keys and
+    values, frozen parameters.
+    """
     stage = unit.stage
     measured = MemoryMeasurement({MIDDLE_STAGE: stage})
     acts = measured.wrap_actions(
@@ -327,6 +329,15 @@ def _measure_bytes(unit: _UnitStage) -> tuple[float, ...]:
     del gradients
     acts[Kind.W](Action(Kind.W, MIDDLE_STAGE, 0), None)
     size = measured.sizes.get(MIDDLE_STAGE, ActivationSize(0, 0))  # none of a compiled layer
-    parameters = sum(parameter.nbytes for parameter in stage.module.parameters())
+    trained, frozen = parameter_bytes(stage.module)
     shared = kept_output.freed_bytes()
-    return max(0, size.act - shared), size.keep, parameters, carried, shared, counter.num_bytes
+    return max(0, size.act - shared), size.keep, trained, carried, shared, counter.num_bytes, frozen
+
+
+def parameter_bytes(module: nn.Module) -> tuple[int, int]:
+    """Return the bytes of a module's parameters: of those that are trained, and of the others."""
+    trained, frozen = (
+        sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad == is_trained)
+        for is_trained in (True, False)
+    )
+    return trained, frozen

@@ -70,6 +70,7 @@ class MicrobatchSamples(Observer):
         self._memory, self._num_stages = memory, num_stages
         self._seconds: dict[tuple[Kind, int], deque[Sample]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))
         self._bytes: dict[int, deque[Sample]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))  # by stage
+        self._teacher_outputs = deque[Sample](maxlen=MAX_SAMPLES)
         self._last_actions: Sequence[Action] = ()
         self._last_clock: ActionClock | None = None
 
@@ -82,6 +83,8 @@ class MicrobatchSamples(Observer):
         if agreed.is_new_kind and self._memory.measurement is not None:
             for (stage, number), size in self._memory.measurement.sizes_by_microbatch.items():
                 self._bytes[stage].append((*shapes[number], size.act))
+            for number, num_bytes in self._memory.measurement.teacher_outputs.items():
+                self._teacher_outputs.append((*shapes[number], num_bytes))
             return
         self._last_actions, self._last_clock = agreed.program.actions, step.clock
         for (kind, stage, number, _), (start, end, _) in zip(self._last_actions, step.clock.intervals(), strict=True):
@@ -99,7 +102,8 @@ class MicrobatchSamples(Observer):
             events = [Event(rank, action, *times) for action, times in intervals if action.stage < self._num_stages]
         seconds = {key: fit_microbatches(*np.array(samples).T) for key, samples in self._seconds.items()}
         of_activations = {stage: fit_microbatches(*np.array(samples).T) for stage, samples in self._bytes.items()}
-        return SampleSummary(seconds, of_activations, events)
+        outputs = {self._num_stages - 1: fit_microbatches(*np.array(self._teacher_outputs).T)} if self._teacher_outputs else {}
+        return SampleSummary(seconds, of_activations, events, outputs)
 
     def gather_costs(self, control: ControlGroup, engine: Engine) -> "MicrobatchCosts":
         """Return the costs that fit the samples of all ranks, which all call it. Raises as `MicrobatchCosts.merge`."""
@@ -115,6 +119,7 @@ class SampleSummary(NamedTuple):
     seconds: Mapping[tuple[Kind, int], MicrobatchFit]
     bytes: Mapping[int, MicrobatchFit]
     events: Sequence[Event]
+    teacher_outputs: Mapping[int, MicrobatchFit] = {}  # bytes, by the stage of the loss, on its rank
 
 
 def fit_microbatches(rows: "np.ndarray", elements: "np.ndarray", seconds: "np.ndarray") -> MicrobatchFit:
@@ -164,12 +169,14 @@ class MicrobatchCosts:
 
     `fits`: of each kind of action that has run, by stage, with the engine's time after it. `placement`: stage -> rank.
     `message_seconds`: over each border between stages. `activations`: of each stage whose memory was measured.
+    `teacher_outputs`: bytes of a teacher's output, which waits on the rank of the loss; by the last stage, if there is one.
     """
 
     fits: Mapping[tuple[Kind, int], MicrobatchFit]
     placement: tuple[int, ...]
     message_seconds: Sequence[float] = ()
     activations: Mapping[int, MicrobatchFit] = field(default_factory=dict)
+    teacher_outputs: Mapping[int, MicrobatchFit] = field(default_factory=dict)
 
     @classmethod
     def merge(cls, summaries: Sequence[SampleSummary], ranks: Sequence[int], placement: Sequence[int]) -> "MicrobatchCosts":
@@ -179,6 +186,7 @@ class MicrobatchCosts:
         """
         seconds = _mean_fits([summary.seconds for summary in summaries])
         activations = _mean_fits([summary.bytes for summary in summaries])
+        teacher_outputs = _mean_fits([summary.teacher_outputs for summary in summaries])
         cls(seconds, tuple(placement))._coefficient_sums_by_rank  # noqa: B018 - raises
         timeline = Timeline("", tuple(tuple(summaries[rank].events) for rank in ranks))
         engine_seconds, message_seconds = engine_and_message_seconds(timeline)
@@ -186,7 +194,7 @@ class MicrobatchCosts:
             (kind, stage): fit._replace(constant=fit.constant + engine_seconds[kind][stage])
             for (kind, stage), fit in seconds.items()
         }
-        return cls(fits, tuple(placement), message_seconds, activations)
+        return cls(fits, tuple(placement), message_seconds, activations, teacher_outputs)
 
     @cached_property
     def _coefficient_sums_by_rank(self) -> list[list[float]]:
@@ -218,6 +226,13 @@ class MicrobatchCosts:
         )
 
     def bytes(self, rows: float, longest: float) -> float:
+        """Return the bytes that one microbatch takes on the rank with the most: its activations, or a teacher's output.
+
+        Raises as `activation_bytes`.
+        """
+        return max(self.activation_bytes(rows, longest), self.teacher_output_bytes(rows, longest))
+
+    def activation_bytes(self, rows: float, longest: float) -> float:
         """Return the bytes that the activations of one microbatch take on the rank where they take most.
 
         Raises PenstockError where a stage was not measured: it is compiled, or no list was the first of as many microbatches.
@@ -231,6 +246,10 @@ class MicrobatchCosts:
         for stage, rank in enumerate(self.placement):
             by_rank[rank] += self.activations[stage].evaluate(rows, longest)
         return max(by_rank)
+
+    def teacher_output_bytes(self, rows: float, longest: float) -> float:
+        """Return the bytes of a teacher's output of one microbatch, until its loss takes it; 0 without a teacher."""
+        return sum(fit.evaluate(rows, longest) for fit in self.teacher_outputs.values())
 
     @property
     def error(self) -> float:
@@ -268,7 +287,8 @@ class MicrobatchCosts:
     def __str__(self) -> str:
         """Return a line for each stage and kind of action, and for the activations of each stage."""
         lines = sorted((stage, kind.value, fit.format("us", 1e6)) for (kind, stage), fit in self.fits.items())
-        lines += sorted((stage, "activations", fit.format("bytes", 1)) for stage, fit in self.activations.items())
+        for name, fits in (("activations", self.activations), ("teacher's output", self.teacher_outputs)):
+            lines += sorted((stage, name, fit.format("bytes", 1)) for stage, fit in fits.items())
         return "\n".join(f"stage {stage} {name}: {text}" for stage, name, text in lines)
 
 

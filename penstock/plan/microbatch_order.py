@@ -15,10 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.plan.dependency_graph import Node, dependency_graph
-from penstock.schedule.table import Kind, Table
+from penstock.schedule.memory import ActivationSize, TeacherOutputs, changes_memory_at_end
+from penstock.schedule.table import Kind, Table, actions_of
 from penstock.timing.costs import UNIT_COSTS, Costs
-from penstock.timing.simulate import simulate
-from penstock.timing.timeline import Timeline
 
 MAX_EXACT_MICROBATCHES = 7  # 5040 orders: a few milliseconds
 MAX_ROUNDS = 4  # more gain next to nothing
@@ -35,17 +34,19 @@ def plan_order(
     sizes: Sequence[float] = (),
     limit: float | None = None,
     in_seconds: bool = False,
+    teacher_outputs: TeacherOutputs | None = None,
 ) -> list[int]:
     """Return the order to run in: position in the step -> index of the microbatch. The given one, unless another is faster.
 
     `costs`: of each microbatch, in any unit, at most as many as `table` has; the time of every stage is proportional to it.
     `stage_costs`: of a microbatch of cost 1, or of each; messages cost nothing. `sizes`: of each microbatch. `limit`: the most
-    that the microbatches in flight on a rank may take together, as `peak_in_flight` computes it. If no order that was tried
-    keeps it, the one that takes least is returned.
+    that the microbatches in flight on a rank may take together, as `peak_in_flight` computes it with `teacher_outputs`. If no
+    order that was tried keeps it, the one that takes least is returned.
     `in_seconds`: costs are in seconds, and the search takes at most 2 % of the step. If that is too short for any, the
     cheap microbatches run first and last.
     """
-    timer = OrderTimer(costs, table, stage_costs, sizes, limit)
+    held = None if limit is None else HeldSizes(table, sizes, teacher_outputs)
+    timer = OrderTimer(costs, table, stage_costs, held, limit)
     seconds_to_prepare = timer.seconds_to_time(0)
     seconds_left = SEARCH_SHARE * timer.least_step_time - seconds_to_prepare if in_seconds else float("inf")
     if len(costs) <= MAX_EXACT_MICROBATCHES and timer.seconds_to_time(factorial(len(costs))) <= seconds_left:
@@ -58,25 +59,43 @@ def plan_order(
     return _swap_while_faster(timer.fastest_order(orders), timer, seconds_left)
 
 
-def peak_in_flight(sizes: Sequence[float], table: Table) -> list[float]:
+def peak_in_flight(sizes: Sequence[float], table: Table, teacher_outputs: TeacherOutputs | None = None) -> list[float]:
     """Return for every rank the most that microbatches in flight take at once, in the unit of their `sizes`, in this order.
 
-    On a rank with V stages, an activation of one stage takes a V-th of its microbatch.
+    On a rank with V stages that have a backward, an activation of one stage takes a V-th of its microbatch. `teacher_outputs`:
+    those that wait for their losses count too, in the same unit.
     """
-    cut = _first_microbatches(table, len(sizes))
-    unused = [0.0] * (table.microbatches - len(sizes))
-    timeline = simulate(cut, Costs(microbatch_factors=[*sizes, *unused]))
-    return [peak / max(1, len(cut.stages_of(rank))) for rank, peak in enumerate(timeline.peak_memory)]
+    held, order = HeldSizes(table, sizes, teacher_outputs), np.arange(len(sizes))[:, None]
+    return [float(peak) for [peak] in held.peaks(order)]
+
+
+class HeldSizes:
+    """What microbatches take on each rank, in any order of them. Arguments as for `peak_in_flight`."""
+
+    def __init__(self, table: Table, sizes: Sequence[float], teacher_outputs: TeacherOutputs | None) -> None:
+        outputs = [0.0] * len(sizes) if teacher_outputs is None else teacher_outputs.sizes
+        self._sizes, self._outputs = np.array(sizes, dtype=float), np.array(outputs, dtype=float)
+        self._shares_of_ranks = _held_shares(table if teacher_outputs is None else teacher_outputs.table, len(sizes))
+
+    def peaks(self, orders: np.ndarray) -> np.ndarray:
+        """Return the most that each rank holds at once in each of `orders`: (microbatches, orders) -> (ranks, orders)."""
+        held = np.concatenate([self._sizes[orders], self._outputs[orders]])
+        return np.stack([(shares @ held).max(axis=0, initial=0.0) for shares in self._shares_of_ranks])
 
 
 class OrderTimer:
     """A timer of a step in many orders of its microbatches at once. Arguments as for `plan_order`."""
 
     def __init__(
-        self, costs: Sequence[float], table: Table, stage_costs: Costs, sizes: Sequence[float], limit: float | None
+        self,
+        costs: Sequence[float],
+        table: Table,
+        stage_costs: Costs = UNIT_COSTS,
+        held: HeldSizes | None = None,
+        limit: float | None = None,
     ) -> None:
         self._graph = _step_graph(table, len(costs))
-        self._sizes, self._limit = np.array(sizes, dtype=float), limit
+        self._held, self._limit = held, limit
         stage_costs = replace(stage_costs, microbatch_factors=costs)
         by_microbatch = stage_costs.action_costs_by_microbatch(table.num_stages, len(costs))
         rows = {tuple(row): np.array(row) for stage_rows in by_microbatch.values() for row in stage_rows}
@@ -100,9 +119,9 @@ class OrderTimer:
             needs = [ends[number - 1] for number in (previous, *inputs) if number]
             ends.append(end + _elementwise_max(needs) if needs else end)
         times = _elementwise_max([ends[number - 1] for number in self._graph.last_nodes])
-        if self._limit is None:
+        if self._limit is None or self._held is None:
             return times
-        peaks = (self._graph.in_flight @ self._sizes[orders]).max(axis=0)
+        peaks = self._held.peaks(orders).max(axis=0)
         return np.where(peaks <= self._limit, times, self._longest * peaks / self._limit)
 
     def fastest_order(self, orders: np.ndarray) -> list[int]:
@@ -163,32 +182,44 @@ def _swap_while_faster(order: list[int], timer: OrderTimer, seconds_left: float)
 
 
 class _StepGraph(NamedTuple):
-    """The dependencies and memory of a table's cells, which are the same in every order of the microbatches."""
+    """The dependencies of a table's cells, which are the same in every order of the microbatches."""
 
     nodes: list[Node]
     last_nodes: list[int]  # the last of each rank
-    in_flight: np.ndarray  # (states, microbatches): the share of each microbatch that a rank holds after an action
 
 
 @lru_cache(16)
 def _step_graph(table: Table, microbatches: int) -> _StepGraph:
     """Return the graph of the first `microbatches` of a table."""
-    nodes, timeline = dependency_graph(_first_microbatches(table, microbatches))
+    nodes = dependency_graph(_first_microbatches(table, microbatches)).nodes
     last_nodes = {node.cell[0].rank: number for number, node in enumerate(nodes, 1)}
-    return _StepGraph(nodes, list(last_nodes.values()), _memory_share_matrix(timeline, microbatches))
+    return _StepGraph(nodes, list(last_nodes.values()))
 
 
-def _memory_share_matrix(timeline: Timeline, microbatches: int) -> np.ndarray:
-    columns = []
-    for microbatch in range(microbatches):
-        alone = replace(timeline, microbatch_factors=tuple(float(number == microbatch) for number in range(microbatches)))
-        columns.append([share for rank in range(timeline.ranks) for share in _memory_shares_of_rank(alone, rank)])
-    return np.unique(np.array(columns).T, axis=0)
+@lru_cache(16)
+def _held_shares(table: Table, microbatches: int) -> list[np.ndarray]:
+    """Return for each rank (states, 2 x microbatches): the share of each microbatch that it holds, then 1 for each whose
+    output of a teacher waits.
+    """
+    cut = _first_microbatches(table, microbatches)
+    return [np.unique(_held_after_actions(cut, rank, microbatches), axis=0) for rank in range(table.ranks)]
 
 
-def _memory_shares_of_rank(timeline: Timeline, rank: int) -> list[float]:
-    stages = {event.action.stage for event in timeline.rows[rank]}
-    return [amount / len(stages) for _, amount in timeline.memory_after_actions(rank)]
+def _held_after_actions(table: Table, rank: int, microbatches: int) -> np.ndarray:
+    chains, size = table.chains, ActivationSize()
+    loss_stage, teacher_end = table.num_trained_stages - 1, table.num_stages - 1
+    with_backward = set(table.stages_of(rank)) - chains.forward_only
+    actions = [action for cell in table.cells(rank) for action in sorted(actions_of(cell), key=changes_memory_at_end)]
+
+    changes = np.zeros((len(actions), 2, microbatches))
+    for (kind, stage, microbatch, _), (activation, output) in zip(actions, changes, strict=True):
+        if stage in with_backward:
+            activation[microbatch] = size.memory_change(kind)
+        if kind is Kind.F and chains.loss_waits:
+            output[microbatch] = (stage == teacher_end) - (stage == loss_stage)
+    held = changes.cumsum(axis=0)
+    held[:, 0] /= max(1, len(with_backward)) * table.slices
+    return held.reshape(len(actions), 2 * microbatches)
 
 
 def _first_microbatches(table: Table, microbatches: int) -> Table:

@@ -37,11 +37,17 @@ class LayerCost(NamedTuple):
     ends: float = 0.0  # bytes of its output that it keeps if a stage ends with it; of the last layer: that the loss keeps
     split: float = 0.0  # seconds that a backward in two, I and W, takes longer
     keys_and_values: float = 0.0  # of its attention: in slices, their gradients wait for the backwards of earlier slices
+    frozen: float = 0.0  # bytes of parameters that are not trained; `parameters` has the others
 
     @property
     def seconds(self) -> float:
         """Seconds of forward and backward together."""
         return self.forward + self.backward_input + self.backward_weight
+
+    def without_backward(self) -> "LayerCost":
+        """Return the cost of the same layer in a teacher: it is not trained, and keeps nothing."""
+        frozen = self.parameters + self.frozen
+        return LayerCost(self.name, self.forward, 0.0, 0.0, output=self.output, frozen=frozen)
 
 
 class ProfileSample(NamedTuple):
@@ -164,7 +170,7 @@ def _interpolate(
     values = [
         max(min_factor * a, a + share * max(0.0, b - a)) * scale for a, b in zip(low_cost[1:], high_cost[1:], strict=True)
     ]
-    return LayerCost(low_cost.name, *values)._replace(parameters=low_cost.parameters)
+    return LayerCost(low_cost.name, *values)._replace(parameters=low_cost.parameters, frozen=low_cost.frozen)
 
 
 def _mean_layer_cost(layer_costs: Sequence[LayerCost]) -> LayerCost:

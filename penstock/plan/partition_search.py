@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import pairwise, permutations, product
 from random import Random
 from typing import NamedTuple
 
@@ -126,6 +126,7 @@ class PartitionSearch:
             bandwidth=self.limits.bandwidth,
             act=list(map(self._activation_bytes, stages, policies)),
             keep=[stage.keep for stage in stages],
+            teacher_output=self.chain.teacher_output,
         )
 
     # -- activations and memory -------------------------------------------------------------------------------------------
@@ -140,15 +141,18 @@ class PartitionSearch:
         return [policy_of_stage[stage] for stage in sorted(policy_of_stage)]
 
     def static_bytes(self, rank: int, rank_stages: Sequence[StageCost]) -> tuple[float, float]:
-        """Return the bytes that a rank always needs: (parameters, gradients and optimizer state; message buffers)."""
+        """Return the bytes that a rank always needs: (parameters, gradients and optimizer state; message buffers).
+
+        Parameters that are not trained, as a teacher's, have neither gradients nor optimizer state.
+        """
         rank_before_and_after = (rank, *self.timer.placement, rank)
         buffers = 0.0
         for stage, cost in zip(self.timer.stages_of_rank[rank], rank_stages, strict=True):
             buffers += cost.input * (rank_before_and_after[stage] != rank)
             buffers += cost.output * (rank_before_and_after[stage + 2] != rank)
 
-        parameter_bytes = sum(cost.parameters for cost in rank_stages)
-        return (2 + self.limits.optimizer) * parameter_bytes, buffers
+        trained, frozen = (sum(getattr(cost, field) for cost in rank_stages) for field in ("parameters", "frozen"))
+        return (2 + self.limits.optimizer) * trained + frozen, buffers
 
     def static_and_transient_bytes(self, partition: EvaluatedPartition) -> list[float]:
         """Return each rank's bytes that `simulate` does not count: static ones, and activations while they are recomputed."""
@@ -183,7 +187,7 @@ class PartitionSearch:
             size
             for stage, policy in zip(rank_stages, policies, strict=True)
             for size in (self._activation_bytes(stage, policy), stage.keep)
-        ]
+        ] + [self.chain.teacher_output]
         activation_bytes = max(
             sum([size * count for size, count in zip(sizes, counts, strict=True)]) for counts in self.timer.peak_counts[rank]
         )
@@ -241,10 +245,11 @@ class PartitionSearch:
         """Yield (starts, skipped choices) of the neighbours of `partition`, in random order.
 
         A move takes one to three layers from one stage and gives them to another, and shifts the stages between; or it changes
-        how many of one rank's choices are skipped.
+        how many of one rank's choices are skipped. Layers of a teacher stay behind the model's.
         """
-        num_stages, starts = len(partition.starts), partition.starts
-        layer_moves = [(giver, receiver) for giver in range(num_stages) for receiver in range(num_stages) if giver != receiver]
+        starts, num_model_stages = partition.starts, self.timer.schedule.num_trained_stages
+        models = range(num_model_stages), range(num_model_stages, len(starts))
+        layer_moves = [(giver, receiver) for stages in models for giver, receiver in permutations(stages, 2)]
         choice_moves = [(None, rank) for rank in range(len(partition.skipped_choices))] * 2
         moves: list[tuple[int | None, int]] = [*layer_moves, *choice_moves]
         random.shuffle(moves)

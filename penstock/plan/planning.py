@@ -18,6 +18,12 @@ from penstock.plan.schedule_timer import ScheduleTimer
 from penstock.plan.search.table_search import search
 from penstock.plan.stage_costs import ADAM_STATE_RATIO, LayerChain
 from penstock.plan.step_bound import bottleneck_sentence, min_step_seconds
+from penstock.plan.teacher_cut import (
+    check_teacher_profile,
+    limits_beside_teacher,
+    min_seconds_with_teacher,
+    partition_with_teacher,
+)
 from penstock.schedule.catalog import FAMILIES, build
 from penstock.timing.simulate import simulate
 
@@ -25,6 +31,7 @@ Effort = Literal["quick", "normal", "long"]
 Progress = Callable[[str, float, float], object]
 
 MAX_PLANS = 5  # that `plan` returns
+MAX_WITH_TEACHER = 4  # candidates that get a teacher
 IMPROVEMENT_ROUNDS = ((24, 60_000), (8, 300_000), (2, 1_200_000))  # (candidates improved, actions timed for each)
 MEMORY_WEIGHTS = 0.25, 0.5, 0.75, 1.0  # of bytes against seconds in balanced cuts, if memory is short
 MAX_INTERLEAVED_ACTIONS = 50_000  # of a table with several stages on a rank
@@ -73,6 +80,7 @@ class ReplicaTask(NamedTuple):
     microbatch_counts: Sequence[int]  # allowed numbers of microbatches
     slice_counts: Sequence[int]  # allowed numbers of slices of a microbatch
     limits: Limits
+    teacher: ModelProfile | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -81,14 +89,20 @@ class ReplicaTask(NamedTuple):
 
     def layer_chain(self, microbatches: int) -> LayerChain:
         """Return the layers' costs for `microbatches`: seconds of the mean one, bytes of the one with the most rows."""
+        return LayerChain(self._layers(self.profile, microbatches))
+
+    def layer_chain_with_teacher(self, microbatches: int) -> LayerChain:
+        """Return the same, with the layers of the teacher behind the model's."""
+        assert self.teacher is not None
+        return LayerChain(self._layers(self.profile, microbatches), self._layers(self.teacher, microbatches))
+
+    def _layers(self, profile: ModelProfile, microbatches: int) -> list[LayerCost]:
         mean_rows, most_rows = self.rows / microbatches, -(-self.rows // microbatches)
         byte_fields = ("activation", "keep", "output", "ends", "keys_and_values")
-        return LayerChain(
-            [
-                mean._replace(**{field: getattr(largest, field) for field in byte_fields})
-                for mean, largest in zip(self.profile.costs_at(mean_rows), self.profile.costs_at(most_rows), strict=True)
-            ]
-        )
+        return [
+            mean._replace(**{field: getattr(largest, field) for field in byte_fields})
+            for mean, largest in zip(profile.costs_at(mean_rows), profile.costs_at(most_rows), strict=True)
+        ]
 
 
 def plan(
@@ -111,6 +125,7 @@ def plan(
     speeds: Sequence[float] = (),
     fewer: bool = True,
     progress: Progress | None = None,
+    teacher: ModelProfile | Sequence[LayerCost] | None = None,
 ) -> list[Plan]:
     """Return the fastest plans to train a model of these `layers`, the best first, at most five.
 
@@ -131,6 +146,9 @@ def plan(
     `fewer`: whether fewer ranks may be used than there are.
     `progress`: called with the schedule, the share of the search that is done, and the best seconds so far. If it
     returns a true value, the search ends with the best plans so far, as on Ctrl-C.
+    `teacher`: the layers of a second, frozen model, as `layers`, of which the forwards count. The plans are for
+    `Pipeline(plan=plan, teacher=model)` and steps with `next_args`. Both models are cut by what each rank has idle, and memory
+    also holds the teacher's parameters and the outputs that wait for their losses.
 
     Raises PenstockError if nothing fits, with the bytes that a rank lacks and what would fit.
 
@@ -143,6 +161,10 @@ def plan(
 
     names = argument_checks.family_names(schedules)
     slice_counts = argument_checks.slice_counts(slices, names)
+    teacher_profile, max_rows = None if teacher is None else as_profile(teacher), profile.max_rows
+    if teacher_profile is not None:
+        check_teacher_profile(teacher_profile, slice_counts)
+        max_rows = min(max_rows, teacher_profile.max_rows)
     tasks = []
     for replicas in argument_checks.replica_counts(dp, ranks, batch):
         replica_ranks, rows = ranks // replicas, batch // replicas
@@ -150,13 +172,13 @@ def plan(
         rank_speeds = argument_checks.speeds_of_ranks(speeds, replica_ranks)
         numbers_of_replica = {**numbers, "cores": numbers["cores"] / replicas}
         limits = Limits(memory_bytes, speeds=rank_speeds, dp=replicas, **numbers_of_replica)
-        if counts := argument_checks.microbatch_counts(microbatches, batch, rows, replica_ranks, profile.max_rows):
-            tasks.append(ReplicaTask(profile, rows, counts, slice_counts, limits))
+        if counts := argument_checks.microbatch_counts(microbatches, batch, rows, replica_ranks, max_rows):
+            tasks.append(ReplicaTask(profile, rows, counts, slice_counts, limits, teacher_profile))
     if not tasks:
         raise PenstockError(f"dp={dp} replicas have less rows each than the {microbatches} microbatches that are asked for")
 
     random = Random(seed)
-    candidates = [candidate for task in tasks for candidate in _best_family_candidates(task, names, random, fewer)]
+    candidates = [candidate for task in tasks for candidate in _best_candidates(task, names, random, fewer)]
     candidates.sort(key=lambda candidate: candidate.sort_key)
 
     closest = candidates[0]
@@ -175,7 +197,16 @@ def plan(
             table, limits = candidate.search.timer.schedule, candidate.search.limits
             different.setdefault((table.actions, candidate.best.starts, limits.dp), candidate)
     best_first = list(different.values())[:MAX_PLANS]
-    return [_plan_from_candidate(candidate, batch, profile.layer_names) for candidate in best_first]
+    return [_plan_from_candidate(candidate, batch) for candidate in best_first]
+
+
+def _best_candidates(task: ReplicaTask, names: Sequence[str], random: Random, fewer: bool) -> list[Candidate]:
+    """Return the best families, with the teacher if there is one, the best first."""
+    if task.teacher is None:
+        return _best_family_candidates(task, names, random, fewer)
+    of_model = task._replace(limits=limits_beside_teacher(task.limits, task.teacher))
+    candidates = _best_family_candidates(of_model, names, random, fewer)
+    return _with_teacher(candidates, task, random)
 
 
 # -- families -----------------------------------------------------------------------------------------------------------
@@ -297,7 +328,26 @@ def _settings_that_would_fit(task: ReplicaTask) -> Iterator[str]:
             break
 
 
-# -- tables made for a partition, and the result ------------------------------------------------------------------------
+# -- a teacher, tables made for a partition, and the result -------------------------------------------------------------
+
+
+def _with_teacher(candidates: Sequence[Candidate], task: ReplicaTask, random: Random) -> list[Candidate]:
+    """Return those candidates with a teacher that can be the fastest, the best first."""
+    chains = {count: task.layer_chain_with_teacher(count) for count in task.microbatch_counts}
+
+    def least(candidate: Candidate) -> tuple[float, float]:
+        chain = chains[candidate.search.timer.microbatches]
+        return candidate.best.excess_bytes, min_seconds_with_teacher(*candidate, chain)
+
+    found: list[Candidate] = []
+    for candidate in sorted(candidates, key=least)[:MAX_WITH_TEACHER]:
+        if found and not found[0].best.excess_bytes and found[0].best.seconds <= least(candidate)[1]:
+            break
+        chain = chains[candidate.search.timer.microbatches]
+        limits = task.limits.for_first_ranks(len(candidate.best.choices))
+        found.append(Candidate(*partition_with_teacher(*candidate, chain, limits, random)))
+        found.sort(key=lambda candidate: candidate.sort_key)
+    return found
 
 
 def _with_searched_tables(
@@ -329,6 +379,7 @@ def _with_searched_tables(
             timer.schedule,
             report,
             timer.slices,
+            timer.schedule.teacher,
         )
         new_search = PartitionSearch(partition_search.chain, ScheduleTimer(result.schedule), limits)
         new = Candidate(new_search, new_search.evaluate(partition.starts, partition.skipped_choices))
@@ -336,10 +387,12 @@ def _with_searched_tables(
     return sorted([*searched, *candidates], key=lambda candidate: candidate.sort_key)
 
 
-def _plan_from_candidate(candidate: Candidate, batch: int, layer_names: Sequence[str]) -> Plan:
+def _plan_from_candidate(candidate: Candidate, batch: int) -> Plan:
     partition_search, best = candidate
     table, limits, layers = partition_search.timer.schedule, partition_search.limits, partition_search.chain.layers
     policies, stages = partition_search.stage_policies(best.choices), partition_search.stage_costs(best.starts)
+    num_stages, num_layers = table.num_trained_stages, partition_search.chain.num_model_layers  # of the model
+    of_model, of_teacher = layers[:num_layers], layers[num_layers:]
 
     costs = partition_search.simulation_costs(best)
     timeline = simulate(table, costs)
@@ -347,16 +400,17 @@ def _plan_from_candidate(candidate: Candidate, batch: int, layer_names: Sequence
     seconds = timeline.makespan + reduce_seconds if limits.cores >= table.ranks else best.seconds
 
     min_reduce_seconds = limits.gradient_reduce_seconds(sum(layer.parameters for layer in layers) / table.ranks)
-    step_bound = min_step_seconds(layers, table.ranks, table.microbatches, limits.cores, limits.speeds, table.slices)
-    bound = step_bound + min_reduce_seconds
+    teacher_seconds = sum(layer.seconds for layer in of_teacher)
+    sizes = table.ranks, table.microbatches, limits.cores, limits.speeds, table.slices
+    bound = min_step_seconds(of_model, *sizes, teacher_seconds) + min_reduce_seconds
 
     unsimulated = partition_search.static_and_transient_bytes(best)
     peaks = [simulated + size for simulated, size in zip(timeline.peak_memory, unsimulated, strict=True)]
     recompute_seconds = table.microbatches * sum(policy.recompute_seconds for policy in policies)
     return Plan(
         table,
-        cuts=tuple(layer_names[start] for start in best.starts[1:]),
-        recompute=tuple(policy.recompute for policy in policies),
+        cuts=tuple(layers[start].name for start in best.starts[1:num_stages]),
+        recompute=tuple(policy.recompute for policy in policies[:num_stages]),
         microbatches=table.microbatches,
         seconds=seconds,
         bound=bound,
@@ -365,5 +419,7 @@ def _plan_from_candidate(candidate: Candidate, batch: int, layer_names: Sequence
         costs=costs,
         batch=batch,
         dp=limits.dp,
-        layers=tuple(layer_names),
+        layers=tuple(layer.name for layer in of_model),
+        teacher_cuts=tuple(layers[start].name for start in best.starts[num_stages + 1 :]),
+        teacher_layers=tuple(layer.name for layer in of_teacher),
     )

@@ -46,6 +46,8 @@ class Plan:
     batch: int  # rows, of all replicas
     dp: int = 1  # replicas; the rest is said of each
     layers: tuple[str, ...] = ()  # the names of all, in order; empty where they are not known
+    teacher_cuts: tuple[str, ...] = ()  # as `cuts`, of the teacher whose stages come behind the model's
+    teacher_layers: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -89,9 +91,16 @@ class Plan:
             f"{self.microbatches} microbatches{f' in {self.schedule.slices} slices' if self.schedule.slices > 1 else ''}: "
             f"{1e3 * self.seconds:.4g} ms a step, {self.share_above_bound:.1%} above what none can be below\n"
             f"cut before {', '.join(self.cuts) or 'nothing'}; recomputes {', '.join(recomputed) or 'nothing'}\n"
+            f"{self._teacher_line()}"
             f"at the fullest {', '.join(map(format_bytes, self.peak_memory))}\n"
             f"{self.why}"
         )
+
+    def _teacher_line(self) -> str:
+        if self.schedule.teacher is None:
+            return ""
+        ranks = " ".join(map(str, self.schedule.placement[self.schedule.teacher :]))
+        return f"the teacher cut before {', '.join(self.teacher_cuts) or 'nothing'}, its stages on ranks {ranks}\n"
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to the JSON file at `path`."""
@@ -112,7 +121,10 @@ def robustness(plan: Plan, share: float = 0.1, draws: int = 200, seed: int = 0) 
     return median(makespans) + averaging, max(makespans) + averaging
 
 
-_PLAIN_FIELDS = ("batch", "dp", "microbatches", "layers", "cuts", "recompute", "seconds", "bound", "peak_memory", "why")
+_PLAIN_FIELDS = (
+    *("batch", "dp", "microbatches", "layers", "cuts", "teacher_layers", "teacher_cuts", "recompute"),
+    *("seconds", "bound", "peak_memory", "why"),
+)
 
 
 def is_plan_file(path: str | PathLike[str]) -> bool:
@@ -155,8 +167,12 @@ def _plan_from_json(data: dict[str, Any]) -> Plan:
     schedule = from_rows(str(table["name"]), table["rows"], tuple(map(int, table["placement"])))
     verify(schedule)
     recompute, cuts = tuple(data["recompute"]), tuple(map(str, data["cuts"]))
-    if len(cuts) != schedule.stages - 1 or len(recompute) != schedule.stages or not {*recompute} <= {None, "stage", "block"}:
-        raise ValueError(f"it has {len(cuts)} cuts and recompute={list(recompute)} for {schedule.stages} stages")
+    teacher_cuts, teacher_layers = (tuple(map(str, data.get(name, ()))) for name in ("teacher_cuts", "teacher_layers"))
+    num_stages = schedule.num_trained_stages
+    if len(cuts) != num_stages - 1 or len(recompute) != num_stages or not {*recompute} <= {None, "stage", "block"}:
+        raise ValueError(f"it has {len(cuts)} cuts and recompute={list(recompute)} for {num_stages} stages")
+    if len(teacher_cuts) != max(0, schedule.stages - num_stages - 1):
+        raise ValueError(f"it has {len(teacher_cuts)} cuts of a teacher for {schedule.stages - num_stages} stages")
     if schedule.microbatches != data["microbatches"]:
         raise ValueError(f"it has {data['microbatches']} microbatches, its table {schedule.microbatches}")
     costs, peaks = Costs(**data["costs"]), tuple(map(float, data["peak_memory"]))
@@ -167,4 +183,5 @@ def _plan_from_json(data: dict[str, Any]) -> Plan:
     if len(peaks) != schedule.ranks or not all(0 <= peak < math.inf for peak in peaks):
         raise ValueError(f"peak_memory={list(peaks)}: bytes of each of {schedule.ranks} ranks")
     layers, why = tuple(map(str, data.get("layers", ()))), str(data["why"])
-    return Plan(schedule, cuts, recompute, schedule.microbatches, seconds, bound, peaks, why, costs, batch, dp, layers)
+    whole = seconds, bound, peaks, why, costs, batch, dp, layers, teacher_cuts, teacher_layers
+    return Plan(schedule, cuts, recompute, schedule.microbatches, *whole)

@@ -13,6 +13,7 @@ from operator import ge
 from random import Random
 
 from penstock.plan.dependency_graph import dependency_graph
+from penstock.schedule.memory import waiting_outputs
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Action, Kind
 from penstock.schedule.transform import with_full_backwards
@@ -25,7 +26,8 @@ class ScheduleTimer:
 
     All costs are of whole microbatches; a slice takes an equal share of them, except for the delay of its messages.
     A rank's counts are rows of two numbers for each of its stages: microbatches from their F to their I or B, and from
-    their I to their W. A row is left out if another has at least as many everywhere.
+    their I to their W; none of stages that have F only. The last number of a row is of a teacher's outputs that wait. A row is
+    left out if another has at least as many everywhere.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -34,11 +36,8 @@ class ScheduleTimer:
         self.placement, self.microbatches, self.slices = schedule.placement, schedule.microbatches, schedule.slices
         self.stages_of_rank = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
         self.operations = _operations_in_order(self.schedule)
-        self.peak_counts = [
-            _peak_activation_counts(row, stages, self.slices)
-            for row, stages in zip(schedule.actions, self.stages_of_rank, strict=True)
-        ]
-        self._work = [(sorted(Counter(map(self._cost_index, row)).items()), row[-1]) for row in schedule.actions]
+        self.peak_counts = [_peak_activation_counts(schedule, rank) for rank in range(schedule.ranks)]
+        self._work = [(sorted(Counter(map(self._cost_index, row)).items()), row[0], row[-1]) for row in schedule.actions]
 
     def _cost_index(self, action: Action) -> int:
         return KINDS.index(action.kind) * len(self.placement) + action.stage
@@ -47,11 +46,19 @@ class ScheduleTimer:
         """Return a lower bound of `makespan`: a rank's work, plus what must run before its first and after its last action."""
         stages, costs = len(self.placement), self._costs_of_slice(costs)
         forwards, inputs = ([0.0, *accumulate(costs[first : first + stages])] for first in (0, 2 * stages))
+        of_teacher = self.schedule.num_trained_stages
+
+        def seconds_before(first: Action) -> float:
+            return forwards[first.stage] - (forwards[of_teacher] if first.stage >= of_teacher else 0.0)
+
+        def seconds_after(last: Action) -> float:
+            if last.kind is Kind.F:
+                return forwards[stages] - forwards[last.stage + 1] if last.stage >= of_teacher else 0.0
+            return 0.0 if last.kind is Kind.W else inputs[last.stage]
+
         return max(
-            forwards[home[0]]
-            + sum([count * costs[code] for code, count in counts])
-            + (0.0 if last.kind is Kind.W else inputs[last.stage])
-            for home, (counts, last) in zip(self.stages_of_rank, self._work, strict=True)
+            seconds_before(first) + sum([count * costs[code] for code, count in counts]) + seconds_after(last)
+            for counts, first, last in self._work
         )
 
     def makespan_with_jitter(
@@ -109,16 +116,20 @@ def _operations_in_order(schedule: Schedule) -> list[tuple[int, int, int, int]]:
     return lines
 
 
-def _peak_activation_counts(row: Sequence[Action], stages: Sequence[int], slices: int) -> list[tuple[float, ...]]:
+def _peak_activation_counts(schedule: Schedule, rank: int) -> list[tuple[float, ...]]:
+    row, stages, slices, chains = schedule.actions[rank], schedule.stages_of(rank), schedule.slices, schedule.chains
+    waiting = [0] * (1 + len(row)) if chains.teacher is None else waiting_outputs(row, chains)
     place = {stage: 2 * index for index, stage in enumerate(stages)}
     in_flight = [0] * (2 * len(stages))
     count_tuples = set()
-    for (kind, stage, *_), following in zip(row, [*row[1:], None], strict=True):
+    for number, ((kind, stage, *_), following) in enumerate(zip(row, [*row[1:], None], strict=True), 1):
         at = place[stage]
-        in_flight[at] += 1 if kind is Kind.F else -1 if kind in (Kind.B, Kind.I) else 0
-        in_flight[at + 1] += 1 if kind is Kind.I else -1 if kind is Kind.W else 0
-        if kind is Kind.I or (kind is Kind.F and (following is None or following.kind is not Kind.F)):
-            count_tuples.add(tuple(in_flight))  # after B or W less is held than before
+        if stage not in chains.forward_only:
+            in_flight[at] += 1 if kind is Kind.F else -1 if kind in (Kind.B, Kind.I) else 0
+            in_flight[at + 1] += 1 if kind is Kind.I else -1 if kind is Kind.W else 0
+        is_peak = chains.teacher is not None or following is None or following.kind is not Kind.F  # else F holds more
+        if kind is Kind.I or (kind is Kind.F and is_peak):  # after B or W less is held than before
+            count_tuples.add((*in_flight, waiting[number]))
     fullest: list[tuple[float, ...]] = []
     for counts in sorted(count_tuples, reverse=True):  # none is above one that comes before it
         if not any(all(map(ge, fuller, counts)) for fuller in fullest):

@@ -1,4 +1,7 @@
-"""The cost of a stage: `LayerCost` (model_profile.py) summed over its layers, with and without recomputation."""
+"""The cost of a stage: `LayerCost` (model_profile.py) summed over its layers, with and without recomputation.
+
+A teacher's layers come behind the model's. They have forwards only, and keep nothing, so that nothing is recomputed.
+"""
 
 from collections.abc import Sequence
 from functools import cache, cached_property
@@ -33,17 +36,25 @@ class StageCost(NamedTuple):
     policies: tuple[ActivationPolicy, ...]  # nothing recomputed comes first
     split: float  # seconds that a backward in two, I and W, takes longer
     keys_and_values: float  # of its attention: in slices, their gradients wait for the backwards of earlier slices
+    frozen: float  # of parameters that are not trained
 
 
 class LayerChain:
-    """The layers of a model in order, for microbatches of one size: any range of them is a stage."""
+    """The layers of a model in order, for microbatches of one size: any range of them is a stage.
 
-    def __init__(self, layers: Sequence[LayerCost]) -> None:
-        self.layers = tuple(layers)
+    `teacher_layers`: of a teacher; no stage has layers of both. `teacher_output`: bytes of its output for a microbatch.
+    """
+
+    def __init__(self, layers: Sequence[LayerCost], teacher_layers: Sequence[LayerCost] = ()) -> None:
+        self.layers = (*layers, *(layer.without_backward() for layer in teacher_layers))
+        self.num_model_layers = len(layers)
+        self.teacher_output = teacher_layers[-1].output if teacher_layers else 0.0
         self._prefix_sums = {
             field: [0.0, *accumulate(getattr(layer, field) for layer in self.layers)] for field in _SUMMED_FIELDS
         }
         self._input_bytes = [0.0, *(layer.output for layer in self.layers)]  # the batch itself is on the rank anyway
+        if teacher_layers:
+            self._input_bytes[self.num_model_layers] = 0.0  # the model's output does not leave its rank
         self._cached_stage_cost = cache(self._compute_stage_cost)
         self._input_prefix_sums = [0.0, *accumulate(self._input_bytes)]
 
@@ -57,12 +68,12 @@ class LayerChain:
         return self._cached_stage_cost(start, end)
 
     def _compute_stage_cost(self, start: int, end: int) -> StageCost:
-        forward, backward_input, backward_weight, activation, keep, parameters, split, keys_and_values = (
+        forward, backward_input, backward_weight, activation, keep, parameters, split, keys_and_values, frozen = (
             self._prefix_sums[field][end] - self._prefix_sums[field][start] for field in _SUMMED_FIELDS
         )
         end_bytes = self.layers[end - 1].ends
         activation += end_bytes
-        loss_bytes = end_bytes if end == len(self.layers) else 0.0  # the loss is not recomputed
+        loss_bytes = end_bytes if end == self.num_model_layers else 0.0  # the loss is not recomputed
 
         # Recomputing the stage keeps its input; recomputing block by block keeps the input of every layer.
         input_bytes = self._input_bytes[start]
@@ -79,6 +90,8 @@ class LayerChain:
         ]
         if end - start > 1:
             policies.append(ActivationPolicy("block", kept_by_block, largest_block, forward))
+        if start >= self.num_model_layers:
+            del policies[1:]
 
         return StageCost(
             forward,
@@ -91,6 +104,7 @@ class LayerChain:
             tuple(policies),
             split,
             keys_and_values,
+            frozen,
         )
 
 

@@ -15,13 +15,15 @@ def min_step_seconds(
     cores: float = math.inf,
     speeds: Sequence[float] = (),
     slices: int = 1,
+    teacher_seconds: float = 0.0,
 ) -> float:
     """Return a lower bound for the seconds of a step of `microbatches` on `ranks`.
 
     It is the largest of three bounds. All work takes its share of the ranks' speeds, and the k-th rank to begin waits for k
     layers. All work takes its share of the cores. The costliest layer runs every microbatch, after the first has reached it,
     and before the last has gone back from it (during which it may still run W). With `slices`, the first and the last slice
-    travel, each an equal share of a microbatch.
+    travel, each an equal share of a microbatch. A teacher's forward of a microbatch takes `teacher_seconds`; it may run while
+    ranks wait, so that only the work of both models counts.
     """
     forwards = [0.0, *accumulate(layer.forward / slices for layer in layers)]
     inputs = [0.0, *accumulate(layer.backward_input / slices for layer in layers)]
@@ -34,7 +36,9 @@ def min_step_seconds(
         + max(microbatches * layer.backward_weight, inputs[place])
         for place, layer in enumerate(layers)
     ]
-    return max((work + fill) / sum(used_speeds), work / (cores * used_speeds[0]), max(alone) / used_speeds[0])
+    both = work + microbatches * teacher_seconds
+    shared = max(work + fill, both) / sum(used_speeds)
+    return max(shared, both / (cores * used_speeds[0]), max(alone) / used_speeds[0])
 
 
 def bottleneck_sentence(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from penstock.schedule.table import Action, Chains, Kind
+from penstock.schedule.table import Action, Chains, Kind, Table
 
 MAX_LISTED_RANKS = 16  # with more ranks, the range of the amounts is printed
 
@@ -61,6 +61,13 @@ def waiting_outputs(actions: Iterable[Action], chains: Chains) -> list[int]:
         changes[chains.num_stages - 1] = 1
     numbers = [changes.get(action.stage, 0) if action.kind is Kind.F else 0 for action in actions]
     return list(accumulate(numbers, initial=0 if chains.loss_waits else numbers.count(-1)))
+
+
+class TeacherOutputs(NamedTuple):
+    """What the outputs of a teacher take while they wait for their losses."""
+
+    table: Table  # of both models
+    sizes: Sequence[float]  # of each microbatch, in any unit
 
 
 def peaks_in_flight(rows: Iterable[Row], slices: int = 1, forward_only: Collection[int] = frozenset()) -> tuple[float, ...]:

@@ -94,6 +94,11 @@ class RankPrograms:
         """Return the table whose first `microbatches` are run: the pipeline's, or a larger one of the same rule."""
         return self._program_with_at_least(microbatches).schedule
 
+    def table_with_teacher(self, microbatches: int) -> Table:
+        """Return the same with the forwards of the pipeline's teacher for the losses of this batch."""
+        assert self._add_teacher is not None
+        return self._add_teacher(self.table(microbatches), False).schedule
+
     def _program_with_at_least(self, microbatches: int) -> Program:
         if microbatches > self.program.schedule.microbatches and self._build_larger is not None:
             return self._build_larger(microbatches)

@@ -306,7 +306,9 @@ def rank_uses() -> dict[str, Any]:
         pipe.train(False)
         longer = [*inputs.split(1)], [*target.split(1)]  # more microbatches than M
         found["longer list"].append([pipe.step_microbatches(*longer).item() for _ in range(3)])
-        found["stages with costs"] = {stage for _, stage in pipe.plan_costs().fits}
+        costs = pipe.plan_costs()
+        found["stages with costs"] = {stage for _, stage in costs.fits}
+        found["bytes of a row's output"] = costs.teacher_output_bytes(1, WIDTH)
         pipe.step(inputs, target=target)
         pipe.step(inputs, target=target)
         found["recut"].append(pipe.rebuild(cuts="measured").step(inputs, target=target).item())
@@ -402,6 +404,7 @@ def test_a_teacher_may_be_given_in_all_ways_of_a_model_and_reads_any_call() -> N
         assert found["rebuilt"] == pytest.approx(found["list"][0])
         assert found["longer list"][0] == found["longer list"][1]
         assert found["stages with costs"] == {0, 1}  # not the teacher's
+        assert found["bytes of a row's output"] == pytest.approx(4 * WIDTH)
         assert found["recut"][0] == found["recut"][1]
         assert found["checked"] == first
         assert found["read where it is"][0] == found["read where it is"][1]

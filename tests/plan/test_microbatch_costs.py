@@ -1,6 +1,7 @@
 """What microbatches take, fitted to steps that ran: the coefficients are found, and orders and groups follow them."""
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ import penstock as ps
 from penstock.batch.pieces import Shape
 from penstock.plan.list_order import microbatch_order
 from penstock.plan.microbatch_costs import MicrobatchCosts, MicrobatchFit, fit_microbatches
+from penstock.schedule.schedule import from_rows
 from penstock.schedule.table import Kind
+from penstock.schedule.transform import without_teacher
 
 
 def _samples(count: int, outliers: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -92,6 +95,25 @@ def test_a_limit_may_be_in_bytes() -> None:
         ps.MismatchError, match=r"order='given' has up to 8 kB in flight on rank 0, more than the limit of 7 kB"
     ):
         microbatch_order("given", inputs, lambda _: schedule, costs, "7kB")
+
+
+def test_a_limit_in_bytes_counts_a_teachers_outputs_that_wait() -> None:
+    """Both outputs wait on rank 1 before the first loss; then one waits beside the activation, which takes 10 bytes a token."""
+    rows = [["2TEACHER", "2F0", "2F1", "0F0", "0F1", "0B0", "0B1"], ["3F0", "3F1", "1F0", "1B0", "1F1", "1B1"]]
+    both = from_rows("taught", rows)
+    fit = MicrobatchFit(10, 0, 0, 0, 9)
+    seconds = {(kind, stage): MicrobatchFit(1, 0, 0, 0, 9) for kind in (Kind.F, Kind.B) for stage in range(2)}
+    outputs = {1: MicrobatchFit(100, 0, 0, 0, 9)}
+    costs = MicrobatchCosts(seconds, (0, 1), activations={0: fit, 1: fit}, teacher_outputs=outputs)
+    assert costs.bytes(4, 10) == 4000  # a group of this size is above a limit that its output alone exceeds
+    assert "stage 1 teacher's output: 100 bytes a token" in str(costs)
+
+    inputs = [Shape(4, 40, ""), Shape(2, 20, "")]
+    chosen = partial(microbatch_order, "given", inputs, lambda _: without_teacher(both), costs)
+    assert chosen("6kB", lambda _: both) == [0, 1]
+    with pytest.raises(ps.MismatchError, match=r"has up to 6 kB in flight on rank 1, more than the limit of 5.9 kB"):
+        chosen("5.9kB", lambda _: both)
+    assert chosen(60, lambda _: both) == [0, 1]  # padded tokens are those of activations
 
 
 @pytest.mark.parametrize("order", ["None", "sorted", [0.0, 1.0], [0, 2], [0], ["0", "1"]])

@@ -9,7 +9,8 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.plan.microbatch_order import UNIT_COSTS, OrderTimer, peak_in_flight, plan_order
-from penstock.schedule import Costs, build, names, search, simulate
+from penstock.schedule import Costs, build, names, search, simulate, with_teacher
+from penstock.schedule.memory import TeacherOutputs
 
 
 def _costs(seed: int, microbatches: int = 16) -> list[float]:
@@ -158,6 +159,15 @@ def test_what_is_in_flight_is_counted_by_hand() -> None:
     """1F1B: rank 0 of two has two microbatches in flight, rank 1 one; with two stages a rank, each holds a half of one."""
     assert peak_in_flight([5, 1, 4], build("1f1b", ranks=2, microbatches=4)) == [6, 5]
     assert peak_in_flight([6], build("interleaved-1f1b", ranks=2, microbatches=2)) == [6, 6]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.costly] * (name != "1f1b")) for name in names()])
+def test_a_teachers_outputs_that_wait_are_held_as_the_simulator_says(name: str) -> None:
+    table = build(name, ranks=2, microbatches=4)
+    both, per_rank = with_teacher(table, ahead=False), len(table.stages_of(0))
+    assert len(table.stages_of(1)) == per_rank
+    simulated = simulate(both, Costs(act=1 / per_rank, teacher_output=3)).peak_memory
+    assert peak_in_flight([1] * 4, table, TeacherOutputs(both, [3] * 4)) == pytest.approx(simulated)
 
 
 @pytest.mark.parametrize("factors", [[1, 2, 3], [1, -1]])

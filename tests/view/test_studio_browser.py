@@ -13,7 +13,7 @@ from selenium.webdriver.common.keys import Keys
 from studios import run_of, served
 
 from penstock.commands.source import question_of
-from penstock.schedule import Costs, build, simulate
+from penstock.schedule import Costs, build, simulate, with_teacher
 from penstock.view.studio.studio_server import OpenedFile
 
 pytestmark = NEEDS_CHROMIUM
@@ -271,10 +271,12 @@ def test_a_table_is_saved_and_loaded(studio):
     [
         build("1f1b", ranks=2, microbatches=2, slices=2).csv_rows(),
         [["0FROZEN", "0F0", "0F1"], ["1F0", "1B0", "1F1", "1B1"]],
+        with_teacher(build("1f1b", ranks=2, microbatches=2)).csv_rows(),
+        with_teacher(build("1f1b", ranks=2, microbatches=2), ahead=False).csv_rows(),
     ],
-    ids=["slices", "frozen"],
+    ids=["slices", "frozen", "teacher ahead", "teacher"],
 )
-def test_a_link_has_the_slices_and_the_frozen_stages_of_a_table(studio, tmp_path, rows):
+def test_a_link_has_the_slices_the_frozen_stages_and_the_teacher_of_a_table(studio, tmp_path, rows):
     (tmp_path / "mine.csv").write_text("\n".join(map(",".join, rows)))
     studio.find_element("id", "load-csv-file").send_keys(str(tmp_path / "mine.csv"))
     until(lambda: proof(studio).startswith("proved: mine.csv"))

@@ -39,6 +39,8 @@ def apply_plan(config: TrainConfig) -> tuple[TrainConfig, Plan | None]:
     if config.plan is None or config.resume is not None:
         return config, None
     candidate = load(config.plan) if config.plan.endswith(".json") else _fastest(config, _candidates(config))
+    if candidate.schedule.teacher is not None:
+        raise PenstockError(f"{config.plan} is for a model and its teacher, and `penstock train` has no teacher: plan without")
     if os.environ.get("RANK", "0") == "0":
         print(f"planned: {candidate}", flush=True)
     return _with_plan_options(candidate, config), candidate

@@ -110,11 +110,6 @@ def _check_rank(rank: object, ranks: int) -> int:
 
 
 def _check_size(schedule: Schedule) -> None:
-    if schedule.teacher is not None:
-        raise ScheduleError(
-            f"{schedule.name} has a teacher, from stage {schedule.teacher} on, and the studio edits the table of one model: "
-            "draw it with `penstock show FILE --html`, or load the table without it"
-        )
     if schedule.ranks > MAX_RANKS:
         raise ScheduleError(f"{schedule.name} has {schedule.ranks} ranks: the studio takes up to {MAX_RANKS}")
     _check_microbatches(schedule.num_stages, schedule.microbatches)
@@ -137,6 +132,11 @@ def _answer_for_run(request: Mapping[str, object]) -> Data:
     text = validation.text(request["run"], "run", 32_000_000)
     if is_plan_text(text):
         plan = read_plan(text, file)
+        if plan.schedule.teacher is not None:
+            raise ScheduleError(
+                f"{file} is a plan for a model and its teacher, whose layers the studio cannot cut anew: load its table, "
+                "`ps.plan.load(FILE).schedule.to_csv(CSV)`, or draw it with `penstock show FILE --html`"
+            )
         name, label, timeline, measured = plan.schedule.name, "planned", plan.timeline, plan.measurement
         source, verdict = "plan", None
     else:

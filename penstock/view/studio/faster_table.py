@@ -43,7 +43,17 @@ def find_better(schedule: Schedule, costs: Costs, limit: int | None, report: Rep
     start = schedule if _is_valid(schedule) else None
     peaks = simulate(schedule, costs).peak_in_flight if start else None
     limits: float | Sequence[float] | None = limit or peaks
-    return search(unit_costs, schedule.placement, schedule.microbatches, limits, "quick", start=start, progress=progress)
+    return search(
+        unit_costs,
+        schedule.placement,
+        schedule.microbatches,
+        limits,
+        "quick",
+        start=start,
+        progress=progress,
+        teacher=schedule.teacher,
+        ahead=schedule.ahead,
+    )
 
 
 def found_data(result: Found) -> Data:

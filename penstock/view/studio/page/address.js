@@ -35,11 +35,12 @@ function stateFromAddress(address) {
 }
 
 // Rows are joined by `_`, cells by `.`, the two actions of an overlapped pair by `~`. A cell begins with a stage and a letter:
-// an action, of a slice `0F1.2`, or the mark of a frozen stage, `0FROZEN`.
+// an action, of a slice `0F1.2`, or the mark of a frozen stage, `0FROZEN`, or of a teacher's first stage, `4TEACHER` or
+// `4TEACHER_AHEAD`, here without its `_`.
 
-function packRows(rows) { return rows.map((row) => row.map((cell) => (cell.match(/\d+(?:FROZEN|[FBIW]\d+(?:\.\d+)?)/g) || []).join("~")).join(".")).join("_"); }
+function packRows(rows) { return rows.map((row) => row.map((cell) => (cell.match(/\d+(?:FROZEN|TEACHER(?:_AHEAD)?|[FBIW]\d+(?:\.\d+)?)/g) || []).join("~").replace("_", "")).join(".")).join("_"); }
 
 function unpackRows(text) {
-  const cell = (name) => (name.includes("~") ? `(${name.replace("~", ";")})OVERLAP_F_B` : name);
+  const cell = (name) => (name.includes("~") ? `(${name.replace("~", ";")})OVERLAP_F_B` : name.replace("TEACHERAHEAD", "TEACHER_AHEAD"));
   return text.split("_").map((row) => row.split(/\.(?=\d+[A-Z])/).filter(Boolean).map(cell));
 }

@@ -31,6 +31,7 @@ class Table {
     const focused = this.inner.contains(document.activeElement), maxCells = Math.max(0, ...rows.map((row) => row.length));
     this.shown = JSON.stringify(rows);
     this.rows = rows;
+    this.firstTeacherStage = Math.min(...rows.flat().filter((text) => text.includes("TEACHER")).map(parseFloat)); // infinity without one
     this.maxNameLength = rows.reduce((longest, row) => row.reduce((length, text) => Math.max(length, namesOf(text).join(" ").length), longest), 3);
     this.columnWidth = Math.max(38, 7.4 * this.maxNameLength + 14) + 3;
     this.rowHeight = rows.length > MAX_ROWS_WITH_ARROWS ? CELL_HEIGHT + 8 : CELL_HEIGHT + 24;
@@ -73,7 +74,7 @@ class Table {
   createCell(rank, index) {
     const text = this.rows[rank]?.[index];
     if (text === undefined) return;
-    const names = namesOf(text), [kind, secondKind] = names.map((name) => (/[FBIW]/.exec(name) || ["F"])[0]);
+    const names = namesOf(text), [kind, secondKind] = names.map((name) => (parseFloat(name) >= this.firstTeacherStage ? "teacher" : (/[FBIW]/.exec(name) || ["F"])[0]));
     const cell = element("button", {
       type: "button", role: "gridcell", tabindex: rank === this.position[0] && index === this.position[1] ? 0 : -1, class: `cell paint-${kind}`, "aria-colindex": index + 1,
       "data-rank": rank, "data-place": index, "data-names": names.join(" "), "aria-label": `${names.join(" with ")}, place ${index + 1} of rank ${rank}`,

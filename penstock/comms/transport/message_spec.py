@@ -73,6 +73,12 @@ class MessageSpec:
         """The tensors whose bytes are sent; one without bytes if there are none, as a receiver waits for every message."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec) and leaf.bytes] or [NOTHING]
 
+    @cached_property
+    def tensor(self) -> TensorSpec | None:
+        """The description of a message that is one tensor, not empty, the common case; None for another."""
+        leaf = self.leaves[0] if len(self.leaves) == 1 and self.tree.is_leaf() else None
+        return leaf if isinstance(leaf, TensorSpec) and leaf.bytes else None
+
     def fits_layout_of(self, known: "MessageSpec") -> bool:
         """Return whether such a message can be sent as `known`: at most strides are different."""
         if self == known:
@@ -83,15 +89,13 @@ class MessageSpec:
 
     def describes(self, tensor: Tensor) -> bool:
         """Return whether this is the description of a message of one `tensor`, not empty; faster than by `message_spec_of`."""
-        spec = self.leaves[0] if len(self.leaves) == 1 else None
+        spec = self.tensor
         return (
-            isinstance(spec, TensorSpec)
+            spec is not None
             and tensor.shape == spec.shape
             and tensor.stride() == spec.stride
             and tensor.dtype is spec.dtype
             and tensor.requires_grad is spec.requires_grad
-            and spec.bytes > 0
-            and self.tree.is_leaf()
         )
 
 
@@ -158,9 +162,9 @@ def rebuild_message(spec: MessageSpec, parts: Sequence[Tensor], device: torch.de
 
     Later messages are made of the same `spec`, and a stage may change what it receives in place; so constants are copied.
     """
+    if spec.tensor is not None:
+        return parts[0].requires_grad_() if spec.tensor.requires_grad else parts[0]
     remaining = iter(parts)
-    if len(spec.leaves) == 1 and spec.tree.is_leaf() and isinstance(spec.leaves[0], TensorSpec):  # the common case
-        return _rebuild_tensor(remaining, spec.leaves[0], device)
     leaves = [
         _rebuild_tensor(remaining, leaf, device) if isinstance(leaf, TensorSpec) else _own_copy(leaf.value)
         for leaf in spec.leaves

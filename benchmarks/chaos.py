@@ -62,7 +62,7 @@ class ChaosOptions:
     seconds: float = 60.0
     seed: int = 0
     faults: int = 10**9  # stop after so many
-    steps: int = 40  # of a run
+    steps: int = 80  # of a run
     torchrun: float = 0.0  # the share of runs that torchrun starts, which takes seconds each time
     fresh: float = 0.1  # the share of the other runs whose programs are new interpreters, and not forked
     preemptions: int = 0  # instead: so many SIGTERMs to the program or one of its ranks, after which no step may be done again
@@ -269,9 +269,10 @@ def _children(parents: list[int]) -> list[int]:
     """The processes that these have started, zombies left out."""
     found = list[int]()
     for parent in parents:
-        for thread in Path(f"/proc/{parent}/task").glob("*/children"):
-            with suppress(OSError):
-                found += map(int, thread.read_text().split())
+        with suppress(OSError):  # it has ended
+            for thread in Path(f"/proc/{parent}/task").glob("*/children"):
+                with suppress(OSError):
+                    found += map(int, thread.read_text().split())
     return [pid for pid in found if _state(pid)[0] != "Z"]
 
 
@@ -327,7 +328,7 @@ def disturb(
 def _wait(program: DisturbedProgram, known: set[int], draw: random.Random) -> None:
     """Until some moment of an attempt: of its start, or after so many steps."""
     if draw.random() < 0.4:
-        return time.sleep(draw.uniform(0, 8.0 if program.torchrun else 1.5))
+        return time.sleep(draw.uniform(0, 8.0 if program.torchrun else 1.0))
     steps = max((step for _, step, _ in done(program.folder)), default=0) + draw.randint(1, 20)
     while max((step for _, step, _ in done(program.folder)), default=0) < steps and program.ranks().keys() - known:
         time.sleep(0.005)

@@ -40,7 +40,7 @@ def choose_backend(uuids: Sequence[str]) -> str:
     return "nccl" if NO_GPU not in uuids and len(set(uuids)) == len(uuids) else "gloo"
 
 
-def agree_on_backend(device: torch.device, store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
+def agree_on_backend(device: torch.device, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Return "nccl" or "gloo". All ranks call it, each with its own `device`. Raises RuntimeError after `timeout`."""
     keys, uuid = [f"gpu-{peer}" for peer in range(world_size)], gpu_uuid(device)
     store.set(keys[rank], uuid)

@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistNetworkError
 
@@ -32,6 +32,9 @@ from penstock.comms.process import (
 from penstock.comms.status import HANGING_KEY, publish_loss, publish_suspended, read_and_find_ended
 from penstock.comms.system import print_notice
 from penstock.comms.time_limits import HEARTBEAT_SECONDS, SILENT_AFTER_MISSED_BEATS, SUSPENDED_AFTER_MISSED_BEATS
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 class HeartbeatThread:
@@ -90,7 +93,7 @@ class PeerMonitor:
 
     def __init__(
         self,
-        store: Any,
+        store: "Store",
         rank: int,
         num_ranks: int,
         activity: Activity,
@@ -132,7 +135,7 @@ def ranks_to_monitor(rank: int, machines: Sequence[str]) -> list[int]:
 class MonitoredRank:
     """A rank that this one monitors."""
 
-    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: "Store", rank: int, num_ranks: int) -> None:
         self.store, self.rank, self.num_ranks = store, rank, num_ranks
         self.process = read_process_of_rank(store, rank)
         self._last_beat, self._missed_beats = 0, 0

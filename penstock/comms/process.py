@@ -6,15 +6,18 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.schedule.table import Action
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 SUSPENDED, ENDED, ALIVE = "stopped", "ended", "alive"
 LINUX_STATES = {"T": SUSPENDED, "Z": ENDED, "X": ENDED}  # in /proc/PID/stat; any other is alive
 
 
-def read_text(store: Any, key: str) -> str:
+def read_text(store: "Store", key: str) -> str:
     """Return the text stored under `key`; empty if there is none yet."""
     return store.get(key).decode() if store.check([key]) else ""
 
@@ -109,17 +112,17 @@ def machine_id() -> str:
 # ---- in the store
 
 
-def publish_process(store: Any, rank: int) -> None:
+def publish_process(store: "Store", rank: int) -> None:
     """Write the record of this process, which is `rank`."""
     store.set(f"process-{rank}", json.dumps(read_process(os.getpid())))
 
 
-def have_published_processes(store: Any, ranks: Collection[int]) -> bool:
+def have_published_processes(store: "Store", ranks: Collection[int]) -> bool:
     """Return whether all of these `ranks` have called `publish_process`."""
     return bool(store.check([f"process-{rank}" for rank in ranks]))
 
 
-def read_process_of_rank(store: Any, rank: int) -> ProcessRecord:
+def read_process_of_rank(store: "Store", rank: int) -> ProcessRecord:
     """Return the record of the process of `rank`; UNKNOWN_PROCESS if it has not published one."""
     text = read_text(store, f"process-{rank}")
     return ProcessRecord(*json.loads(text)) if text else UNKNOWN_PROCESS
@@ -132,11 +135,11 @@ class Heartbeat(NamedTuple):
     activity: str = ""  # as `Activity.describe` gives it
 
 
-def publish_beat(store: Any, rank: int, beat: Heartbeat) -> None:
+def publish_beat(store: "Store", rank: int, beat: Heartbeat) -> None:
     """Write a heartbeat of this `rank`."""
     store.set(f"beat-{rank}", json.dumps(beat))
 
 
-def read_beat(store: Any, rank: int) -> Heartbeat:
+def read_beat(store: "Store", rank: int) -> Heartbeat:
     """Return the last heartbeat of `rank`."""
     return Heartbeat(*json.loads(read_text(store, f"beat-{rank}") or "[]"))

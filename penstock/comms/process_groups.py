@@ -84,12 +84,12 @@ class ProcessGroups:
         wait_for_work(first_use, self.topology, lambda: self.aborted or self.rank_has_failed(), lambda: self.aborted)
         return group
 
-    def rank_has_failed(self, store: Any = None) -> bool:
+    def rank_has_failed(self, store: dist.Store | None = None) -> bool:
         """Return whether another rank has failed or ended. `store`: the calling thread's own connection, if it has one."""
         store = store or self.topology.store
         return any(place.check([ANY_STATUS_KEY]) for place in (dist.PrefixStore(self.name, store), store))
 
-    def on_heartbeat(self, store: Any) -> None:
+    def on_heartbeat(self, store: dist.Store) -> None:
         """Abort waits in NCCL if a rank has failed, or if this rank has been in one action longer than the timeout.
 
         Called by the heartbeat's thread, with its own connection to the store.
@@ -150,7 +150,7 @@ class ProcessGroups:
         self._open.clear()
 
 
-def new_nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def new_nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a new NCCL group of `size` ranks, of which this process is `rank`. It connects at its first use."""
     return dist.ProcessGroupNCCL(store, rank, size, torch_private.nccl_options(timeout))
 

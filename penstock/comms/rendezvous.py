@@ -10,13 +10,16 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch.distributed import DistError
 
 from penstock.comms.process import read_text
 from penstock.comms.time_limits import MAX_POLL_SECONDS, MIN_POLL_SECONDS
 from penstock.errors import LostRankError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 CURRENT_RUN_KEY = "penstock-start"
 WAIT_RESULT_KEY, ALL_ARRIVED = "ending", "all here"  # the result of a `wait_for_all`, the same for all of its ranks
@@ -32,7 +35,7 @@ def poll(seconds: float) -> Iterator[None]:
         yield
 
 
-def agree_on_run_id(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
+def agree_on_run_id(store: "Store", rank: int, world_size: int, timeout: timedelta) -> str:
     """Return an id for this run of `world_size` ranks, the same on all of them and never used before. All ranks call it.
 
     1. Rank 0 publishes a new id.
@@ -67,7 +70,7 @@ def agree_on_run_id(store: Any, rank: int, world_size: int, timeout: timedelta) 
     raise LostRankError(f"rank {rank} waited {seconds:g} s for the other ranks to start")
 
 
-def wait_for_all(store: Any, num_ranks: int, timeout: timedelta, has_failed: Callable[[], bool] = lambda: False) -> None:
+def wait_for_all(store: "Store", num_ranks: int, timeout: timedelta, has_failed: Callable[[], bool] = lambda: False) -> None:
     """Wait until `num_ranks` ranks have called it. Raises DistError on all of them after `timeout`, or if `has_failed()`.
 
     Call it before Gloo connects, which cannot be interrupted. The first rank that sees a result of the wait sets it for all, so

@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from penstock import errors
 from penstock.comms.process import ALIVE, ENDED, SUSPENDED, read_beat, read_process_of_rank, read_text
@@ -27,6 +27,9 @@ from penstock.comms.system import explain_error
 from penstock.comms.time_limits import DEPARTURE_LAG_SECONDS, REPORT_GRACE_SECONDS
 from penstock.comms.wait_errors import WaitError, has_timed_out
 from penstock.errors import LostRankError, PenstockError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 Kind = Literal["raised", "waited", "left", "gone", "stopped", "silent"]
 LOST: tuple[Kind, ...] = ("gone", "stopped", "silent")
@@ -50,7 +53,7 @@ class RankStatus(NamedTuple):
         return f"rank {self.rank} {self.text}" + (f", last seen {self.activity}" if self.activity else "")
 
 
-def status_of_error(rank: int, error: BaseException, timeout: timedelta, job_store: Any) -> RankStatus:
+def status_of_error(rank: int, error: BaseException, timeout: timedelta, job_store: "Store") -> RankStatus:
     """Return the status of `rank`, whose call raised `error`. `timeout`: of its waits."""
     if isinstance(error, WaitError):
         status = RankStatus(rank, "waited", error.awaited, time.time(), peers=() if error.peer is None else (error.peer,))
@@ -71,7 +74,7 @@ def status_of_end(rank: int, error: BaseException | None) -> RankStatus:
     return RankStatus(rank, "left", f"ended with {explain_error(error)}", time.time(), type(error).__name__)
 
 
-def publish(store: Any, status: RankStatus) -> None:
+def publish(store: "Store", status: RankStatus) -> None:
     """Write a rank's status for all other ranks, unless it has one."""
     with suppress(RuntimeError):  # the store may be gone with the process that has it
         store.compare_set(f"status-{status.rank}", "", json.dumps(status))
@@ -80,7 +83,7 @@ def publish(store: Any, status: RankStatus) -> None:
             store.set(HANGING_KEY, "")
 
 
-def read(store: Any, ranks: Collection[int]) -> dict[int, RankStatus]:
+def read(store: "Store | None", ranks: Collection[int]) -> dict[int, RankStatus]:
     """Return the statuses of those of `ranks` that have one."""
     if store is None or not store.check([ANY_STATUS_KEY]):
         return {}
@@ -88,7 +91,7 @@ def read(store: Any, ranks: Collection[int]) -> dict[int, RankStatus]:
     return {rank: RankStatus(*json.loads(text)) for rank, text in texts.items() if text}
 
 
-def read_and_find_ended(store: Any, ranks: Collection[int]) -> dict[int, RankStatus]:
+def read_and_find_ended(store: "Store", ranks: Collection[int]) -> dict[int, RankStatus]:
     """Return the statuses of `ranks` in the job's store, after those that ended without one have got it."""
     statuses = read(store, ranks)
     ended = ranks_in_state(store, set(ranks) - statuses.keys(), ENDED)
@@ -97,7 +100,7 @@ def read_and_find_ended(store: Any, ranks: Collection[int]) -> dict[int, RankSta
     return statuses | read(store, ended)
 
 
-def publish_suspended(store: Any, ranks: Collection[int]) -> bool:
+def publish_suspended(store: "Store", ranks: Collection[int]) -> bool:
     """Write the statuses of those of `ranks` that are suspended; return whether there are any."""
     suspended = ranks_in_state(store, ranks, SUSPENDED)
     for rank in suspended:
@@ -105,23 +108,23 @@ def publish_suspended(store: Any, ranks: Collection[int]) -> bool:
     return bool(suspended)
 
 
-def publish_loss(store: Any, rank: int, kind: Kind, text: str) -> None:
+def publish_loss(store: "Store", rank: int, kind: Kind, text: str) -> None:
     """Write that `rank` is lost, with its activity, unless it has a status."""
     publish(store, RankStatus(rank, kind, text, time.time(), activity=_last_activity(store, rank)))
 
 
-def _last_activity(store: Any, rank: int) -> str:
+def _last_activity(store: "Store", rank: int) -> str:
     with suppress(RuntimeError):
         return read_beat(store, rank).activity
     return ""
 
 
-def ranks_in_state(store: Any, ranks: Collection[int], state: str) -> set[int]:
+def ranks_in_state(store: "Store", ranks: Collection[int], state: str) -> set[int]:
     """Return those of `ranks` whose processes this machine shows in `state` (ALIVE, SUSPENDED, ENDED)."""
     return {rank for rank in ranks if read_process_of_rank(store, rank).state() == state}
 
 
-def explain_failure(job_store: Any, call_store: Any, ranks: Collection[int], own: RankStatus) -> PenstockError:
+def explain_failure(job_store: "Store", call_store: "Store | None", ranks: Collection[int], own: RankStatus) -> PenstockError:
     """Return the one error that explains why the wait in `own` has failed, the same on all ranks.
 
     `call_store`: of the groups that the call used; None for a wait outside of a call, in which other ranks do not report.
@@ -133,7 +136,7 @@ def explain_failure(job_store: Any, call_store: Any, ranks: Collection[int], own
     return error_of(*diagnose(statuses, own.peers if call_store is None else ranks, alive))
 
 
-def collect(job_store: Any, call_store: Any, ranks: Collection[int], own: RankStatus) -> list[RankStatus]:
+def collect(job_store: "Store", call_store: "Store | None", ranks: Collection[int], own: RankStatus) -> list[RankStatus]:
     """Return the statuses that explain a failed call: errors of ranks first, each group in the order of time.
 
     Waits up to REPORT_GRACE_SECONDS, and ends earlier when

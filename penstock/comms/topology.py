@@ -45,7 +45,7 @@ class OpenGroups(Protocol):
     def abort_waits(self) -> None:
         """End every wait in them."""
 
-    def on_heartbeat(self, store: Any) -> None:
+    def on_heartbeat(self, store: dist.Store) -> None:
         """Check this rank's waits."""
 
     def close(self, failed: bool = True) -> None:
@@ -87,7 +87,7 @@ class ProcessContext:
         if dist.group.WORLD is not None:
             abort_group(dist.group.WORLD)
 
-    def on_heartbeat(self, store: Any) -> None:
+    def on_heartbeat(self, store: dist.Store) -> None:
         """Let the open groups check their waits: see `ProcessGroups.on_heartbeat`."""
         for groups in list(self.open_groups):
             groups.on_heartbeat(store)

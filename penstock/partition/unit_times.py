@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from penstock.partition.materialise import META, has_meta_tensors
 from penstock.randomness import preserve_generator_state
 from penstock.torch_private import pretend_exporting, tensor_slots, tree_leaves
 from penstock.trees import map_tensors, tensors
+
+T = TypeVar("T")
 
 # Rounds go on until the seconds have passed, or the fastest times have been steady for some rounds.
 _MIN_ROUNDS, _SECONDS = 3, 2.0
@@ -120,34 +122,51 @@ def measure_unit_seconds(
 
 def _unit_seconds(unit: RecordedUnit, device: torch.device | None) -> float:
     """Return the seconds of one run, after one to warm up."""
-    device = device or module_device(unit.module, (unit.args, unit.kwargs))
-    on_device = partial(materialise_meta_tensor, device=device)
-    with (
-        replace_tensors_temporarily(unit.module, partial(on_device, spread=0.02)),
-        preserve_generator_state(CPU),
-        preserve_generator_state(device),
-        torch.enable_grad(),
-    ):
-        inputs = map_tensors(on_device, (unit.args, dict(unit.kwargs or {})))
+    with copy_on_device(unit, device) as (device, copy):
+        inputs = map_tensors(copy, (unit.args, dict(unit.kwargs or {})))
         gradients: list[Tensor] = []
         _run_seconds(unit.module, inputs, device, gradients)
         return _run_seconds(unit.module, inputs, device, gradients)
 
 
+@contextmanager
+def copy_on_device(
+    unit: RecordedUnit, device: torch.device | None
+) -> Iterator[tuple[torch.device, Callable[[Tensor], Tensor]]]:
+    """Run a unit inside with copies on `device`, or its own. Yield the device, and a function that copies tensors there."""
+    device = device or module_device(unit.module, (unit.args, unit.kwargs))
+    copy = partial(materialise_meta_tensor, device=device)
+    with (
+        replace_tensors_temporarily(unit.module, partial(copy, spread=0.02)),
+        preserve_generator_state(CPU),
+        preserve_generator_state(device),
+        torch.enable_grad(),
+    ):
+        yield device, copy
+
+
 def _run_seconds(module: nn.Module, inputs: tuple[Any, Any], device: torch.device, gradients: list[Tensor]) -> float:
     """Return the seconds of a forward and its backward. `gradients`: of the outputs; the first run adds them to the list."""
     args, kwargs = map_tensors(lambda tensor: _without_graph(tensor).clone(), inputs)  # the unit may change its inputs
+
+    def run() -> None:
+        outputs = [tensor for tensor in tensors(module(*args, **kwargs)) if tensor.requires_grad]
+        if not gradients:
+            gradients.extend(map(torch.ones_like, outputs))
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+
+    return timed(run, device)[0]
+
+
+def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Return the seconds of a call, until the device has done it, and its result."""
     synchronise = torch.get_device_module(device).synchronize
     synchronise()
     begin = perf_counter()
-    output = module(*args, **kwargs)
-    outputs = [tensor for tensor in tensors(output) if tensor.requires_grad]
-    if not gradients:
-        gradients += map(torch.ones_like, outputs)
-    if outputs:
-        torch.autograd.backward(outputs, gradients)
+    result = run()
     synchronise()
-    return perf_counter() - begin
+    return perf_counter() - begin, result
 
 
 @contextmanager

@@ -10,14 +10,13 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock import trees
 from penstock.batch import pieces
-from penstock.comms.topology import CPU
 from penstock.engine.activation_memory import MemoryMeasurement, StorageSet
 from penstock.errors import MismatchError, PenstockError
 from penstock.partition import CuttableModel, run
@@ -27,11 +26,12 @@ from penstock.partition.materialise import has_meta_tensors
 from penstock.partition.model_graph import first_line
 from penstock.partition.unit_times import (
     RecordedUnit,
-    materialise_meta_tensor,
+    copy_on_device,
     module_device,
     record_unit_inputs,
     replace_tensors_temporarily,
     restore_parameters_after_calls,
+    timed,
 )
 from penstock.plan.model_profile import LayerCost, ModelProfile, ProfileSample
 from penstock.randomness import preserve_generator_state
@@ -48,7 +48,6 @@ GROUP_BYTES = 2**28  # of the parameters of layers that run one after the other,
 SMALL_SAMPLE_DIVISOR = 4  # rows of the first sample for each row of the second
 MIDDLE_STAGE = 1  # the number of a stage that gets messages and gives some
 
-T = TypeVar("T")
 ActionSeconds = tuple[float, ...]  # seconds of F and B; and of F, I and W where the backward is in two
 
 
@@ -248,48 +247,34 @@ class _UnitStage(NamedTuple):
         """Return a message with copies of the inputs, which the unit may change."""
         return [[tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.inputs]]
 
-    def timed(self, run: Callable[[], T]) -> tuple[float, T]:
-        """Return the seconds of a call, until the device has done it, and its result."""
-        synchronise = torch.get_device_module(self.device).synchronize
-        synchronise()
-        begin = perf_counter()
-        result = run()
-        synchronise()
-        return perf_counter() - begin, result
-
 
 @contextmanager
 def _stage_of_unit(unit: RecordedUnit, device: torch.device | None) -> Iterator[_UnitStage]:
     """Yield the unit as a stage, with stand-ins for its parameters and inputs, whose gradients are their own."""
-    where = device or module_device(unit.module, (unit.args, unit.kwargs))
-    make = partial(materialise_meta_tensor, device=where)
     hooks = [gradient_hooks(parameter) for parameter in unit.module.parameters()]  # run in W, and take their time
-    with (
-        replace_tensors_temporarily(unit.module, partial(make, spread=0.02)),
-        preserve_generator_state(CPU),
-        preserve_generator_state(where),
-        torch.enable_grad(),
-    ):
+    with copy_on_device(unit, device) as (device, copy):
         for parameter, parameter_hooks in zip(unit.module.parameters(), hooks, strict=True):
             for hook in parameter_hooks:
                 parameter.register_hook(hook)
         module = UnitWithTensorArguments(unit)
-        inputs = trees.map_tensors(make, module.argument_tensors())
-        stage = Stage(MIDDLE_STAGE, module, where, connections=StageConnections((MIDDLE_STAGE - 1,), ()))
+        inputs = trees.map_tensors(copy, module.argument_tensors())
+        stage = Stage(MIDDLE_STAGE, module, device, connections=StageConnections((MIDDLE_STAGE - 1,), ()))
         stage.begin_step()  # as before any step: it learns which parameters there are
-        yield _UnitStage(stage, inputs, where)
+        yield _UnitStage(stage, inputs, device)
 
 
 def _run_round(units: Sequence[_UnitStage]) -> list[ActionSeconds]:
     """Run a microbatch through all units with whole backwards, then one with split ones. Return the seconds of each unit."""
     seconds = list[list[ActionSeconds]]()
     for split in (False, True):
-        forwards = [unit.timed(partial(unit.stage.forward, 0, unit.new_message(), split_backward=split)) for unit in units]
+        forwards = [
+            timed(partial(unit.stage.forward, 0, unit.new_message(), split_backward=split), unit.device) for unit in units
+        ]
         backwards = []
         for unit, (_, output) in zip(reversed(units), reversed(forwards), strict=True):
             gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
-            backward, _ = unit.timed(partial(unit.stage.backward, 0, gradients))
-            weights, _ = unit.timed(partial(unit.stage.backward_weight, 0)) if split else (0.0, None)
+            backward, _ = timed(partial(unit.stage.backward, 0, gradients), unit.device)
+            weights, _ = timed(partial(unit.stage.backward_weight, 0), unit.device) if split else (0.0, None)
             backwards.append((backward, weights))
         seconds.append([(forward, *rest) for (forward, _), rest in zip(forwards, reversed(backwards), strict=True)])
     return [(*whole[:2], *in_two) for whole, in_two in zip(*seconds, strict=True)]

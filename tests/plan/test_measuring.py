@@ -13,6 +13,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.model import GPT, GPTConfig
+from penstock.partition import unit_times
 from penstock.partition.balance import Balance
 from penstock.plan import LayerCost, estimate, estimate_transformers, load, measure, measuring, plan
 from penstock.plan.recut import profile_of_run
@@ -39,7 +40,8 @@ class ManualTime:
 def clock(monkeypatch):
     """The clock by which layers are measured."""
     clock = ManualTime()
-    monkeypatch.setattr(measuring, "perf_counter", clock)
+    for module in (measuring, unit_times):
+        monkeypatch.setattr(module, "perf_counter", clock)
     return clock
 
 

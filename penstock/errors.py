@@ -37,6 +37,9 @@ class NonFiniteError(StageError):
 class LostRankError(PenstockError):
     """A rank died, or did not answer within the timeout."""
 
+    wait = ""  # the wait that it ended, if one is known: `rank 1 waited for the output of 0F1 from rank 0`
+    activities: Sequence[str] = ()  # of `ranks`, when they were last seen: `in 2F3 of step 17`
+
 
 class ResourceError(PenstockError):
     """The system refused file descriptors, memory or addresses."""

@@ -236,4 +236,6 @@ def error_of(cause: Sequence[RankStatus], witness: RankStatus | None) -> Penstoc
 
     # If the heartbeat has ended the wait, this rank itself has closed the connection: that explains nothing.
     end = end_of_wait(witness.timeout) if witness.timeout or not cause or cause[0].kind == "gone" else ""
-    return LostRankError(f"{names}: {wait}{end}", absent)
+    lost = LostRankError(f"{names}: {wait}{end}", absent)
+    lost.wait, lost.activities = wait, [status.activity for status in cause]
+    return lost

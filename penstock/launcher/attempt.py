@@ -130,13 +130,19 @@ def _attempt_with_lost_ranks(
             error = LostRankError(f"rank {witness.rank} has lost the other ranks")
         return Attempt(ranks, error, failed_ranks, traceback=traceback)
 
-    text = "; ".join(status.sentence() for status in cause)
-    if witness is not None and isinstance(error, LostRankError) and set(witness.peers) <= set(failed_ranks):
-        text = f"{error}; {text}"
+    if witness is None or not isinstance(error, LostRankError) or not set(witness.peers) <= set(failed_ranks):
+        text, traceback = _sentences(cause), ""
+    elif error.wait:
+        activities = dict(zip(error.ranks, error.activities, strict=True))
+        text = f"{_sentences([status._replace(activity=activities.get(status.rank, '')) for status in cause])}: {error.wait}"
     else:
-        traceback = ""
+        text = f"{error}; {_sentences(cause)}"
     mistake = _without_numbers(cause[0].sentence()) if cause[0].error else ""
     return Attempt(ranks, LostRankError(text), failed_ranks, traceback=traceback, mistake=mistake, died=True)
+
+
+def _sentences(statuses: Sequence[RankStatus]) -> str:
+    return "; ".join(status.sentence() for status in statuses)
 
 
 def _without_numbers(text: str) -> str:

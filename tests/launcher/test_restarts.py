@@ -30,7 +30,7 @@ from penstock.commands.train.job import train_rank
 from penstock.commands.train.memory_folder import memory_of_launch
 from penstock.commands.train.restarts import resize_for_processes
 from penstock.comms.process import SUSPENDED, read_process
-from penstock.comms.status import error_of, status_of_error
+from penstock.comms.status import RankStatus, error_of, status_of_error
 from penstock.launcher import rank_processes
 from penstock.launcher.attempt import count_same_failures, diagnose_attempt, exit_result
 from penstock.launcher.rank_main import RankResult, _status_of_failure
@@ -88,10 +88,10 @@ def test_ranks_go_on_without_those_that_failed_and_end_with_the_bits_of_an_undis
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("penstock: ")]
     assert len(lines) == 3
     killed = r"rank 2 was killed by SIGKILL \(out of memory\?\)"
-    assert re.fullmatch(f"penstock: attempt 1 of 6 has ended: .*{killed}; 3 ranks begin again", lines[0])
+    assert re.fullmatch(f"penstock: attempt 1 of 6 has ended: {killed}.*; 3 ranks begin again", lines[0])
     assert lines[1] == "penstock: attempt 2 of 6 has ended: ValueError: its own; 2 ranks begin again"
     stopped = r"rank 1 was stopped by a signal for 3 s, and was ended"
-    assert re.fullmatch(rf"penstock: attempt 3 of 6 has ended: .*{stopped}; 1 rank begins again", lines[2])
+    assert re.fullmatch(rf"penstock: attempt 3 of 6 has ended: {stopped}.*; 1 rank begins again", lines[2])
 
 
 @pytest.mark.ranks
@@ -272,6 +272,8 @@ def raised(rank, error):
 
 OWN, OWN_OF_1 = ValueError("own"), ps.PenstockError("own", [1])  # what rank 1 raises, and what it may be raised as on others
 LOST, LOST_2 = ps.LostRankError("rank 1 is gone", [1]), ps.LostRankError("rank 2 is gone", [2])
+GONE, WAIT = RankStatus(1, "gone", "is gone", activity="in 1F0 of step 2"), RankStatus(0, "waited", "for 1F0 from rank 1")
+LOST_IN_WAIT = error_of([GONE], WAIT)
 TOLD = error_of([status_of_error(1, OWN, timedelta(0), None)], None)  # of that, on another rank
 
 
@@ -282,6 +284,11 @@ TOLD = error_of([status_of_error(1, OWN, timedelta(0), None)], None)  # of that,
             outcomes((0, LOST), (1, -9)),
             (1,),
             r"rank 1 is gone; rank 1 was killed by SIGKILL \(out of memory\?\)",
+        ),
+        (
+            outcomes((0, LOST_IN_WAIT), (1, -9)),
+            (1,),
+            r"rank 1 was killed by SIGKILL \(out of memory\?\), last seen in 1F0 of step 2: rank 0 waited for 1F0 from rank 1",
         ),
         (outcomes((0, LOST), (2, -9)), (2,), r"rank 2 was killed by SIGKILL \(out of memory\?\)"),
         (outcomes((2, -11), (0, -6)), (2,), "rank 2 was killed by SIGSEGV"),

@@ -185,7 +185,7 @@ class ControlGroup:
             try:
                 with convert_errors(f"to {purpose}", failure=f"rank {self.topology.rank} could not {purpose}"):
                     self._group = self.groups.world_group
-                    self._post_receives()
+                    call_unprofiled(self._post_receives)
             except (ResourceError, WaitError) as error:
                 self.raise_error_on_all_ranks(error)
         return self.groups
@@ -217,12 +217,19 @@ class ControlGroup:
         assert len(row) <= MAX_ROW_NUMBERS
         assert len(value) <= MAX_ROW_BYTES
         message = tensor_of_bytes(_row_format(len(row)).pack(*self._row, value)).view(torch.float64)
+        call_unprofiled(self._begin_exchange, message, purpose)
+
+    def _begin_exchange(self, message: torch.Tensor, purpose: str) -> None:
+        """Send `message` to all peers, and post the receives of the next exchange."""
         last_sent, self._pending_sends = self._pending_sends, []
         for number, peer in enumerate(self._peers):
-            with convert_errors(f"for rank {peer} {purpose}", peer):
-                self._pending_sends.append((call_unprofiled(self._group.send, [message], peer, ROW_TAG), message))
+            try:
+                self._pending_sends.append((self._group.send([message], peer, ROW_TAG), message))
                 if last_sent:
                     last_sent[number][0].wait()  # returns at once: the peer had posted its receive one exchange before
+            except RuntimeError:
+                with convert_errors(f"for rank {peer} {purpose}", peer):
+                    raise
 
         self._arriving, self._posted = self._posted, _NO_ROWS
         self._post_receives()
@@ -237,10 +244,13 @@ class ControlGroup:
             for peer, work in zip(self._peers, receives, strict=True):
                 if self.groups is not None and not self._call_has_begun:
                     self.groups.awaited = peer, purpose
-                with convert_errors(f"for rank {peer} {purpose}", peer):
+                try:
                     if isinstance(work, RuntimeError):
                         raise work
                     work.wait()
+                except RuntimeError:
+                    with convert_errors(f"for rank {peer} {purpose}", peer):
+                        raise
             self._call_has_begun = True
         except WaitError:
             self._include_mesh_groups_in_abort(map(_pipeline_number, rows.tolist()))  # of the rows that have arrived
@@ -271,7 +281,7 @@ class ControlGroup:
     def _post_receive(self, rows: torch.Tensor, peer: int) -> Any:
         """Post a receive into the row of `peer`; return its work, or the RuntimeError that it raised."""
         try:
-            return call_unprofiled(self._group.recv, [rows[peer]], peer, ROW_TAG)
+            return self._group.recv([rows[peer]], peer, ROW_TAG)
         except RuntimeError as error:
             return error
 

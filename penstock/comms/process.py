@@ -23,7 +23,10 @@ def read_text(store: "Store", key: str) -> str:
 
 
 class Activity:
-    """The current step and action of this process. The heartbeat's thread reads `now` while the main thread writes it."""
+    """The current step and action of this process. The heartbeat's thread reads `now` while the main thread writes it.
+
+    Each action that begins or ends is a new tuple: one that is the same for long shows that an action takes long.
+    """
 
     def __init__(self) -> None:
         self.now: tuple[str, Action | None, bool] = "", None, False  # the step, empty between steps; the action; if it runs
@@ -39,15 +42,6 @@ class Activity:
             self.steps_done = number or None
         finally:
             self.now = "", None, False
-
-    def begin_action(self, action: Action) -> None:
-        """Record that `action` runs."""
-        self.now = self.now[0], action, True
-
-    def end_action(self) -> None:
-        """Record that the action is done."""
-        step, action, _ = self.now
-        self.now = step, action, False
 
     def describe(self) -> str:
         """Return the activity as text: `in 2F3 of step 17`; empty before the first step."""

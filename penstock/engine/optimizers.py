@@ -125,10 +125,8 @@ def check_scaler(scaler: torch.amp.GradScaler | None, topology: Topology) -> Non
         )
 
 
-def read_grad_scale(scaler: torch.amp.GradScaler | None, topology: Topology) -> float:
+def read_grad_scale(scaler: torch.amp.GradScaler, topology: Topology) -> float:
     """Return the scaler's scale. Raises as `check_scaler`."""
-    if scaler is None:
-        return 1.0
     check_scaler(scaler, topology)
     if topology.world_size > 1:
         make_scaler_flags_binary()

@@ -132,10 +132,10 @@ class Engine:
         reset_peak_memory(self.device)
 
         # 1. Cut the call into pieces.
-        self.parameters.check_initialised()
         batch = self.reader.read(call, requires_grad_flags(self.stages))
         num_parts = len(self.position.batch_parts)  # gradients are averaged over them afterwards
-        grad_scale = read_grad_scale(call.scaler, self.position.world) * call.scale * num_parts
+        scaler_scale = 1.0 if call.scaler is None else read_grad_scale(call.scaler, self.position.world)
+        grad_scale = scaler_scale * call.scale * num_parts
         actions = StepActions(self.stages, self.last_stage, self.layout, call, batch, grad_scale, self.attention, self._seeds)
         is_new_on_rank = call.is_training and not self.agreement.has_run(batch.description.kind_hash)
         step = ObservedStep(call, batch, is_new_on_rank, clock, actions)
@@ -170,7 +170,7 @@ class Engine:
 
         # 8. Report. Gradients of tied parameters are copied last: no rank can fail any more.
         result = self._exchange_results(step)
-        if step.agreed.has_backward and call.is_training:
+        if self.tied.copies and step.agreed.has_backward and call.is_training:
             self.tied.broadcast_gradients()
         channels.end_step()
         self.agreement.remember(step.agreed)
@@ -195,12 +195,13 @@ class Engine:
         forward = step.actions.first_forward_function(action[1:] in program.split_backwards)
         try:
             stage.wait_parameters()
-            self.activity.begin_action(action)
+            activity, step_name = self.activity, self.activity.now[0]
+            activity.now = step_name, action, True
             start = step.clock.now()
             functions = self.observers.wrap(step, StepFunctions({Kind.F: forward}, _no_message, _no_message))
             messages = functions.actions[Kind.F](action, ())
             step.clock.marks += start, step.clock.now()
-            self.activity.end_action()
+            activity.now = step_name, action, False
         except (WaitError, ResourceError):
             raise
         except Exception as error:
@@ -218,7 +219,7 @@ class Engine:
     ) -> None:
         """Run the lines of a program: for each, post its receives, wait for its inputs, run its action, send what it made."""
         (actions, receive, send), incoming = functions, channels.incoming
-        mark, now = clock.marks.append, clock.now
+        mark, now, activity, step_name = clock.marks.append, clock.now, self.activity, self.activity.now[0]
         local_values: dict[Transfer, Any] = {}  # between two stages of this rank
         waits_for_parameters = self._has_replicas  # each stage asks its own
         messages: Any = first_forward.take_messages() if first_forward else None  # of the first line, which has run
@@ -234,11 +235,11 @@ class Engine:
                         values.append(receive(transfer) if is_remote else local_values.pop(transfer))
                     if waits_for_parameters:
                         self.stages[action.stage].wait_parameters()
-                    self.activity.begin_action(action)
+                    activity.now = step_name, action, True
                     mark(now())
                     messages = actions[action.kind](action, values)
                     mark(now())
-                    self.activity.end_action()
+                    activity.now = step_name, action, False
                     del values
 
                 for transfer, value in zip(outputs, messages, strict=True) if outputs else ():

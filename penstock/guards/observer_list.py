@@ -24,6 +24,7 @@ from penstock.partition.attributes import AttributeSnapshot
 from penstock.plan.microbatch_costs import MicrobatchSamples
 from penstock.plan.recut import RecentSteps
 from penstock.stage.hooks import NoDataParallelHooks
+from penstock.stage.rank_parameters import RankParameters
 
 
 class PipelineObservers(NamedTuple):
@@ -63,6 +64,7 @@ def make_observers(
     monitor = NonFiniteMonitor(control, stages, engine.parameters, names) if options.on_nonfinite else None
 
     observers: list[Observer | None] = [
+        UninitialisedCheck(engine.parameters) if engine.parameters.has_unset else None,
         AttributeCheck(config.cuttable.attributes) if config.cuttable else None,
         FrozenStageCheck(engine.stages, names, table.name) if table.forward_only else None,
         shared_tensors,
@@ -96,6 +98,18 @@ def _make_loss_checks(engine: Engine, config: PipelineConfig) -> LossChecks | No
     checks = LossChecks(*loss, engine.schedule.microbatches, config.rows_dim, *parts)
     checks.stage = engine.stages[last_stage]
     return checks
+
+
+class UninitialisedCheck(Observer):
+    """Refuses a step with a parameter that has no value yet, of a model that was built on the meta device."""
+
+    def __init__(self, parameters: RankParameters) -> None:
+        self._parameters = parameters
+
+    def start(self, step: ObservedStep) -> Sequence[float]:
+        """Raise as `RankParameters.check_initialised`."""
+        self._parameters.check_initialised()
+        return ()
 
 
 class AttributeCheck(Observer):

@@ -74,6 +74,11 @@ class RankParameters:
             for name, value in module.state_dict(keep_vars=keep_vars).items()
         }
 
+    @property
+    def has_unset(self) -> bool:
+        """Whether an entry had no value when this was last checked."""
+        return bool(self._unset)
+
     def check_initialised(self) -> None:
         """Raise MismatchError if an entry of `unset` has no value yet."""
         if self._unset:

@@ -55,13 +55,13 @@ def test_what_a_rank_is_doing_is_told_in_words():
     assert doing.describe() == ""
     with doing.during_step(17, True):
         assert doing.describe() == "at the beginning of step 17"
-        doing.begin_action(Action(Kind.W, 2, 3))
+        doing.now = "step 17", Action(Kind.W, 2, 3), True
         assert doing.describe() == "in 2W3 of step 17"
-        doing.end_action()
+        doing.now = "step 17", Action(Kind.W, 2, 3), False
         assert doing.describe() == "after 2W3 of step 17"
     assert doing.describe() == "after step 17"
     with doing.during_step(17, False):
-        doing.begin_action(Action(Kind.F, 0, 0))
+        doing.now = doing.now[0], Action(Kind.F, 0, 0), True
         assert doing.describe() == "in 0F0 of an evaluation"
 
 

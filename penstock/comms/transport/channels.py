@@ -49,11 +49,13 @@ class Channels:
         self.incoming: dict[int, ReceiveChannel] = {}  # source rank in the pipeline -> channel
         self.transports: dict[str, Sender | Receiver] = {}  # by the ranks at their ends, as `0-1`
         self._device, self._specs = topology.device, MessageSpecCache()
-        self._pending: PendingSends | None = None
+        self._failure: SendFailure | None = None
+        self._pending: PendingSends | None = None  # if messages go through groups
         if groups is None:
             return
 
-        pending = self._pending = PendingSends(SendFailure(groups))
+        self._failure = SendFailure(groups)
+        pending = PendingSends(self._failure)
         rank, number = groups.topology.rank, next(groups.channels_count)
         for source, destination in opening_order(links):  # in one order on all ranks: opening waits for the peer
             sender, receiver = topology.get_global_rank(source), topology.get_global_rank(destination)
@@ -67,6 +69,7 @@ class Channels:
                     self.transports[name] = incoming = open_receiver(groups, key, sender)
                     self.incoming[source] = ReceiveChannel(incoming, rank, sender, self._specs)
 
+        self._pending = pending if any(isinstance(end, GroupSender) for end in self.transports.values()) else None
         with convert_errors("for the other ranks to open their channels"):
             groups.world_group.barrier().wait()  # else a rank could begin the step while another fails to open a transport
 
@@ -85,8 +88,9 @@ class Channels:
     def end_step(self) -> None:
         """Free sent messages, once the step is over on all ranks. Raises ResourceError if this rank could not send one."""
         self._specs.end_step()
+        if self._failure is not None:
+            self._failure.raise_if_failed()
         if self._pending is not None:
-            self._pending.failure.raise_if_failed()
             self._pending.finish_step()
 
 

@@ -492,7 +492,7 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
         for "measured" before two steps have run. Unless there is an axis dp, this pipeline can be used on then. Raises the
         error of a checkpoint in the background, as `step`.
         """
-        self._engine.settle_background_save()
+        self._engine.finish_background_save()
         changes = {"schedule": schedule, "microbatches": microbatches, "cuts": cuts, "slices": options.pop("slices", None)}
         changes = options | {name: value for name, value in changes.items() if value is not None}
         source: Redistribution | None = None
@@ -534,7 +534,7 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
         """Run one training step or evaluation on all ranks."""
         training, last_result = call.is_training, self._engine.last_result
         if training and self._engine.background_save is not None and last_result and last_result.background_save_failed:
-            self._engine.settle_background_save()
+            self._engine.finish_background_save()
 
         state = self._random_state if training else evaluation_mode(list(self.stages.values()))
         step_number = self.step_count + training  # of the step that begins, or of the last

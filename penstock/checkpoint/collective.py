@@ -74,7 +74,7 @@ def control_group_for_call(pipe: Pipeline, call: str) -> ControlGroup:
         raise MismatchError(f"a checkpoint is of a Pipeline, not a {type(pipe).__name__}: save(folder, pipe)")
     with pipe.collective(call):
         pass
-    pipe._engine.settle_background_save()
+    pipe._engine.finish_background_save()
 
     if pipe not in _control_groups:
         _control_groups[pipe] = ControlGroup(pipe.position.world, f"penstock/checkpoint/{next(_control_group_numbers)}")

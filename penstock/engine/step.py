@@ -88,8 +88,6 @@ class Engine:
         self.programs, self.schedule = programs, programs.program.schedule
         self.last_stage = self.schedule.num_stages - 1
         self._full_program = programs.select(training=True)
-        lines = self._full_program.lines
-        self._first_wait = f"before {lines[0].action}" if lines else "before the others end it"
         self.reader, self.layout = reader, reader.layout
         self.agreement = Agreement(control, position, programs, reduction, reader.token_parts, self.layout.rows_dim)
 
@@ -141,7 +139,7 @@ class Engine:
         step = ObservedStep(call, batch, is_new_on_rank, clock, actions)
 
         # 2. Send this rank's row before any wait: a rank in another call must not wait for this one.
-        wait_reason = f"to begin {call.name}, {self._first_wait}"
+        wait_reason = f"to begin {call.name}, before {self._full_program.first_action_text}"
         self.agreement.begin(batch.description, call.steps_before, call.scale, self.observers.start(step), wait_reason)
 
         # 3. Begin to gather sharded parameters.
@@ -196,7 +194,7 @@ class Engine:
         try:
             stage.wait_parameters()
             activity, step_name = self.activity, self.activity.now[0]
-            activity.now = step_name, action, True
+            activity.now = step_name, action, True  # which heartbeats report
             start = step.clock.now()
             functions = self.observers.wrap(step, StepFunctions({Kind.F: forward}, _no_message, _no_message))
             messages = functions.actions[Kind.F](action, ())
@@ -235,7 +233,7 @@ class Engine:
                         values.append(receive(transfer) if is_remote else local_values.pop(transfer))
                     if waits_for_parameters:
                         self.stages[action.stage].wait_parameters()
-                    activity.now = step_name, action, True
+                    activity.now = step_name, action, True  # which heartbeats report
                     mark(now())
                     messages = actions[action.kind](action, values)
                     mark(now())
@@ -295,7 +293,7 @@ class Engine:
         for stage in self.stages.values():
             stage.begin_step()
 
-    def settle_background_save(self) -> None:
+    def finish_background_save(self) -> None:
         """Wait until the checkpoint in the background is written on this rank. Raise its error, unless raised before."""
         if self.background_save is not None:
             self.background_save.wait_unless_reported()

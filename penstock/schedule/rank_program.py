@@ -35,6 +35,11 @@ class RankProgram:
         return [line.action for line in self.lines]
 
     @cached_property
+    def first_action_text(self) -> str:
+        """The first action, for an error about what comes before it."""
+        return str(self.actions[0]) if self.actions else "the others end it"
+
+    @cached_property
     def last_action_text(self) -> str:
         """The last action, for an error about what comes after it."""
         return str(self.actions[-1]) if self.actions else "nothing"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from reference import assert_same, gradients, merged
-from shared_ranks import on_ranks
+from runners import on_ranks
 from torch import Tensor, nn
 
 import penstock as ps

@@ -1,16 +1,23 @@
 """Tables with a second, frozen model, a teacher: its forwards are placed where the ranks of the first would be idle.
 
-Each rank keeps the order of its own actions. A free rank runs a forward of the teacher if its next own action can wait that
-long: until the latest time at which it may start for the whole step to end in time. Of two that cannot wait the more urgent
-one goes first. The end that the ranks aim at is raised, from the least that the work allows, until they reach it. Of steps that
-take as long the one is chosen in which fewer of the teacher's outputs wait for their losses.
+Each rank keeps the order of its own actions. Backwards to the weights behind its last forward have no place of their own, since
+nothing waits for them: each stage's stay in their order.
+
+The places are found by justification (Valls, Ballestin and Quintanilla, "Justification and RCPSP", 2005): all actions move as
+late as the end of the step permits, the last ones first, and then as early as possible in the order that results, each into
+any gap of its rank. The step never gets longer by that, and often shorter. It is repeated with a little chance in the order,
+the same on every machine, until no rank could end earlier in any order, or for as long as the table's size permits.
+Of steps that take as long the one is chosen in which fewer of the teacher's outputs wait for their losses.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from heapq import heappop, heappush
-from itertools import count, pairwise, product
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
 from math import inf
+from random import Random
 from typing import Literal, NamedTuple
 
 from penstock.errors import ScheduleError, is_whole_number
@@ -21,9 +28,10 @@ from penstock.schedule.table import Action, Cell, Kind, actions_of, dependencies
 from penstock.timing.costs import UNIT_COSTS, Costs
 from penstock.timing.simulate import simulate
 
-MAX_PLACED_CELLS = 20_000  # of all tables that are tried
-MIN_TARGETS = 4  # tried ends of the step
-TARGET_RANGE = 1.5  # the last, in terms of the first
+MAX_PLACED_CELLS = 10_000  # of all rounds of a placement
+MIN_ROUNDS = 4
+CHANCE = 2.0  # by how much the order varies, in times of an action
+ROUNDS_WITHOUT_CHANCE = 4  # one of so many
 LEAST_GAIN_OF_HALVES = 0.01  # of a step: a backward in halves is more work than a whole one
 ROUNDING = 1e-9  # of a sum of times
 
@@ -45,8 +53,8 @@ def with_teacher(
     `ahead`: the forwards are of the next batch and run in this step's idle time; else they are of this batch, and the loss of
     each microbatch waits for the teacher's output.
     `costs`: of the actions and messages of all stages, the teacher's behind the model's, by which the forwards are placed; by
-    default all equal. The actions of the model keep their order on each rank, so that its gradients keep their bits; the last
-    microbatch's backwards are in halves if the step is then at least 1 % shorter.
+    default all equal. The actions of the model keep their order on each rank, so that its gradients keep their bits; the
+    backwards behind a rank's last forward are in halves if the step is then at least 1 % shorter, and W fill waits.
     `max_waiting_outputs`: the most of the teacher's outputs that wait for their losses at once. If `ahead`, all outputs of a
     batch wait between two steps: give the number of microbatches or more.
 
@@ -81,18 +89,18 @@ def with_teacher(
     check_table(table.with_cells([*row, *more] for row, more in zip(cells, forwards, strict=True)))
 
     max_added = _max_added(table, max_waiting_outputs)
-    found = [*_fastest(table, cells, forwards, costs, max_added)]
-    if ahead:  # an order in which the losses wait for the teacher is right too, and may be shorter
-        waiting = _fastest(replace(table, ahead=False), cells, forwards, costs, max_added)
-        found += [_Candidate.of(replace(candidate.table, ahead=True), costs) for candidate in waiting]
-    in_halves = [list(_with_last_in_halves(row, table.microbatches)) for row in cells]  # nothing but backwards follows the last
+    whole = _fastest(table, cells, forwards, costs, max_added)
+    in_halves = [list(_with_halves_behind_last_forward(row, schedule.forward_only)) for row in cells]
     if in_halves != cells:
-        longest = min([candidate.makespan for candidate in found], default=inf) * (1 - LEAST_GAIN_OF_HALVES)
+        longest = inf if whole is None else whole.makespan * (1 - LEAST_GAIN_OF_HALVES)
         halved = _fastest(table, in_halves, forwards, costs, max_added)
-        found += [candidate for candidate in halved if candidate.makespan <= longest]
-    if not found:
+        if halved is not None and halved.makespan <= longest:
+            whole, cells = halved, in_halves
+    if whole is None:
+        if max_waiting_outputs is None:  # the model's own table deadlocks
+            simulate(table.with_cells([*more, *row] for row, more in zip(cells, forwards, strict=True)))
         raise ScheduleError(f"no table of {name} was found for max_waiting_outputs={max_waiting_outputs}: give a higher one")
-    return min(found, key=_Candidate.key).table
+    return _with_fewest_waiting(whole, cells, forwards, costs).table
 
 
 def _max_added(table: Schedule, max_waiting_outputs: int | None) -> float:
@@ -106,13 +114,20 @@ def _max_added(table: Schedule, max_waiting_outputs: int | None) -> float:
     return max_waiting_outputs - at_start
 
 
-def _with_last_in_halves(row: Sequence[Cell], microbatches: int) -> Iterator[Cell]:
-    """Yield the cells of a rank with the last microbatch's backward as I and W, so that the next rank waits for I alone."""
-    for cell in row:
-        if isinstance(cell, Action) and cell.kind is Kind.B and cell.microbatch == microbatches - 1 and cell.stage:
+def _with_halves_behind_last_forward(row: Sequence[Cell], forward_only: frozenset[int]) -> Iterator[Cell]:
+    """Yield the cells of a rank with its last backwards as I and W, so that the next rank waits for I alone."""
+    last_forward = _last_forward(row)
+    for number, cell in enumerate(row):
+        is_split = isinstance(cell, Action) and cell.kind is Kind.B and cell.stage and cell.stage - 1 not in forward_only
+        if isinstance(cell, Action) and is_split and number > last_forward:
             yield from (cell._replace(kind=Kind.I), cell._replace(kind=Kind.W))
         else:
             yield cell
+
+
+def _last_forward(row: Sequence[Cell]) -> int:
+    """Return the number of the last cell that has a forward; -1 if there is none."""
+    return max((number for number, cell in enumerate(row) if any(act.kind is Kind.F for act in actions_of(cell))), default=-1)
 
 
 class _Candidate(NamedTuple):
@@ -139,33 +154,55 @@ def _fastest(
     forwards: Sequence[Sequence[Action]],
     costs: Costs,
     max_added: float,
-) -> list[_Candidate]:
-    """Return the fastest table of those that the rules of `_Placing` make for several ends of the step; none if they fail.
+    goal: float = 0.0,
+) -> _Candidate | None:
+    """Return the fastest table that is found; None if there is none. `max_added`: see `_Candidate`. `goal`: that is enough."""
+    graph = _Graph(table, cells, forwards, costs, max_added)
+    if (order := graph.sort(dict.fromkeys(graph.seconds, 0.0))) is None:
+        return None
+    tails = graph.longest_ways(reversed(order), graph.followers)
+    heads = graph.longest_ways(order, graph.inputs)
+    goal = max(goal, graph.least_end(heads, tails)) * (1 + ROUNDING)
 
-    `max_added`: see `_Candidate`.
-    """
-    placing = _Placing(table, cells, forwards, costs, max_added)
-    candidates = [_Candidate.of(placing.forwards_first, costs)]
-    found = [candidate for candidate in candidates if candidate.added <= max_added]
-    end, rules = placing.own_end, list(product((True, False), repeat=2))
-    targets = max(MIN_TARGETS, MAX_PLACED_CELLS // (len(rules) * len(placing.tails)))
-    next_ends = dict.fromkeys(rules, 0.0)  # a rule makes the same rows as before for each end before this one
-    for _ in range(targets):
-        for rule in [rule for rule in rules if next_ends[rule] <= end]:
-            rows, next_ends[rule] = placing.rows(end, *rule)
-            if sum(map(len, rows)) == sum(map(len, (*cells, *forwards))):  # else an action waits for what no rule lets run
-                found = [min([*found, _Candidate.of(table.with_cells(rows), costs)], key=_Candidate.key)]
-        if found and found[0].makespan <= max(placing.least_end, end) * (1 + ROUNDING):
+    starts = graph.place({cell: -tail for cell, tail in tails.items()})
+    best = _Candidate.of(graph.table_at(starts), costs)
+    random, mean_seconds = Random(0), sum(graph.seconds.values()) / max(1, len(graph.seconds))
+    for number in range(max(MIN_ROUNDS, MAX_PLACED_CELLS // max(1, len(graph.seconds)))):
+        if best.makespan <= goal:
             break
-        end *= TARGET_RANGE ** (1 / targets)
-    return found
+        chance = CHANCE * mean_seconds if number % ROUNDS_WITHOUT_CHANCE else 0.0
+        candidate_starts = graph.justify(starts, chance, random)
+        if graph.end(candidate_starts) <= graph.end(starts) * (1 + ROUNDING):
+            starts = candidate_starts
+            candidate = _Candidate.of(graph.table_at(starts), costs)
+            best = min(best, candidate, key=_Candidate.key)
+    return best
+
+
+def _with_fewest_waiting(
+    best: _Candidate, cells: Sequence[Sequence[Cell]], forwards: Sequence[Sequence[Action]], costs: Costs
+) -> _Candidate:
+    """Return a table that takes as long as the `best`, in which as few of the teacher's outputs wait as is found."""
+    low = 1 if best.table.chains.loss_waits else 0
+    while low < best.added:
+        middle = (low + best.added - 1) // 2
+        fewer = _fastest(best.table, cells, forwards, costs, middle, best.makespan)
+        if fewer is not None and fewer.makespan <= best.makespan * (1 + ROUNDING):
+            best = fewer
+        else:
+            low = middle + 1
+    return best
 
 
 def v_of_teacher(placement: Sequence[int]) -> tuple[int, ...]:
-    """Return the rank of each stage of a teacher in a V: from the loss's rank against the model's way, and back.
+    """Return the rank of each stage of a teacher, two on each rank, that begins where a rank waits longest for its first input.
 
-    `placement`: the rank of each stage of the model.
+    `placement`: the rank of each stage of the model. The teacher goes through the ranks against the model's way, and ends on
+    the rank of the loss: it comes back, in a V, or goes the same way again, if the loss is on the model's first rank.
     """
+    ranks = tuple(reversed(dict.fromkeys(placement)))
+    if ranks[-1] == placement[-1] != ranks[0]:
+        return (*ranks, *ranks)
     ranks = tuple(dict.fromkeys(reversed(placement)))
     return (*ranks, *reversed(ranks))
 
@@ -185,8 +222,12 @@ def _teacher_placement(schedule: Schedule, stages: int | Sequence[int] | str | N
     return schedule.placement[-int(stages) :]
 
 
-class _Placing:
-    """What the ranks run, and how long each action leaves until the end of the step."""
+Ways = Mapping[Cell, Sequence[tuple[Cell, float]]]  # cell -> others, each with the time of the message between
+Starts = dict[Cell, float]
+
+
+class _Graph:
+    """What the cells of both models wait for, and how long each takes."""
 
     def __init__(
         self,
@@ -196,125 +237,142 @@ class _Placing:
         costs: Costs,
         max_added: float,
     ) -> None:
-        self.table, self.cells, self.forwards, self.overlap = table, cells, forwards, costs.overlap
-        self.max_added = max_added  # see `_Candidate`
-        self.action_costs = costs.action_costs_by_microbatch(table.stages, table.microbatches)
-        self.message_costs = costs.message_costs(table.stages)
+        self.table = table
+        self._action_costs = costs.action_costs_by_microbatch(table.stages, table.microbatches)
+        self._message_costs, self._overlap = costs.message_costs(table.stages), costs.overlap
+        rows: list[list[Cell]] = [[*row, *more] for row, more in zip(cells, forwards, strict=True)]
+        self.seconds = {cell: self._time(cell) for row in rows for cell in row}
+        self.rank_of = {cell: rank for rank, row in enumerate(rows) for cell in row}
+        self.inputs: dict[Cell, list[tuple[Cell, float]]] = {cell: [] for cell in self.seconds}
 
-        # 1. What each action waits for, and who waits for it.
-        rows: list[list[Cell]] = [list(row) for row in (*cells, *forwards)]
-        self.cell_of = {action: cell for row in rows for cell in row for action in actions_of(cell)}
-        self.followers: dict[Cell, list[tuple[Cell, float]]] = {cell: [] for row in rows for cell in row}
-        self.num_inputs = dict.fromkeys(self.followers, 0)
-        for action, cell in self.cell_of.items():
+        # 1. Other actions.
+        cell_of = {action: cell for cell in self.seconds for action in actions_of(cell)}
+        for action, cell in cell_of.items():
             for options in dependencies(action, table.chains, costs.skips, table.slices):
-                maker = next((self.cell_of[option] for option in options if option in self.cell_of), cell)
+                maker = next((cell_of[option] for option in options if option in cell_of), cell)
                 if maker != cell:
-                    self.followers[maker].append((cell, self._message_time(options[0], action)))
-                    self.num_inputs[cell] += 1
+                    self.inputs[cell].append((maker, self._message_time(options[0], action)))
 
-        changes = {table.num_trained_stages - 1: -1, table.stages - 1: 1}
-        self.added_by = {
-            cell: sum(changes.get(action.stage, 0) for action in actions_of(cell) if action.kind is Kind.F)
-            for cell in self.followers
-        }
+        # 2. The rank's own order, and that of each stage of the teacher.
+        chains = [chain for row in cells for chain in _chains_of_row(row)]
+        chains += [chain for row in forwards for chain in _by_stage(row)]
+        before = [pair for chain in chains for pair in pairwise(chain)]
 
-        # 2. The least time from the start of each to the end of the step. A cell waits for the one before it in its row.
-        next_cells = {first: second for row in rows for first, second in pairwise(row)}
-        self.tails: dict[Cell, float] = {}
-        self.forwards_first = table.with_cells([*more, *row] for row, more in zip(cells, forwards, strict=True))
-        timeline = simulate(self.forwards_first)  # every action takes 1: each starts before those that wait for it
-        starts = {self.cell_of[event.action]: event.start for event in timeline.events}
-        order = sorted(starts, key=starts.__getitem__)
-        for cell in reversed(order):
-            ways = [self.tails[follower] + message for follower, message in self.followers[cell]]
-            ways += [self.tails[next_cells[cell]]] if cell in next_cells else []
-            self.tails[cell] = self._time(cell) + max(ways, default=0.0)
-        self.own_end = max(self.tails[cell] for row in cells for cell in row)
-        heads = dict.fromkeys(order, 0.0)
-        for cell in order:
-            for follower, message in self.followers[cell]:
-                heads[follower] = max(heads[follower], heads[cell] + self._time(cell) + message)
+        # 3. The losses that free the outputs in whose place others wait.
+        if max_added < inf:
+            row = rows[table.placement[-1]]
+            losses, outputs = (
+                [cell for cell in row if any(act.kind is Kind.F and act.stage == stage for act in actions_of(cell))]
+                for stage in (table.num_trained_stages - 1, table.stages - 1)
+            )
+            before += zip(losses, outputs[int(max_added) :], strict=False)
+        for first, second in before:
+            self.inputs[second].append((first, 0.0))
 
-        # 3. The least end of the step: each rank waits for its first input, works, and others end after it.
-        both = [[*row, *more] for row, more in zip(cells, forwards, strict=True)]
-        self.least_end = max(
-            min(map(heads.__getitem__, row))
-            + sum(map(self._time, row))
-            + min(self.tails[cell] - self._time(cell) for cell in row)
-            for row in both
-        )
+        self.followers: dict[Cell, list[tuple[Cell, float]]] = {cell: [] for cell in self.seconds}
+        for cell, ways in self.inputs.items():
+            for maker, message in ways:
+                self.followers[maker].append((cell, message))
 
     def _time(self, cell: Cell) -> float:
-        times = [self.action_costs[kind][stage][microbatch] for kind, stage, microbatch, _ in actions_of(cell)]
-        return (sum(times) - (self.overlap * min(times) if len(times) > 1 else 0.0)) / self.table.slices
+        times = [self._action_costs[kind][stage][microbatch] for kind, stage, microbatch, _ in actions_of(cell)]
+        return (sum(times) - (self._overlap * min(times) if len(times) > 1 else 0.0)) / self.table.slices
 
     def _message_time(self, maker: Action, receiver: Action) -> float:
         low, high = sorted((maker.stage, receiver.stage))
         if self.table.placement[low] == self.table.placement[high]:
             return 0.0
-        return sum(self.message_costs[low, high])
+        return sum(self._message_costs[low, high])
 
-    def rows(self, end: float, is_eager: bool, urgent_first: bool) -> tuple[list[list[Cell]], float]:
-        """Return the row of each rank, if the step is to end at `end`, and the next end for which they may be others.
+    def longest_ways(self, order: Iterable[Cell], ways: Ways) -> dict[Cell, float]:
+        """Return the longest time along `ways` that ends with each cell, its own included. `order`: others of a way first."""
+        longest: dict[Cell, float] = {}
+        for cell in order:
+            before = max((longest[other] + message for other, message in ways[cell]), default=0.0)
+            longest[cell] = self.seconds[cell] + before
+        return longest
 
-        `is_eager`: a forward of the teacher may delay an action of the model that is ready, if that can wait.
-        `urgent_first`: it may delay one that cannot, if itself it can wait less.
+    def least_end(self, heads: Mapping[Cell, float], tails: Mapping[Cell, float]) -> float:
+        """Return the least end of the step: each rank waits for its first input, works, and others end after it."""
+        rows = defaultdict[int, list[Cell]](list)
+        for cell, rank in self.rank_of.items():
+            rows[rank].append(cell)
+        return max(
+            min(heads[cell] - self.seconds[cell] for cell in row)
+            + sum(self.seconds[cell] for cell in row)
+            + min(tails[cell] - self.seconds[cell] for cell in row)
+            for row in rows.values()
+        )
+
+    def end(self, starts: Starts) -> float:
+        """Return when the last cell ends."""
+        return max((start + self.seconds[cell] for cell, start in starts.items()), default=0.0)
+
+    def sort(self, priorities: Mapping[Cell, float], ways: Ways | None = None, back: Ways | None = None) -> list[Cell] | None:
+        """Return the cells, each behind its inputs, else those of a lower priority first; None if they wait for each other.
+
+        `ways`, `back`: for the same with other inputs, and followers.
         """
-        ranks = range(self.table.ranks)
-        rows: list[list[Cell]] = [[] for _ in ranks]
-        own: list[list[Cell]] = [list(reversed(row)) for row in self.cells]  # the next one last
-        queues = [[own[rank], *self._queues_of_teacher(rank)] for rank in ranks]
-        waits_for, ready_times, free = dict(self.num_inputs), dict.fromkeys(self.followers, 0.0), [0.0] * len(ranks)
-        events, numbers, added = [(0.0, rank, rank) for rank in ranks], count(len(ranks)), 0
-        least_lack = inf
-
-        while events:
-            now, _, rank = heappop(events)
-            if free[rank] > now:
-                continue
-            candidates = [queue[-1] for queue in queues[rank] if queue]
-            allowed = [cell for cell in candidates if added + self.added_by[cell] <= self.max_added]
-            ready = [cell for cell in allowed if not waits_for[cell] and ready_times[cell] <= now]
-            chosen, lack = self._choose(own[rank][-1:], ready, end - now, is_eager, urgent_first)
-            least_lack = min(least_lack, lack)
-            if chosen is None:
-                continue
-            next(queue for queue in queues[rank] if queue and queue[-1] == chosen).pop()
-            rows[rank].append(chosen)
-            added += self.added_by[chosen]
-            free[rank] = now + self._time(chosen)
-            heappush(events, (free[rank], next(numbers), rank))
-            for follower, message in self.followers[chosen]:
+        ways, back = ways or self.inputs, back or self.followers
+        waits_for = {cell: len(others) for cell, others in ways.items()}
+        numbers = {cell: number for number, cell in enumerate(waits_for)}
+        ready = [(priorities[cell], numbers[cell], cell) for cell, count in waits_for.items() if not count]
+        heapify(ready)
+        order = list[Cell]()
+        while ready:
+            _, _, cell = heappop(ready)
+            order.append(cell)
+            for follower, _ in back[cell]:
                 waits_for[follower] -= 1
-                ready_times[follower] = max(ready_times[follower], free[rank] + message)
-                home = self.table.placement[actions_of(follower)[0].stage]
-                heappush(events, (ready_times[follower], next(numbers), home))
-        return rows, (end + least_lack) * (1 - ROUNDING)
+                if not waits_for[follower]:
+                    heappush(ready, (priorities[follower], numbers[follower], follower))
+        return order if len(order) == len(waits_for) else None
 
-    def _queues_of_teacher(self, rank: int) -> list[list[Cell]]:
-        """Return the forwards of each of the rank's stages of the teacher, the highest stage first, the next forward last."""
-        stages = [stage for stage in self.table.stages_of(rank) if stage >= self.table.num_trained_stages]
-        row = list(reversed(self.forwards[rank]))
-        return [[action for action in row if action.stage == stage] for stage in reversed(stages)]
+    def place(self, priorities: Mapping[Cell, float], ways: Ways | None = None, back: Ways | None = None) -> Starts:
+        """Return the start of each cell, placed in the order of `sort`: as early as its inputs and a gap of its rank permit."""
+        ways, starts = ways or self.inputs, Starts()
+        rows: list[list[tuple[float, float]]] = [[] for _ in range(self.table.ranks)]  # (start, end), ascending
+        for cell in self.sort(priorities, ways, back) or ():
+            seconds, row = self.seconds[cell], rows[self.rank_of[cell]]
+            start = max((starts[other] + self.seconds[other] + message for other, message in ways[cell]), default=0.0)
+            at = bisect(row, (start, inf))
+            start = max(start, row[at - 1][1]) if at else start
+            while at < len(row) and row[at][0] < start + seconds * (1 - ROUNDING):
+                start, at = max(start, row[at][1]), at + 1
+            row.insert(at, (start, start + seconds))
+            starts[cell] = start
+        return starts
 
-    def _choose(
-        self, own: Sequence[Cell], ready: Sequence[Cell], left: float, is_eager: bool, urgent_first: bool
-    ) -> tuple[Cell | None, float]:
-        """Return what a rank runs next of the `ready` cells: its `own` next one or a forward of the teacher; None if it waits.
+    def justify(self, starts: Starts, chance: float, random: Random) -> Starts:
+        """Return starts after all cells moved as late as possible, then as early. `chance`: by how much the order varies."""
+        priorities = {cell: random.uniform(-chance, chance) - start - self.seconds[cell] for cell, start in starts.items()}
+        from_end = self.place(priorities, self.followers, self.inputs)
+        return self.place({cell: -start - self.seconds[cell] for cell, start in from_end.items()})
 
-        `left`: the time to the end of the step. Returns too by how much less than needed for another choice it is.
-        """
-        forward = max((cell for cell in ready if cell not in own), key=self.tails.__getitem__, default=None)
-        if not own:
-            return forward, inf
-        own_is_ready, lack = own[0] in ready, inf
-        if forward is not None:
-            needs_forward = not own_is_ready and self.tails[forward] >= self.tails[own[0]]  # it may wait for this one
-            if needs_forward or (urgent_first and self.tails[forward] > self.tails[own[0]]):
-                return forward, inf
-            if is_eager or not own_is_ready:
-                lack = self.tails[own[0]] * (1 - ROUNDING) - (left - self._time(forward))
-                if lack <= 0:
-                    return forward, inf
-        return (own[0] if own_is_ready else None), lack
+    def table_at(self, starts: Starts) -> Schedule:
+        """Return the table with the cells in the order of their starts."""
+        order = {cell: number for number, cell in enumerate(starts)}  # behind their inputs
+        cells = sorted(starts, key=lambda cell: (starts[cell], order[cell]))
+        return self.table.with_cells([cell for cell in cells if self.rank_of[cell] == rank] for rank in range(self.table.ranks))
+
+
+def _chains_of_row(row: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
+    """Yield cells of a rank of which each waits for the one before: all but W behind the last forward, and those of a stage.
+
+    The gradients of a stage's weights are summed in the order of its B and W.
+    """
+    last_forward = _last_forward(row)
+    free = {cell for cell in row[last_forward + 1 :] if isinstance(cell, Action) and cell.kind is Kind.W}
+    yield [cell for cell in row if cell not in free]
+    if free:
+        sums = [(action, cell) for cell in row for action in actions_of(cell) if action.kind in (Kind.B, Kind.W)]
+        for stage in {action.stage for action, _ in sums}:
+            yield [cell for action, cell in sums if action.stage == stage]
+
+
+def _by_stage(row: Iterable[Action]) -> Iterator[Sequence[Action]]:
+    """Yield the actions of each stage."""
+    by_stage = defaultdict[int, list[Action]](list)
+    for action in row:
+        by_stage[action.stage].append(action)
+    yield from by_stage.values()

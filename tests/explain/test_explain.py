@@ -361,12 +361,12 @@ def test_microbatches_that_the_engine_knows_to_be_of_one_size_are_never_unlike()
 
 
 def test_a_step_with_a_teacher_is_explained_without_it_and_with_what_it_adds():
-    own, costs = build("1f1b", ranks=4, microbatches=8), Costs(0.01, 0.01, 0.01)
+    own, costs = build("1f1b", ranks=3, microbatches=6), Costs(0.01, 0.01, 0.01)
     alone, told = explain(simulate(own, costs)), explain(simulate(with_teacher(own), costs))
     assert told.schedule.actions == alone.schedule.actions
     assert told.step == close(alone.step)
     assert told.shares == close(alone.shares)
-    assert told.teacher == close((0.08, 0.02))
-    text = "teacher: 80.0 ms on a rank, 75% of it in idle time, the step 20.0 ms longer"
+    assert told.teacher == close((0.06, 0.02))
+    text = "teacher: 60.0 ms on a rank, 67% of it in idle time, the step 20.0 ms longer"
     assert str(told).splitlines()[0] == f"{text}. Without it:"
     assert told.verdict_text.endswith(f" ({text})")

@@ -368,8 +368,8 @@ def test_a_teacher_gets_the_shortest_order_that_any_table_has(ahead, limit):
     placement, costs = (0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3), costs_with_teacher(Costs(teacher_output=2), 4, 8)
     found = search(costs, placement, 8, limit, "quick", teacher=4, ahead=ahead)
     assert found.proven
-    assert (found.makespan, found.family_makespan) == (33, 33.5)
-    assert found.family == "zb-h1 with a teacher" + " ahead" * ahead
+    assert (found.makespan, found.family_makespan) == (33, 33)
+    assert found.family.endswith("with a teacher" + " ahead" * ahead)
 
 
 @pytest.mark.costly

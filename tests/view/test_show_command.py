@@ -150,7 +150,8 @@ def test_a_run_with_a_teacher_is_compared_without_it(tmp_path):
     table = with_teacher(build("1f1b", ranks=2, microbatches=4), "V")
     Record((replace(simulate(table, Costs(0.01, 0.01, 0.01)), name="1f1b, measured"),), None, "s").save(tmp_path / "run.json")
     output = penstock("compare", "gpipe", tmp_path / "run.json").stdout
-    assert "1f1b, measured, without its teacher took 150 ms, and is itself predicted to take 150 ms, +0.0%" in output
+    alone = "1f1b, measured, without its teacher took 150 ms, and is itself predicted to take 150 ms"
+    assert f"{alone}, +0.0%" in output or f"{alone}, -0.0%" in output  # a sum of times rounds either way
 
 
 @pytest.mark.parametrize(

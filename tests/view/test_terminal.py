@@ -192,7 +192,7 @@ def test_a_width_that_is_no_number_of_columns_is_not_believed(monkeypatch, messa
 def test_forwards_of_a_teacher_are_in_lower_case():
     timeline = simulate(with_teacher(build("1f1b", 2, 2)), Costs(1, 1, 1))
     first, second = rows_of(draw(timeline, 60)).values()
-    assert re.findall("[FBfb][0-9]", first) == ["F0", "f0", "f1", "F1", "B0", "B1"]
+    assert re.findall("[FBfb][0-9]", first) == ["F0", "F1", "f0", "f1", "B0", "B1"]
     assert re.findall("[FBfb][0-9]", second) == ["F0", "B0", "F1", "B1", "f0", "f1"]
     assert "2f0::" in first
     assert "\033[30;47m" in draw(timeline, 60, color=True)

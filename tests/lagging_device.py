@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import penstock
 from penstock.engine import step
 from penstock.engine.clock import GpuActionClock
+from penstock.guards import tensor_snapshot
 from penstock.mesh import fsdp
 from penstock.pipeline import Pipeline
 from penstock.stage.dtensor import local_shard
@@ -317,3 +318,4 @@ def install() -> None:
     for name in ("_run", "generate", "clip_grad_norm_"):
         setattr(Pipeline, name, on_device(getattr(Pipeline, name)))
     step.make_clock = LaggingClock
+    tensor_snapshot.is_read_in_place = lambda tensor: False

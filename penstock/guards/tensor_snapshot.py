@@ -1,6 +1,7 @@
 """What a tensor was at an earlier time: by its version, which autograd knows, and by some values, which `.data` changes too."""
 
-from typing import Any, NamedTuple
+import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +41,10 @@ class RepeatedSnapshot:
 
     def __init__(self) -> None:
         self.tensor: Tensor | None = None
-        self._snapshot: TensorSnapshot | None = None  # on other devices, and of kinds of tensors that have no array
-        self._address = 0  # of the tensor's memory
-        self._array: Any = None  # the sampled values, in that memory
+        self._snapshot: TensorSnapshot | None = None  # of a tensor that is not read in place
+        self._alias: Tensor | None = None  # of the tensor's memory, which is not freed while it may be read
+        self._address = 0  # of that memory
+        self._array: memoryview | None = None  # the sampled values, in that memory
         self._version, self._values = 0, b""
 
     def take(self, tensor: Tensor) -> None:
@@ -56,12 +58,12 @@ class RepeatedSnapshot:
 
     def _begin(self, tensor: Tensor) -> None:
         """Prepare for snapshots of a tensor, or of the memory that it has now."""
-        self.tensor, self._array = tensor, None
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.is_contiguous() and tensor.numel():
-            integers = _INTEGERS_BY_SIZE.get(tensor.itemsize)
-            if integers is not None and tensor.layout == torch.strided and not tensor.is_inference():
-                self._address = tensor.data_ptr()
-                self._array = tensor.detach().as_strided(*sampled_layout(tensor)).view(integers).numpy()
+        self.tensor, self._alias, self._array = tensor, None, None
+        integer = _INTEGERS_BY_SIZE.get(tensor.itemsize)
+        if integer is not None and is_read_in_place(tensor):
+            self._alias, self._address = tensor.detach(), tensor.data_ptr()
+            _, (step,) = sampled_layout(tensor)
+            self._array = memoryview((integer * tensor.numel()).from_address(self._address))[::step]
 
     def is_unchanged(self) -> bool:
         """Whether the tensor has the version and the values that it had. Waits for the tensor's device."""
@@ -71,7 +73,13 @@ class RepeatedSnapshot:
         return tensor_version(self.tensor) == self._version and tensor_bytes(sample_shard(self.tensor)) == self._values
 
 
-_INTEGERS_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS_BY_SIZE = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
+
+
+def is_read_in_place(tensor: Tensor) -> bool:
+    """Return whether the host may read the tensor's memory without an operation of torch."""
+    is_dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.is_contiguous()
+    return is_dense and tensor.is_cpu and tensor.numel() > 0 and not tensor.is_inference()
 
 
 def sample_shard(tensor: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ model, tokens = Model(), torch.randn(16, 4)
     "stage.attention.attention": "query, key, value = torch.randn(3, 2, 4, 6, 8)",
     "microbatch_costs.step_costs": LISTS + "costs = pipe.plan_costs()",
     "pipeline.plan_costs": LISTS,
-    "pipeline.batches": 'dataset = [{"input_ids": [1] * (1 + row % 5)} for row in range(70)]',
+    "sampler.batches": 'dataset = [{"input_ids": [1] * (1 + row % 5)} for row in range(70)]',
     "GroupingCollator": "from penstock.integrations.transformers import GroupingCollator; collate = list",
     "pipeline.generate": TEXTS + "pipe, prompt = ps.Pipeline(model), tokens[:1]",
     "measuring.measure": TEXTS,

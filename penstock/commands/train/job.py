@@ -46,10 +46,11 @@ def train(config: TrainConfig) -> None:
     """
     config, plan = apply_plan(config)
     folder = _folder(config)
-    with TemporaryDirectory() as plan_folder:
-        if plan is not None and os.environ.get("RANK", "0") == "0":
-            config = save_plan(config, plan, Path(plan_folder))
+    if plan is None or os.environ.get("RANK", "0") != "0":  # no folder that a killed process would leave behind
         _run(config, folder)
+        return
+    with TemporaryDirectory() as plan_folder:
+        _run(save_plan(config, plan, Path(plan_folder)), folder)
 
 
 def _run(config: TrainConfig, folder: Path) -> None:

@@ -53,6 +53,7 @@ _TITLES = {
     "lab19_sequence": "the sequence axis: attention over ranks that each have a part of the tokens",
     "lab20_stale": "a pipeline that never drains, and what stale weights cost",
     "lab21_lengths": "rows of different lengths: as they arrive, sorted, planned",
+    "lab22_teacher": "a second model in the idle time: its forwards placed by hand",
 }
 
 LABS: dict[int, Lab] = {

@@ -37,6 +37,7 @@ from penstock.learn.labs import (
     lab19_sequence,
     lab20_stale,
     lab21_lengths,
+    lab22_teacher,
 )
 from penstock.python_file import table_from_source
 from penstock.schedule import Costs, Kind
@@ -58,7 +59,7 @@ def run_python(*args: str) -> str:
 
 AS_A_SCRIPT, UNDER_TORCHRUN = 10, 12  # the others run in this process, as `penstock lab` runs them
 RUN_HERE = [number for number in lab_list.LABS if number not in (AS_A_SCRIPT, UNDER_TORCHRUN)]
-QUICK = (1, 9, 11, 13, 17, 20, 21)  # the others measure for more than two seconds
+QUICK = (1, 9, 11, 13, 17, 20, 21, 22)  # the others measure for more than two seconds
 JUDGE_TIMES = {3: 1, 4: 2, 5: 5, 6: 1, 7: 3, 8: 6, 14: 4, 18: 4}  # how often a lab does
 
 
@@ -415,6 +416,19 @@ def test_lab_21_fails_when_another_order_takes_less(monkeypatch):
     monkeypatch.setattr(lab21_lengths, "plan_order", lambda costs, table: list(range(len(costs))))
     with pytest.raises(SystemExit, match="the planned order takes 76, the best of all 59"):
         lab21_lengths.main()
+
+
+def test_the_teachers_forwards_by_hand_are_as_long_as_the_pictures_say():
+    times = {name: schedule.simulate(lab22_teacher.place(name, at)).makespan for name, at in lab22_teacher.PLACEMENTS.items()}
+    assert times == {"at the start": 41, "at the end": 44, "in the gaps": 38}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_lab_22_fails_when_the_teacher_is_trained_with_other_outputs(monkeypatch):
+    monkeypatch.setattr(lab22_teacher, "distillation_loss", lambda output, target, teacher_output: output.sum())
+    with pytest.raises(SystemExit, match=r"losses are .*, in one process"):
+        lab22_teacher.check_training(lab22_teacher.place("by hand", lab22_teacher.in_the_gaps))
 
 
 def off_without_sum_gradients() -> list[str]:

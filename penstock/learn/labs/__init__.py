@@ -9,4 +9,5 @@
 `lab17_`, `lab18_`     what a link is worth, how to time it, and how to hide it
 `lab19_`, `lab20_`     tokens of a sequence spread over ranks; a pipeline that never drains, which Penstock does not offer
 `lab21_`               rows of unequal lengths: which share a microbatch, and in which order these run
+`lab22_`               a second, frozen model whose forwards run in the idle time
 """

@@ -29,7 +29,8 @@ TEMPORARY = tempfile.mkdtemp(prefix="pt-")  # a short path, since sockets lie th
 Finalize(None, shutil.rmtree, (TEMPORARY, True), exitpriority=-200)  # after that of multiprocessing's folder, which is in it
 tempfile.tempdir = os.environ["TMPDIR"] = TEMPORARY  # of everything that tests start
 os.environ["PET_LOG_DIR"] = f"{TEMPORARY}/torchrun"  # else each torchrun leaves a folder with the logs of its ranks
-STAY = ("torchrun", "torchinductor", "pymp-")  # for the session: logs, a cache, sockets of processes that may be killed
+# For the session: logs, those of accelerate's launcher, a cache, sockets of processes that may be killed.
+STAY = ("torchrun", "torchelastic_", "torchinductor", "pymp-")
 sys.path.append(str(Path(__file__).parent / "interpreters"))  # which some tests hand on to interpreters that they start
 paths = [sys.path[-1], os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # an empty one would stand for the folder each starts in

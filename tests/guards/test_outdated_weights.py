@@ -46,7 +46,7 @@ def load(model, pipe, path):
     ps.checkpoint.export(pipe, path)
     pipe.gather(lambda: 0)
     model.load_state_dict(load_file(path))
-    return model(X)
+    return torch.cat([model(rows) for rows in X.chunk(4)])  # the microbatches, since more rows may take another kernel
 
 
 def is_refused(read):

@@ -118,21 +118,23 @@ class ControlGroup:
     @contextmanager
     def collective_call(
         self, name: str, pipeline: int | None = None, announces: bool = True, runs_actions: bool = False
-    ) -> Iterator[None]:
+    ) -> Iterator["ControlGroup"]:
         """Run the block as one call of all ranks: if a rank makes another call, or the block raises, all raise the same error.
 
         `name`: of the call, as `step()`. `pipeline`: the pipeline's number, if the call is a method of one.
         `announces`: exchange a row first, to check that all ranks make this call. False if the block itself begins with an
         exchange. `runs_actions`: ranks do different things in the block. No other call may be made in it.
 
-        Raises PenstockError for a call in such a block.
+        Yields this group. Raises PenstockError for a call in such a block, and in another call of the same pipeline.
         """
         if not self._call_lock.acquire(blocking=False):
             raise PenstockError("these ranks are in a call of another thread: make one call at a time")
-        if self._runs_actions:  # other ranks are in other actions of it, and would not come to this call
+        running, _, number = self._call.partition(OF_PIPELINE)
+        is_same_pipeline = number == str(pipeline)
+        if self._runs_actions or is_same_pipeline:  # other ranks are in other actions of it, and would not come to this call
             self._call_lock.release()
-            running = self._call.partition(OF_PIPELINE)[0]
-            raise PenstockError(f"{name} was called while {running} of another pipeline runs: {NOT_INSIDE}")
+            which = "this" if is_same_pipeline else "another"
+            raise PenstockError(f"{name} was called while {running} of {which} pipeline runs: {NOT_INSIDE}")
         outer_call, self._call = self._call, name if pipeline is None else f"{name}{OF_PIPELINE}{pipeline}"
         self._runs_actions = runs_actions
         self._call_has_begun = bool(outer_call)
@@ -142,7 +144,7 @@ class ControlGroup:
         try:
             if announces:
                 self.all_gather_row((), f"to call {name}")
-            yield
+            yield self
         except NonFiniteError:  # raised by all ranks already, at the end of the step
             raise
         except BaseException as error:
@@ -168,9 +170,9 @@ class ControlGroup:
             self._include_mesh_groups_in_abort([pipeline])
 
     def _include_mesh_groups_in_abort(self, pipelines: Iterable[int | None]) -> None:
-        self._active_mesh_groups.update(
-            {pipeline: self._mesh_groups[pipeline] for pipeline in pipelines if pipeline in self._mesh_groups}
-        )
+        for pipeline in pipelines:
+            if pipeline in self._mesh_groups:
+                self._active_mesh_groups[pipeline] = self._mesh_groups[pipeline]
 
     def open_groups(self) -> ProcessGroups | None:
         """Open the process groups unless they are open, and return them; None in a world of one.

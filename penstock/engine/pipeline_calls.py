@@ -1,12 +1,11 @@
 """The calls that all ranks make together on one pipeline, one at a time."""
 
 import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from penstock.comms.control_group import NOT_INSIDE, ControlGroup
+from penstock.comms.control_group import ControlGroup
 from penstock.errors import LostRankError, PenstockError
 
 
@@ -14,25 +13,14 @@ class PipelineCalls:
     """A base of Pipeline. `control`: of all ranks. `_number`: of the pipeline, the same on every rank, once it is built."""
 
     def __init__(self, control: ControlGroup) -> None:
-        self._control, self._call_lock, self._process_id = control, threading.Lock(), os.getpid()
+        self._control, self._process_id = control, os.getpid()
         self._number: int | None = None
 
-    @contextmanager
-    def collective(self, call: str, announces: bool = True, runs_actions: bool = False) -> Iterator[ControlGroup]:
-        """A context for a call that all ranks make: if a rank makes another call, or fails inside, all raise the same error.
-
-        Yields the control group, to exchange values over. `announces`, `runs_actions`: see `ControlGroup.collective_call`.
-        One call at a time: two would mix their microbatches.
-        """
+    def collective(self, call: str, announces: bool = True, runs_actions: bool = False) -> AbstractContextManager[ControlGroup]:
+        """Return the context of a call that all ranks make: see `ControlGroup.collective_call`."""
         if os.getpid() != self._process_id:
             raise PenstockError(f"the pipeline belongs to process {self._process_id}, which has forked this one: call it there")
-        if not self._call_lock.acquire(blocking=False):
-            raise PenstockError(f"the pipeline is in another call: {NOT_INSIDE}")
-        try:
-            with self._control.collective_call(call, self._number, announces, runs_actions):
-                yield self._control
-        finally:
-            self._call_lock.release()
+        return self._control.collective_call(call, self._number, announces, runs_actions)
 
     def gather(self, make: Callable[[], Any], what: str = "to gather values") -> list[Any]:
         """Return what `make()` returns on each rank, by rank: numbers and texts, in lists and dicts. All ranks call it.

@@ -365,7 +365,7 @@ def rank_calls_it_twice_at_once():
     def loss(output, target):
         for call in (made.step, made.eval) if rank() else ():  # as another thread would, or a forward
             with pytest.raises(
-                ps.PenstockError, match="is in another call: one call at a time, and none from a forward"
+                ps.PenstockError, match="of this pipeline runs: one call at a time, and none from a forward"
             ) as expected_message:
                 call(X, target=X)
             inside.append(str(expected_message.value))

@@ -141,7 +141,9 @@ class StepActions:
         has_backward = self.call.is_training and counts
 
         is_split = action[1:] in agreed.program.split_backwards
-        inputs = self.inputs_of(action, values) if self._has_teacher or action.stage == 0 else values
+        inputs = self.batch.inputs_of(action) if action.stage == 0 else values
+        if self._has_teacher:
+            inputs = self.inputs_of(action, values)
         output = self._forward(action, number, piece, inputs, has_backward, is_split)
         if stage.auxiliary_losses and piece.lengths:
             raise MismatchError(
@@ -236,7 +238,7 @@ class StepActions:
 
         if action.stage == self.last_stage:  # the only place where gradients are scaled
             seed = self._seeds.find(self.losses[number], weight)
-            gradients: Sequence[Tensor | None] = [seed for _ in stage.in_flight[number].roots]  # none if everything is frozen
+            gradients: Sequence[Tensor | None] = [seed] * len(stage.in_flight[number].roots)  # none if everything is frozen
         else:
             gradients = flatten_gradients(values)
 

@@ -55,7 +55,9 @@ class GradientFactorCheck(Observer):
 
     def start(self, step: ObservedStep) -> Sequence[float]:
         """Return the factor, and whether weights have changed."""
-        return (self.measure_factor(), self.weights_changed()) if step.call.is_training else (UNKNOWN, UNKNOWN)
+        if self._num_ranks == 1 or not step.call.is_training:
+            return UNKNOWN, UNKNOWN
+        return self.measure_factor(), self.weights_changed()
 
     def compare(self, step: ObservedStep, rows: Rows) -> None:
         """Warn, once, if ranks have multiplied gradients by different numbers, or only some have changed their weights."""

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from slow_cases import slow_except
+from test_saving import flip
 from torch import nn
+from waiting import wait_until
 
 import penstock as ps
 from penstock import checkpoint
@@ -145,12 +147,6 @@ def test_folders_that_cannot_be_searched_together_are_refused(tmp_path):
 # ---- what is cheaper in memory
 
 
-def flipped(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1 << random.randrange(8)
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("on", ["memory", "disk"])
 def test_only_on_a_disk_it_is_synced_and_hashed_strongly_and_damage_is_found_on_both(memory, monkeypatch, on):
     if on == "disk":
@@ -168,12 +164,12 @@ def test_only_on_a_disk_it_is_synced_and_hashed_strongly_and_damage_is_found_on_
     assert set(entry) == {"bytes", "crc32" if on == "memory" else "sha256"}
     whole = (newest / name).read_bytes()
     for at in (0, -1, random.randrange(entry["bytes"])):
-        flipped(newest / name, at)
+        flip(newest / name, at)
         with pytest.warns(UserWarning, match=f"is damaged: by their {'CRC-32' if on == 'memory' else 'SHA-256'} its"):
             assert checkpoint.resume(memory, *training()) == {"after": 1}
         (newest / name).write_bytes(whole)
     assert checkpoint.resume(memory, *training()) == {"after": 2}
-    flipped(newest / "manifest.json", random.randrange(1000))
+    flip(newest / "manifest.json", random.randrange(1000))
     with pytest.warns(UserWarning, match=r"manifest\.json"):
         checkpoint.resume(memory, *training())
 
@@ -214,11 +210,6 @@ def test_a_save_takes_five_exchanges_and_one_more_where_a_thread_writes(memory):
 # ---- the folder of `penstock train`
 
 
-def wait_for(true):
-    while not true():
-        time.sleep(0.02)
-
-
 def test_the_folder_of_a_launch_is_gone_after_it_and_after_a_kill(monkeypatch):
     with memory_of_launch(False) as folder:
         assert folder is None
@@ -237,7 +228,7 @@ def test_the_folder_of_a_launch_is_gone_after_it_and_after_a_kill(monkeypatch):
     assert (folder / "step").exists()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    wait_for(lambda: not folder.exists())
+    wait_until(lambda: not folder.exists())
     monkeypatch.setattr(train_memory, "MEMORY", Path("/nowhere"))
     with memory_of_launch(True) as folder:
         assert folder is None

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from waiting import wait_until
 
 import penstock as ps
 from penstock.comms import heartbeat, status
@@ -255,7 +256,7 @@ def training(folder, *launcher):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # for what this file imports
     )
     try:
-        until(lambda: (folder / "step-0").exists() and (folder / "step-1").exists())
+        wait_until(lambda: (folder / "step-0").exists() and (folder / "step-1").exists())
         yield process, [int((folder / f"pid-{rank}").read_text()) for rank in (0, 1)]
     finally:
         for group in {process.pid, *[int(path.read_text()) for path in folder.glob("pid-?")]}:
@@ -263,11 +264,6 @@ def training(folder, *launcher):
                 os.killpg(group, signal.SIGKILL)
         process.wait()
         process.stdout.close()
-
-
-def until(what):
-    while not what():
-        time.sleep(0.02)
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -280,7 +276,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def test_under_torchrun_a_stopped_rank_is_named_with_its_step(tmp_path):
     with training(tmp_path, *TORCHRUN) as (_, ranks):
         os.kill(ranks[1], signal.SIGSTOP)
-        until((tmp_path / "error-0").exists)
+        wait_until((tmp_path / "error-0").exists)
         step = int((tmp_path / "step-1").read_text())
         words = (tmp_path / "error-0").read_text()
         moment = r"(?:(?:in|after) 1[FB][01] of|at the beginning of|after)"
@@ -296,7 +292,7 @@ def test_under_torchrun_a_stopped_rank_is_named_with_its_step(tmp_path):
 def test_ranks_whose_torchrun_was_killed_end_themselves_and_blame_none_of_them(tmp_path):
     with training(tmp_path, *TORCHRUN) as (agent, ranks):
         agent.kill()
-        until(lambda: not any(is_running(rank) for rank in ranks))
+        wait_until(lambda: not any(is_running(rank) for rank in ranks))
         assert not list(tmp_path.glob("error-*"))
 
 

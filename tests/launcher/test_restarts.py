@@ -22,6 +22,7 @@ from fork_server import own_server
 from prompt import python, torchrun
 from safetensors.torch import load_file
 from torch import nn
+from waiting import wait_until
 
 import penstock as ps
 from penstock import checkpoint
@@ -385,8 +386,7 @@ def rank_of_a_run(config, folder, memory):
 
 
 def _kill_me_when(true):
-    while not true():
-        time.sleep(0.001)
+    wait_until(true)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -431,17 +431,17 @@ def test_a_launcher_that_is_killed_leaves_no_process_and_no_file(tmp_path):
     program = subprocess.Popen(
         [sys.executable, "program.py", "ranks"], cwd=tmp_path, env={**os.environ, "TMPDIR": str(temporary)}
     )
-    ranks = wait_for(
+    ranks = wait_until(
         lambda: len(os.listdir(tmp_path / "ranks")) == 3 and [int(name) for name in os.listdir(tmp_path / "ranks")]
     )
     os.kill(ranks[0], signal.SIGSTOP)
     program.kill()
     program.wait()
-    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
     left = set(os.listdir("/dev/shm")) - shared  # some of it is others', for a while
-    wait_for(lambda: not [name for name in os.listdir(temporary) if not name.startswith("torchinductor")])  # a cache
+    wait_until(lambda: not [name for name in os.listdir(temporary) if not name.startswith("torchinductor")])  # a cache
     shutil.rmtree(temporary)
-    wait_for(lambda: not left & set(os.listdir("/dev/shm")))
+    wait_until(lambda: not left & set(os.listdir("/dev/shm")))
 
 
 @pytest.mark.slow
@@ -454,12 +454,6 @@ def test_a_temporary_folder_whose_path_is_too_long_is_told(tmp_path):
     command = [sys.executable, "program.py", "ranks"]
     ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(long)}, capture_output=True, text=True)
     assert "PenstockError: ranks cannot be started: AF_UNIX path too long; set TMPDIR to a folder" in ended.stderr
-
-
-def wait_for(true):
-    while not (value := true()):
-        time.sleep(0.02)
-    return value
 
 
 # Where Python starts, in each rank: in the first attempt rank 1 kills itself when there is one of the FOLDERS, a checkpoint.

@@ -46,11 +46,16 @@ def visit(browser, folder):
         return browser
 
     yield open_page
+    assert_only_asked_for(browser, folder.as_uri(), "data:")
+
+
+def assert_only_asked_for(browser, *starts):
+    """The console is empty, and what was asked for since its log was read begins so."""
     assert browser.get_log("browser") == []
     messages = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
-    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-    assert asked
-    assert all(url.startswith(folder.as_uri()) or url.startswith("data:") for url in asked), asked
+    urls = [message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+    assert urls
+    assert all(url.startswith(starts) for url in urls), urls
 
 
 def drawn(browser):

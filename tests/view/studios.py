@@ -1,9 +1,10 @@
-"""A studio that is served, and a run to show in it."""
+"""A studio that is served, requests to it, and a run to show in it."""
 
 import json
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 
 import pytest
 
@@ -26,6 +27,16 @@ def served(opened=None) -> Iterator[int]:
         finally:
             serving.shutdown()
             thread.join()
+
+
+def request(port, method="GET", path="/", body=None, **headers):
+    """The response of a server on this machine, and its text."""
+    connection = HTTPConnection("127.0.0.1", port)
+    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+    response = connection.getresponse()
+    text = response.read().decode(errors="replace")
+    connection.close()
+    return response, text
 
 
 def run_of(name="1f1b", unit="s", layers=()):

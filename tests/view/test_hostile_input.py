@@ -4,12 +4,12 @@ import json
 import socket
 import time
 from contextlib import suppress
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from studios import served
+from studios import request, served
 
 import penstock as ps
 from penstock.commands.source import table_of
@@ -135,22 +135,13 @@ def port():
         yield number
 
 
-def status(port, method, path, body=None, **headers):
-    connection = HTTPConnection("127.0.0.1", port)
-    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
-    response = connection.getresponse()
-    text = response.read()
-    connection.close()
-    return response.status, text
-
-
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://127.0.0.1", "http://localhost:1", "file://"])
 def test_a_page_from_elsewhere_is_not_answered(port, origin):
     question = json.dumps({"schedule": "1f1b", "ranks": 2, "microbatches": 2})
-    answered = status(port, "POST", "/answer", question, Origin=origin, Content_Type="application/json")
-    assert answered == (403, b"The studio answers its own page only.\n")
+    response, text = request(port, "POST", "/answer", question, Origin=origin, Content_Type="application/json")
+    assert (response.status, text) == (403, "The studio answers its own page only.\n")
     own = f"http://127.0.0.1:{port}"
-    assert status(port, "POST", "/answer", question, Origin=own, Content_Type="application/json")[0] == 200
+    assert request(port, "POST", "/answer", question, Origin=own, Content_Type="application/json")[0].status == 200
 
 
 def test_a_client_that_says_nothing_or_little_is_let_go(monkeypatch):
@@ -173,7 +164,7 @@ def test_a_client_that_goes_on_without_end_is_let_go(monkeypatch):
                 client.sendall(b"a")
                 time.sleep(0.1)
         monkeypatch.setattr(local_server, "REQUEST_TIMEOUT_SECONDS", 1000)
-        assert status(port, "GET", "/")[0] == 200
+        assert request(port)[0].status == 200
 
 
 PATHS = ["/", "/answer", "/../../etc/passwd", "//etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/page.css/..", "/studio.js%00"]
@@ -188,10 +179,10 @@ requests = st.tuples(methods, paths, st.binary(max_size=30), kinds)
 def test_odd_requests_are_answered_without_a_traceback_and_without_a_file_from_elsewhere(port, asked):
     method, path, body, kind = asked
     with suppress(HTTPException):
-        code, text = status(port, method, path, body, Content_Type=kind)
-        assert code < 500 or code == 501
-        assert b"Traceback" not in text
-        assert b"root:" not in text
+        response, text = request(port, method, path, body, Content_Type=kind)
+        assert response.status < 500 or response.status == 501
+        assert "Traceback" not in text
+        assert "root:" not in text
 
 
 WORDS = ["schedule", "ranks", "microbatches", "rows", "costs", "csv", "run", "placement", "stages", "sizes", "0"]

@@ -1,6 +1,5 @@
 """The playground in a browser. Needs Chromium and its driver, and npm to bring Pyodide once; skipped where they are not."""
 
-import json
 import threading
 import time
 from functools import partial
@@ -8,7 +7,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from browsing import NEEDS_CHROMIUM, browser  # noqa: F401
+from browsing import NEEDS_CHROMIUM, assert_only_asked_for, browser  # noqa: F401
 from test_playground import FUNCTION, playground, pyodide
 
 from penstock.view.studio.answers import answer
@@ -67,8 +66,4 @@ def test_python_in_the_browser_answers_as_the_studio_does(browser, home):  # noq
     write("while True: pass")
     write(FUNCTION)  # for which Python starts anew
     wait_for_text("proof", "proved: your schedule over")
-    assert browser.get_log("browser") == []
-    messages = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
-    asked = [message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"]
-    assert asked
-    assert all(url.startswith((home, "data:")) for url in asked), asked
+    assert_only_asked_for(browser, home, "data:")

@@ -15,7 +15,7 @@ from http.client import HTTPConnection
 from unittest.mock import Mock
 
 import pytest
-from studios import run_of, served
+from studios import request, run_of, served
 
 from penstock import PenstockError
 from penstock.commands.source import question_of
@@ -273,15 +273,6 @@ def test_the_largest_question_is_built_proved_and_timed_once(monkeypatch):
 def port():
     with served() as number:
         yield number
-
-
-def request(port, method="GET", path="/", body=None, **headers):
-    connection = HTTPConnection("127.0.0.1", port)
-    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
-    response = connection.getresponse()
-    text = response.read().decode()
-    connection.close()
-    return response, text
 
 
 def post(port, question, **headers):

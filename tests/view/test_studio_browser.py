@@ -2,15 +2,14 @@
 
 # ruff: noqa: F811 (fixtures are imported, and are parameters)
 
-import json
-import time
 from functools import partial
 
 import pytest
-from browsing import NEEDS_CHROMIUM, browser  # noqa: F401
+from browsing import NEEDS_CHROMIUM, assert_only_asked_for, browser  # noqa: F401
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from studios import run_of, served
+from waiting import wait_until
 
 from penstock.commands.source import question_of
 from penstock.schedule import Costs, build, simulate, with_teacher
@@ -34,22 +33,12 @@ def studio(browser, port):
     browser.get(home)
     settle(browser)
     yield browser
-    assert browser.get_log("browser") == []
-    messages = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
-    urls = [message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"]
-    assert urls
-    assert all(url.startswith((home, "data:", f"blob:{home}")) for url in urls), urls
-
-
-def until(true):
-    """Wait until something is so."""
-    while not true():
-        time.sleep(0.02)
+    assert_only_asked_for(browser, home, "data:", f"blob:{home}")
 
 
 def settle(browser):
     """Wait until the last answer is shown."""
-    until(lambda: not browser.execute_script("return 'busy' in document.body.dataset"))
+    wait_until(lambda: not browser.execute_script("return 'busy' in document.body.dataset"))
     browser.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()));")
 
 
@@ -111,9 +100,9 @@ def test_a_file_it_was_opened_with_is_shown_again_when_it_has_changed(browser, t
         browser.get(f"http://127.0.0.1:{own}/")
         for text, shown in (("0F0,0B0\n", "0F0 0B0"), ("0F0,0F1,0B0,0B1\n", "0F0 0F1 0B0 0B1")):
             path.write_text(text)
-            until(lambda shown=shown: row(browser, 0) == shown)
+            wait_until(lambda shown=shown: row(browser, 0) == shown)
         path.write_text("0F0,0B1\n0Z0\n")
-        until(lambda: "0Z0" in browser.find_element("id", "problem").text)
+        wait_until(lambda: "0Z0" in browser.find_element("id", "problem").text)
         assert row(browser, 0) == "0F0 0F1 0B0 0B1"
         browser.get("about:blank")
 
@@ -216,7 +205,7 @@ def test_a_drag_in_the_picture_can_be_given_up_and_beside_the_actions_it_pans(st
 def load_run(studio, folder):
     (folder / "timeline.json").write_text(run_of())
     studio.find_element("id", "load-run-file").send_keys(str(folder / "timeline.json"))
-    until(lambda: studio.execute_script("return page.records[0].predicted !== null"))
+    wait_until(lambda: studio.execute_script("return page.records[0].predicted !== null"))
     settle(studio)
 
 
@@ -257,10 +246,10 @@ def test_a_table_is_saved_and_loaded(studio):
     assert halves == {("paint-F", "rgb(11, 15, 22)"), ("paint-B", "rgb(255, 255, 255)")}  # which test_colors.py weighs
     studio.find_element("id", "save-csv").click()
     saved = studio.downloads / "dualpipe-v.csv"
-    until(lambda: saved.exists() and saved.stat().st_size)
+    wait_until(lambda: saved.exists() and saved.stat().st_size)
     slide(studio, "schedule", "gpipe")
     studio.find_element("id", "load-csv-file").send_keys(str(saved))
-    until(lambda: "dualpipe" in proof(studio))
+    wait_until(lambda: "dualpipe" in proof(studio))
     assert proof(studio).startswith("proved: dualpipe-v.csv over 4 ranks")
     assert [row(studio, rank) for rank in range(4)] == before
 
@@ -279,10 +268,10 @@ def test_a_table_is_saved_and_loaded(studio):
 def test_a_link_has_the_slices_the_frozen_stages_and_the_teacher_of_a_table(studio, tmp_path, rows):
     (tmp_path / "mine.csv").write_text("\n".join(map(",".join, rows)))
     studio.find_element("id", "load-csv-file").send_keys(str(tmp_path / "mine.csv"))
-    until(lambda: proof(studio).startswith("proved: mine.csv"))
+    wait_until(lambda: proof(studio).startswith("proved: mine.csv"))
     before = [proof(studio), *(row(studio, rank) for rank in range(2))]
     studio.get(studio.current_url)
-    until(lambda: proof(studio))
+    wait_until(lambda: proof(studio))
     settle(studio)
     assert [proof(studio), *(row(studio, rank) for rank in range(2))] == before
 
@@ -377,7 +366,7 @@ def shown(browser, name):
 def test_sixty_four_ranks_are_typed_and_only_the_cells_in_sight_are_there(studio):
     typed(studio, "ranks", "64")
     typed(studio, "microbatches", "80")
-    until(lambda: studio.find_element("id", "subtitle").text.endswith("80 microbatches · 10240 actions"))
+    wait_until(lambda: studio.find_element("id", "subtitle").text.endswith("80 microbatches · 10240 actions"))
     settle(studio)
     assert len(studio.find_elements("css selector", ".cell")) < 1500
     studio.execute_script("studio.table.goTo(63, 0)")
@@ -393,13 +382,13 @@ def test_what_takes_long_is_told_and_ends_with_the_next_change_or_by_stop(studio
     huge = "Object.assign(studio.state, {ranks: 64, microbatches: 512, stages_per_rank: 4, schedule: 'interleaved-zb'});"
     before = proof(studio)
     studio.execute_script(f"{huge} studio.changed('table')")
-    until(lambda: shown(studio, "working"))
+    wait_until(lambda: shown(studio, "working"))
     assert studio.find_element("id", "working").text.startswith("Computing: ")
     studio.find_element("id", "stop").click()
     settle(studio)
     assert (proof(studio), shown(studio, "working")) == (before, False)
     studio.execute_script(f"{huge} studio.changed('table')")
-    until(lambda: shown(studio, "working"))
+    wait_until(lambda: shown(studio, "working"))
     studio.execute_script("Object.assign(studio.state, {ranks: 3, microbatches: 5})")
     slide(studio, "schedule", "gpipe")
     assert proof(studio).startswith("proved: gpipe over 3 ranks")
@@ -412,7 +401,7 @@ def test_a_better_table_is_found_by_a_tap_held_against_the_old_one_and_taken_bac
     assert proof(studio) == "rank 0 holds 2 activations in flight, max_in_flight allows 1"
     studio.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
     tap(studio, studio.find_element("id", "fit-limit"))
-    until(lambda: proof(studio).startswith("proved: mine (searched)"))
+    wait_until(lambda: proof(studio).startswith("proved: mine (searched)"))
     settle(studio)
     assert studio.find_element("id", "found").text.startswith(
         "The best that was found with 1 in flight on a rank takes 6. No table is shorter: "
@@ -422,7 +411,7 @@ def test_a_better_table_is_found_by_a_tap_held_against_the_old_one_and_taken_bac
     assert not shown(studio, "fit-limit")
     tap(studio, cell(studio, "0F0"))
     tap(studio, studio.find_element("id", "later"))
-    until(lambda: "deadlocks" in proof(studio))
+    wait_until(lambda: "deadlocks" in proof(studio))
     studio.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
     undone(studio, "z")
     undone(studio, "z")
@@ -465,7 +454,7 @@ def test_a_number_that_cannot_be_is_told(studio, value):
 def test_no_file_of_another_kind_is_taken(studio, tmp_path):
     (tmp_path / "broken.json").write_text("{<b>")
     studio.find_element("id", "load-run-file").send_keys(str(tmp_path / "broken.json"))
-    until(lambda: "broken.json is not a timeline that Penstock wrote" in studio.find_element("id", "problem").text)
+    wait_until(lambda: "broken.json is not a timeline that Penstock wrote" in studio.find_element("id", "problem").text)
 
 
 def test_the_page_fits_400_pixels(studio):

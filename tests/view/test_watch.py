@@ -1,11 +1,10 @@
 """The page of a run while it runs: what it reads, to whom it is shown, and that it changes nothing."""
 
 import json
-from http.client import HTTPConnection
 
 import pytest
 from prompt import penstock
-from studios import run_of
+from studios import request, run_of
 
 from penstock.view.reading import load
 from penstock.view.watch.live_run import LiveRun
@@ -15,11 +14,7 @@ RECORD = {"loss": 2.5, "seconds": 0.1, "tokens_per_second": 1000.0, "bubble": 0.
 
 
 def got(address, path, method="GET", **headers):
-    connection = HTTPConnection("127.0.0.1", int(address.rstrip("/").rpartition(":")[2]))
-    connection.request(method, path, None, headers)
-    response = connection.getresponse()
-    text = response.read().decode()
-    connection.close()
+    response, text = request(int(address.rstrip("/").rpartition(":")[2]), method, path, **headers)
     return response.status, text
 
 

@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -78,6 +78,15 @@ def assert_goes_on(ours: list[RebuildResult], straight: list[RebuildResult]) -> 
         assert mine.groups == theirs.groups
 
 
+def steps_of(settings: tuple[Setting, ...], pipe: Any, optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the pipeline, built as the first setting says, and its optimizer for each step; between settings it is rebuilt."""
+    for setting in settings:
+        if setting is not settings[0]:
+            pipe, optimizer = pipe.rebuild(**setting.named(), optimizer=optimizer)
+        for _ in range(setting.steps):
+            yield pipe, optimizer
+
+
 def grouped(pipe: Any) -> list[dict[str, Any]]:
     """As people group them: no decay for what is no matrix."""
     named = list(pipe.named_parameters())
@@ -90,20 +99,17 @@ def grouped(pipe: Any) -> list[dict[str, Any]]:
 def rank_gpt(settings: tuple[Setting, ...]) -> RebuildResult:
     """A GPT with dropout, AdamW in groups by name, a learning rate that changes, clipping."""
     model, loss_fn = make("gpt", dropout=0.2, depth=7)
-    first = settings[0]
-    pipe = ps.Pipeline(model, loss_fn, **{"microbatches": M, **first.named()})
+    pipe = ps.Pipeline(model, loss_fn, **{"microbatches": M, **settings[0].named()})
     optimizer = torch.optim.AdamW(grouped(pipe), lr=1e-2)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=40)
     results: list[Tensor] = []
-    for setting in settings:
-        if setting is not first:
-            pipe, optimizer = pipe.rebuild(**setting.named(), optimizer=optimizer)
-        for _ in range(setting.steps):
-            inputs, target = data("gpt", 8, seed=pipe.step_count)
-            results += [pipe.step(inputs, target=target), pipe.clip_grad_norm_(0.1)]
-            optimizer.step()
-            optimizer.zero_grad()
-            rate.step()
+    steps = steps_of(settings, pipe, optimizer)
+    for pipe, optimizer in steps:
+        inputs, target = data("gpt", 8, seed=pipe.step_count)
+        results += [pipe.step(inputs, target=target), pipe.clip_grad_norm_(0.1)]
+        optimizer.step()
+        optimizer.zero_grad()
+        rate.step()
     assert pipe.step_count == sum(setting.steps for setting in settings)
     return result(results, pipe, optimizer)
 
@@ -135,21 +141,19 @@ def rank_case(case: str, settings: tuple[Setting, ...], by: str, meta: bool = Fa
     kind = CASES[case]
     with torch.device("meta" if meta else "cpu"):
         model = kind.model()
-    batch, first = kind.batch(2, 0), settings[0]
+    batch = kind.batch(2, 0)
     example = {"example_args": batch.args, "example_kwargs": batch.kwargs} if by == "example" else {}
-    pipe = ps.Pipeline(model, kind.loss_fn, microbatches=M, **example, **first.named())
+    pipe = ps.Pipeline(model, kind.loss_fn, microbatches=M, **example, **settings[0].named())
     if meta:
         pipe.load_state_dict(kind.model().state_dict())
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
     results: list[Tensor] = []
-    for setting in settings:
-        if setting is not first:
-            pipe, optimizer = pipe.rebuild(**setting.named(), optimizer=optimizer)
-        for _ in range(setting.steps):
-            batch = kind.batch(8, pipe.step_count)
-            results.append(pipe.step(*batch.args, target=batch.target, **batch.kwargs))
-            optimizer.step()
-            optimizer.zero_grad()
+    steps = steps_of(settings, pipe, optimizer)
+    for pipe, optimizer in steps:
+        batch = kind.batch(8, pipe.step_count)
+        results.append(pipe.step(*batch.args, target=batch.target, **batch.kwargs))
+        optimizer.step()
+        optimizer.zero_grad()
     batch = kind.batch(8, 99)
     results.append(pipe.eval(*batch.args, target=batch.target, **batch.kwargs)[1])
     return result(results, pipe, optimizer)
@@ -260,19 +264,16 @@ def rank_optimizers(settings: tuple[Setting, ...]) -> dict[str, RebuildResult]:
     for name, make_optimizer in OPTIMIZERS.items():
         torch.manual_seed(3)
         model = nn.Sequential(Oddities(), Oddities(), Oddities(), nn.Flatten(), nn.Linear(64, 2))
-        first = settings[0]
-        pipe = ps.Pipeline(model, nn.functional.mse_loss, microbatches=M, **first.named())
+        pipe = ps.Pipeline(model, nn.functional.mse_loss, microbatches=M, **settings[0].named())
         optimizer = make_optimizer(grouped(pipe))
         generator, expected_message = torch.Generator().manual_seed(5), []
-        for setting in settings:
-            if setting is not first:
-                pipe, optimizer = pipe.rebuild(**setting.named(), optimizer=optimizer)
-            for _ in range(setting.steps):
-                inputs, target = torch.randn(8, 4, 4, 4, generator=generator), torch.randn(8, 2, generator=generator)
-                expected_message.append(pipe.step(inputs, target=target, scale=0.5))
-                if pipe.step_count % 2 == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
+        steps = steps_of(settings, pipe, optimizer)
+        for pipe, optimizer in steps:
+            inputs, target = torch.randn(8, 4, 4, 4, generator=generator), torch.randn(8, 2, generator=generator)
+            expected_message.append(pipe.step(inputs, target=target, scale=0.5))
+            if pipe.step_count % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
         results[name] = result(expected_message, pipe, optimizer)
     return results
 
@@ -291,8 +292,7 @@ def rank_several(settings: tuple[Setting, ...]) -> Any:
     """Muon for matrices of layers and Adam for the rest, a scaler, and a rate for each, as one list."""
     model, loss_fn = make("mlp", depth=6)
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    first = settings[0]
-    pipe = ps.Pipeline(model, loss_fn, microbatches=M, scaler=scaler, **first.named())
+    pipe = ps.Pipeline(model, loss_fn, microbatches=M, scaler=scaler, **settings[0].named())
     matrices = [
         parameter for parameter in pipe.parameters() if parameter.dim() == 2 and parameter.shape[0] == parameter.shape[1]
     ]
@@ -300,18 +300,16 @@ def rank_several(settings: tuple[Setting, ...]) -> Any:
     optimizers = [torch.optim.Muon(matrices, lr=0.1), torch.optim.Adam([{"params": rest}], lr=0.1)]
     rates = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
     results = []
-    for setting in settings:
-        if setting is not first:
-            pipe, again = pipe.rebuild(**setting.named(), optimizer=optimizers)
-            assert [id(value) for value in again] == [id(optimizer) for optimizer in optimizers]
-        for _ in range(setting.steps):
-            inputs, target = data("mlp", 8, seed=pipe.step_count)
-            results.append(pipe.step(inputs, target=target))
-            for optimizer, rate in zip(optimizers, rates, strict=True):
-                scaler.step(optimizer)
-                optimizer.zero_grad()
-                rate.step()
-            scaler.update()
+    steps = steps_of(settings, pipe, optimizers)
+    for pipe, again in steps:
+        assert [id(value) for value in again] == [id(optimizer) for optimizer in optimizers]
+        inputs, target = data("mlp", 8, seed=pipe.step_count)
+        results.append(pipe.step(inputs, target=target))
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+            rate.step()
+        scaler.update()
     assert pipe.scaler is scaler
     return [result([*results, torch.tensor(scaler.get_scale())], pipe, optimizer) for optimizer in optimizers]
 
@@ -390,16 +388,14 @@ def stages_of(ranks: int) -> list[nn.Module]:
 
 def rank_listed(settings: tuple[Setting, ...]) -> RebuildResult:
     """A list with one module for each stage, which may go to other ranks but stay the stages that they are."""
-    first, results = settings[0], list[Tensor]()
-    pipe = ps.Pipeline(stages_of(2), nn.functional.mse_loss, microbatches=M, **first.named())
+    results = list[Tensor]()
+    pipe = ps.Pipeline(stages_of(2), nn.functional.mse_loss, microbatches=M, **settings[0].named())
     optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1)
-    for setting in settings:
-        if setting is not first:
-            pipe, optimizer = pipe.rebuild(**setting.named(), optimizer=optimizer)
-        for step in range(setting.steps):
-            inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-            results.append(pipe.step(inputs, target=inputs))
-            optimizer.step(), optimizer.zero_grad()
+    steps = steps_of(settings, pipe, optimizer)
+    for step, (pipe, optimizer) in enumerate(steps):
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        results.append(pipe.step(inputs, target=inputs))
+        optimizer.step(), optimizer.zero_grad()
     return result(results, pipe, optimizer)
 
 
@@ -442,14 +438,12 @@ def rank_replicas(settings: tuple[Setting, ...]) -> RebuildResult:
     model, loss_fn = make("mlp", depth=6)
     pipe = ps.Pipeline(model, loss_fn, microbatches=M, mesh=ps.comms.init_mesh(pp=2, dp=2), **settings[0].named())
     optimizer, results = torch.optim.Adam(pipe.parameters(), lr=0.1), list[Tensor]()
-    for setting in settings:
-        if setting is not settings[0]:
-            pipe, optimizer = pipe.rebuild(**setting.named(), optimizer=optimizer)
-        for _ in range(setting.steps):
-            inputs, target = data("mlp", 8, seed=2 * pipe.step_count + pipe.position.replica)
-            results += [pipe.step(inputs, target=target, scale=0.5), pipe.clip_grad_norm_(0.1)]
-            if pipe.step_count % 2 == 0:
-                optimizer.step(), optimizer.zero_grad()
+    steps = steps_of(settings, pipe, optimizer)
+    for pipe, optimizer in steps:
+        inputs, target = data("mlp", 8, seed=2 * pipe.step_count + pipe.position.replica)
+        results += [pipe.step(inputs, target=target, scale=0.5), pipe.clip_grad_norm_(0.1)]
+        if pipe.step_count % 2 == 0:
+            optimizer.step(), optimizer.zero_grad()
     return result(results, pipe, optimizer)
 
 

@@ -1,4 +1,4 @@
-"""Toy models, each odd in one way: what people come with; and one process that trains those that are no chain."""
+"""Toy models, each odd in one way: what people come with."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import penstock as ps
 from penstock.commands.train.setup import token_loss
@@ -31,37 +31,6 @@ class ModelCase(NamedTuple):
     def model(self) -> nn.Module:
         torch.manual_seed(7)
         return self.build()
-
-
-def piece(tree: Any, number: int, count: int) -> Any:
-    """The rows of one microbatch, as views."""
-    return tree_map(lambda leaf: leaf.tensor_split(count)[number] if isinstance(leaf, Tensor) and leaf.dim() else leaf, tree)
-
-
-def rows_of(target: Any) -> int:
-    return len(target if isinstance(target, Tensor) else next(iter(target.values())))
-
-
-def accumulate(model: nn.Module, loss_fn: Any, batch: Batch, microbatches: int) -> Tensor:
-    """Loss and gradients of one batch: all forwards of the uncut model, then all backwards, microbatch by microbatch."""
-    rows, losses = rows_of(batch.target), []
-    count = min(microbatches, rows)
-    for number in range(count):
-        args, target, kwargs = piece(tuple(batch), number, count)
-        losses.append((loss_fn(model(*args, **kwargs), target), rows_of(target) / rows))
-    for loss, share in losses:
-        loss.backward(torch.full_like(loss, share))
-    return sum(loss.detach() * share for loss, share in losses)
-
-
-def evaluate(model: nn.Module, batch: Batch, microbatches: int) -> Any:
-    """The outputs of the uncut model for all microbatches, as one."""
-    count = min(microbatches, rows_of(batch.target))
-    model.eval()
-    with torch.no_grad():
-        outputs = [model(*args, **kwargs) for args, _, kwargs in (piece(tuple(batch), index, count) for index in range(count))]
-    model.train()
-    return tree_map(lambda *value: torch.cat(value) if isinstance(value[0], Tensor) else value[0], *outputs)
 
 
 def differing(ours: Any, expected: Any) -> list[str]:

@@ -13,6 +13,7 @@ from slow_cases import slow_except
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.commands.train.setup import token_loss
 from penstock.plan.microbatch_order import plan_order
 from penstock.schedule.catalog import family_options
 
@@ -25,10 +26,6 @@ ORDER = [6, 0, 1, 5, 2, 4, 3]  # in which a list of 7 runs
 def gpt(layers: int) -> nn.Module:
     torch.manual_seed(3)
     return ps.model.GPT(ps.model.GPTConfig(WORDS, 16, width=8, layers=layers, heads=2, dropout=0.2)).double()
-
-
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def sequences(rows: int, time: int = TIME) -> tuple[Tensor, Tensor]:
@@ -123,7 +120,7 @@ def rank_runs(way: str, schedule: str, layers: int) -> dict[str, Any]:
 
 
 def results_of(way: Way, schedule: Any, layers: int, topology: ps.Topology | None = None) -> dict[str, Any]:
-    pipe = ps.Pipeline(gpt(layers), loss_fn, schedule, M, ps.tokens(), seed=7, topology=topology, **way.options)
+    pipe = ps.Pipeline(gpt(layers), token_loss, schedule, M, ps.tokens(), seed=7, topology=topology, **way.options)
     way.call(pipe)
     loss, losses, outputs = way.call(pipe)
     return {"losses": [loss, *losses], "outputs": outputs, "gradients": gradients(pipe.named_parameters())}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from error_text import error_text
 from models import LayerListNet, toy
-from reference import gradients
+from reference import OneProcess, gradients
 from runners import on_ranks
 from torch import Tensor, nn
 
@@ -95,9 +95,7 @@ def test_a_keyword_that_is_the_models_and_the_pipelines_is_refused_with_the_way_
         assert result["entry"] == pytest.approx(mse(model(x, losses=2.0), y).item(), abs=1e-6)
     assert len(first["warned"]) == 1
     assert "step() takes target= for itself" in first["warned"][0]
-    for part, target in zip(x.split(2), y.split(2), strict=True):
-        loss = mse(model(part, 2.0), target)
-        loss.backward(torch.full_like(loss, 0.25 * 0.5))
+    OneProcess(model, mse, None, M).step(x, 2.0, target=y, scale=0.5)
     grads = [*first["both"][1].values(), *last["both"][1].values()]
     assert all(torch.equal(grad, p.grad) for grad, p in zip(grads, modules.parameters(), strict=True))
 
@@ -185,9 +183,7 @@ def test_inputs_with_a_graph_are_refused_before_anything_runs_and_go_on_by_hand(
     outer = nn.Linear(WIDTH, WIDTH)
     inputs = torch.tanh(outer(x))
     leaf = inputs.detach().requires_grad_()
-    for part, target in zip(leaf.split(2), y.split(2), strict=True):
-        loss = mse(model(part), target)
-        loss.backward(torch.full_like(loss, 0.25))
+    OneProcess(model, mse, None, M).step(leaf, target=y)
     inputs.backward(leaf.grad)
     assert torch.equal(first["outer"], outer.weight.grad)
     assert first["eval"] == last["eval"]
@@ -218,17 +214,16 @@ def test_entries_of_a_list_may_be_named_tuples_and_have_tensors_of_other_rows_an
     (x, y), (model, modules) = data(ROWS, WIDTH), uncut(several)
     images = torch.ones(3, WIDTH)
     calls, targets = [(x[:3], images), (x[3:], images[:2]), (x[:2], images)], [y[:3], y[3:], y[:2]]
-    expected = [model(*call) for call in calls]
-    losses = [mse(output, target) for output, target in zip(expected, targets, strict=True)]
-    for index in (2, 0, 1):
-        losses[index].backward(torch.full_like(losses[index], len(targets[index]) / 10))
+    losses: list[Tensor] = []
+    OneProcess(model, mse).step_microbatches(calls, targets, order=[2, 0, 1], losses=losses)
+    expected = [model(*call).detach() for call in calls]
     grads = [*first["grads"].values(), *last["grads"].values()]
     assert all(torch.equal(grad, p.grad) for grad, p in zip(grads, modules.parameters(), strict=True))
     assert first["outputs"] is first["evaluated"] is None
-    assert all(map(torch.equal, last["outputs"], [output.detach() for output in expected]))
-    assert all(map(torch.equal, last["evaluated"], [output.detach() for output in expected]))
+    assert all(map(torch.equal, last["outputs"], expected))
+    assert all(map(torch.equal, last["evaluated"], expected))
     for result in (first, last):
-        assert all(map(torch.equal, result["losses"], [loss.detach() for loss in losses]))
+        assert all(map(torch.equal, result["losses"], losses))
         assert "input 1 has image, which the model's forward does not take: it takes tokens, images" in result["unknown"]
         assert "input 1 lacks tokens, which the model's forward needs: it takes tokens, images" in result["missing"]
         assert "microbatch 0 has tensors that differ in rows, and so has its target" in result["rows"]

@@ -10,10 +10,12 @@ import pytest
 import torch
 from error_text import error_text
 from models import toy
+from reference import OneProcess, assert_as_one_process
 from runners import on_ranks, on_ranks_once
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.commands.train.setup import token_loss
 from penstock.comms.transport import channels
 from penstock.comms.transport.group_transport import GroupReceiver, GroupSender
 
@@ -35,10 +37,6 @@ def _model(layers: int = 6) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), *(_Attention() for _ in range(layers)), nn.Linear(WIDTH, WORDS)).double()
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
 def _list(seed: int, microbatches: int) -> tuple[list[Tensor], list[Tensor]]:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     shapes = [(rng.randint(1, 4), rng.randint(1, 9)) for _ in range(microbatches)]
@@ -50,7 +48,7 @@ def _list(seed: int, microbatches: int) -> tuple[list[Tensor], list[Tensor]]:
 
 def _one_process(lists: Sequence[tuple[list[Tensor], list[Tensor]]], seed: int | None) -> tuple[list[Any], dict[str, Tensor]]:
     """The same lists in a world of one, whose bits are those of a plain loop: `test_a_plain_loop_has_its_bits`."""
-    pipe = ps.Pipeline(_model(), _loss, "gpipe", 4, topology=ps.Topology(), seed=seed, loss_weight=ps.tokens())
+    pipe = ps.Pipeline(_model(), token_loss, "gpipe", 4, topology=ps.Topology(), seed=seed, loss_weight=ps.tokens())
     return _losses(pipe, lists), {name: parameter.grad for name, parameter in pipe.named_parameters()}
 
 
@@ -63,20 +61,10 @@ def _losses(pipe: Any, lists: Sequence[tuple[list[Tensor], list[Tensor]]], **opt
     return found
 
 
-def _assert_same(results: Any, expected: dict[str, Tensor]) -> None:
-    found = {name: grad for _, grads in results for name, grad in grads.items()}
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-
-
 def test_a_plain_loop_has_its_bits() -> None:
     model, (inputs, targets) = _model().eval(), _list(0, 4)
-    total = sum(target.numel() for target in targets)
-    for entry, target in zip(inputs, targets, strict=True):
-        loss = _loss(model(entry), target)
-        loss.backward(torch.full_like(loss, target.numel() / total))
-
-    pipe = ps.Pipeline(_model().eval(), _loss, "1f1b", 2, topology=ps.Topology(), loss_weight=ps.tokens())
+    OneProcess(model, token_loss, loss_weight=ps.tokens()).step_microbatches(inputs, targets)
+    pipe = ps.Pipeline(_model().eval(), token_loss, "1f1b", 2, topology=ps.Topology(), loss_weight=ps.tokens())
     pipe.train(False)
     pipe.step_microbatches(inputs, targets)
     pairs = zip(model.parameters(), pipe.parameters(), strict=True)
@@ -90,7 +78,7 @@ def _count_descriptions() -> list[int]:
     described: list[int] = []
     pack = message_spec.pack_spec
     message_spec.pack_spec = lambda spec: (described.append(1), pack(spec))[1]  # type: ignore[assignment]
-    pipe = ps.Pipeline(_model(), _loss, "1f1b", 4, loss_weight=ps.tokens())
+    pipe = ps.Pipeline(_model(), token_loss, "1f1b", 4, loss_weight=ps.tokens())
     counts = []
     for shapes in ([(2, 3), (1, 5)], [(1, 5), (2, 3), (2, 3)], [(1, 5), (4, 4), (2, 3)], [(4, 4)] * 6):
         described.clear()
@@ -108,7 +96,7 @@ def test_messages_of_shapes_that_were_seen_are_not_described_again() -> None:
 
 def _replicas(data_parallel: str) -> Any:
     mesh = ps.comms.init_mesh(pp=2, dp=2)
-    pipe = ps.Pipeline(_model(), _loss, "1f1b", 4, mesh=mesh, data_parallel=data_parallel, loss_weight=ps.tokens(), seed=7)
+    pipe = ps.Pipeline(_model(), token_loss, "1f1b", 4, mesh=mesh, data_parallel=data_parallel, loss_weight=ps.tokens(), seed=7)
     inputs, targets = _list(3, 7)
     mine = slice(0, 3) if pipe.position.replica == 0 else slice(3, 7)
     loss = pipe.step_microbatches(inputs[mine], targets[mine])
@@ -126,7 +114,7 @@ def test_replicas_have_lists_of_their_own() -> None:
 
 def _wrong() -> dict[str, str]:
     """The error of each wrong call; after each the next step works."""
-    pipe = ps.Pipeline(_model(), _loss, "1f1b", 4, loss_weight=ps.tokens())
+    pipe = ps.Pipeline(_model(), token_loss, "1f1b", 4, loss_weight=ps.tokens())
     inputs, targets = _list(0, 4)
     calls: dict[str, Any] = {
         "empty": lambda: pipe.step_microbatches([], []),
@@ -189,7 +177,7 @@ def test_a_wrong_list_is_one_sentence_on_every_rank(case: str, message: str) -> 
 
 def _too_many() -> str:
     table = ps.schedule.build("1f1b", ranks=2, microbatches=2)
-    pipe = ps.Pipeline(_model(), _loss, table, 2, loss_weight=ps.tokens())
+    pipe = ps.Pipeline(_model(), token_loss, table, 2, loss_weight=ps.tokens())
     with pytest.raises(ps.MismatchError) as caught:
         pipe.step_microbatches(*_list(0, 3))
     return str(caught.value)
@@ -217,9 +205,7 @@ def _with_keywords() -> None:
     pipe = ps.Pipeline({rank: model[rank]}, nn.functional.mse_loss, "1f1b", 2)
     pipe.step_microbatches([x, {"x": x, "factor": factor}, (x, factor)], [x, x, x])
 
-    for argument in (x, x * factor, x * factor):
-        loss = nn.functional.mse_loss(uncut(argument), x)
-        loss.backward(torch.full_like(loss, 1 / 3))
+    OneProcess(uncut, nn.functional.mse_loss).step_microbatches([x, x * factor, x * factor], [x, x, x])
     expected = dict(uncut.named_parameters())
     assert all(torch.equal(parameter.grad, expected[f"{rank}.{name}"].grad) for name, parameter in pipe.named_parameters())
 
@@ -227,7 +213,7 @@ def _with_keywords() -> None:
 def _over_gloo(lists: Any) -> Any:
     """Without shared memory, as between machines: receives are posted ahead, but never past a message that is not known."""
     channels.open_memory_sender = channels.open_memory_receiver = lambda *_: None  # type: ignore[assignment]
-    pipe = ps.Pipeline(_model(), _loss, "1f1b", 6, loss_weight=ps.tokens(), seed=7)
+    pipe = ps.Pipeline(_model(), token_loss, "1f1b", 6, loss_weight=ps.tokens(), seed=7)
     losses = _losses(pipe, lists)
     assert all(isinstance(line, GroupSender | GroupReceiver) for line in pipe._engine.open_channels().transports.values())
     return losses, {name: parameter.grad for name, parameter in pipe.named_parameters()}
@@ -241,20 +227,17 @@ def test_known_and_unknown_messages_take_turns_over_process_groups() -> None:
     for seed in range(12):
         pairs = [_list(100 + 10 * seed + number, 1) if rng.random() < 0.4 else rng.choice(known) for number in range(6)]
         lists.append(([inputs[0] for inputs, _ in pairs], [targets[0] for _, targets in pairs]))
-    expected_losses, expected = _one_process(lists, 7)
-    results = on_ranks(_over_gloo, 3, lists)
-    assert all(losses == expected_losses for losses, _ in results)
-    _assert_same(results, expected)
+    assert_as_one_process(on_ranks(_over_gloo, 3, lists), _one_process(lists, 7))
 
 
 def test_each_microbatch_is_evaluated_as_it_is() -> None:
     model, (inputs, targets) = _model().eval(), _list(0, 4)
     expected = [model(entry).detach() for entry in inputs]
-    pipe = ps.Pipeline(_model(), _loss, "1f1b", 2, topology=ps.Topology(), loss_weight=ps.tokens())
+    pipe = ps.Pipeline(_model(), token_loss, "1f1b", 2, topology=ps.Topology(), loss_weight=ps.tokens())
     outputs, (same_outputs, loss) = pipe.eval_microbatches(inputs), pipe.eval_microbatches(inputs, targets)
     assert all(torch.equal(*pair) for pair in (*zip(outputs, expected, strict=True), *zip(same_outputs, expected, strict=True)))
     tokens = [target.numel() for target in targets]
-    mean = sum(_loss(*pair) * n for pair, n in zip(zip(expected, targets, strict=True), tokens, strict=True)) / sum(tokens)
+    mean = sum(token_loss(*pair) * n for pair, n in zip(zip(expected, targets, strict=True), tokens, strict=True)) / sum(tokens)
     assert torch.allclose(loss, mean, rtol=0, atol=1e-14)
 
 
@@ -262,7 +245,7 @@ def _cut_along_tokens(**options: Any) -> Any:
     """A list of sequences of other lengths, with tokens cut into slices or over ranks, dropout, attention and positions."""
     torch.manual_seed(3)
     model = ps.model.GPT(ps.model.GPTConfig(WORDS, 16, width=16, layers=2, heads=4, dropout=0.2)).double()
-    pipe = ps.Pipeline(model, _loss, "1f1b", 2, loss_weight=ps.tokens(), seed=7, **options)
+    pipe = ps.Pipeline(model, token_loss, "1f1b", 2, loss_weight=ps.tokens(), seed=7, **options)
     generator = torch.Generator().manual_seed(5)
     entries = [torch.randint(WORDS, shape, generator=generator) for shape in ((2, 7), (1, 12), (3, 4))]
     losses: list[Tensor] = []

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from open_files import open_files
-from reference import accumulate, assert_same, gradients, merged
+from reference import OneProcess, assert_as_one_process, stepped
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -53,17 +53,16 @@ def loss_fn(output, target):
     return (output.mean(1, keepdim=True) - target).square().mean()
 
 
+BATCHES = [data(rows) for rows in (8, 8, 6)]
+
+
 def rank_lines(shared):
     if not shared:
         shared_memory.CAN_SHARE = False
     results, kinds = {}, set()
     for width in WIDTHS:
         pipe = ps.Pipeline(make(width), loss_fn, microbatches=4, cuts=["1", "4"])
-        losses = []
-        for rows in (8, 8, 6):
-            batch, target = data(rows)
-            losses.append(pipe.step(batch, target=target))
-        results[width] = losses, gradients(pipe.named_parameters())
+        results[width] = stepped(pipe, BATCHES)
         channels = pipe._engine.open_channels()
         kinds |= {type(channel.transport) for channel in (*channels.outgoing.values(), *channels.incoming.values())}
         kinds |= set(pipe.lines().values())
@@ -77,12 +76,8 @@ def test_numbers_do_not_depend_on_what_messages_travel_over(shared):
     over = {MemorySender, MemoryReceiver, "memory that both processes see"}
     over = over if shared else {GroupSender, GroupReceiver, "a gloo group of their own"}
     assert set.union(*(kinds for _, kinds in everyone)) == over
-    for width in WIDTHS:
-        model = make(width)
-        expected = [accumulate(model, loss_fn, data(rows), 4) for rows in (8, 8, 6)]
-        for results, _ in everyone:
-            assert all(map(torch.equal, results[width][0], expected))
-        assert_same(merged([results[width][1] for results, _ in everyone]), gradients(model.named_parameters()))
+    expected = {width: stepped(OneProcess(make(width), loss_fn, None, 4), BATCHES) for width in WIDTHS}
+    assert_as_one_process([results for results, _ in everyone], expected)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds it, but no
 import pytest
 import torch
 from hosts import TORCHRUN, hosts, run, torchrun, why_not
-from reference import accumulate, assert_same, data, gradients, merged
+from reference import OneProcess, assert_as_one_process, data, gradients, stepped
 from reference import make as make_model
 
 import penstock as ps
@@ -92,15 +92,13 @@ def rank_killed(folder):
 def check_numbers(folder, ranks, host_of):
     """What all ranks wrote: the numbers of one process, and the right way for every message."""
     everyone = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(ranks)]
-    model, loss_fn = make_model("gpt", depth=8)
-    losses = [accumulate(model, loss_fn, batch(step), MICROBATCHES) for step in range(STEPS)]
+    expected = stepped(OneProcess(*make_model("gpt", depth=8), None, MICROBATCHES), map(batch, range(STEPS)))
     for rank, result in enumerate(everyone):
         assert result["host"] == host_of(rank)
     for schedule in everyone[0]["runs"]:
         runs = [result["runs"][schedule] for result in everyone]
-        assert_same(merged([value["gradients"] for value in runs]), gradients(model.named_parameters()))
+        assert_as_one_process([[value["losses"], value["gradients"]] for value in runs], expected)
         for rank, value in enumerate(runs):
-            assert all(map(torch.equal, value["losses"], losses)), (schedule, rank)
             for peer, line in value["lines"].items():
                 assert line == ("MemorySender" if host_of(peer) == host_of(rank) else "GroupSender"), (schedule, rank, peer)
     return everyone

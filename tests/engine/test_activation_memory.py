@@ -219,7 +219,6 @@ def rank_new_to_others():
     return found
 
 
-@pytest.mark.ranks
 def test_a_kind_of_batch_that_is_new_to_another_rank_only_is_measured_too():
     first, second = on_ranks(rank_new_to_others, 3)[0]
     assert len(first) == 3

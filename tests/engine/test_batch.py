@@ -2,13 +2,14 @@
 
 import re
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from error_text import NO_ERROR, error_text, outcome
 from models import has_auxiliary_loss, toy
-from reference import accumulate, assert_same, data, gradients, make, merged
+from reference import OneProcess, accumulate, assert_as_one_process, assert_same, data, gradients, make, merged
 from runners import on_ranks
 from torch import nn
 
@@ -78,15 +79,10 @@ def middle(rank, batch):
 GIVEN = {other_target: "target", only_what_is_read: None, other_crop: None, other_inputs: "inputs", middle: None}
 
 
-class InPlace(nn.Module):
-    def forward(self, hidden):
-        return hidden.mul_(0.5)
-
-
 def changed_batches(rank, batch):
     """What a step says whose inputs differ on the ranks: since a layer has changed them in place, or since the user has."""
     inputs, target, results = batch[0].clone(), None if rank == 0 else batch[1], {}
-    for name, layer in (("a layer", InPlace()), ("the user", nn.Identity())):
+    for name, layer in (("a layer", toy(lambda self, hidden: hidden.mul_(0.5))), ("the user", nn.Identity())):
         model, loss_fn = make("mlp")
         pipe = ps.Pipeline(nn.Sequential(layer, *model), loss_fn, "1f1b", M)
         pipe.step(inputs, target=target)
@@ -112,18 +108,17 @@ def rank_data():
     with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0):
         results["autocast"] = error_text(step)
     results["changed"] = changed_batches(rank, batch)
-    return results, rank_accumulates(), rank_is_told(batch, rank)
+    return results, accumulated(ps.Pipeline), rank_is_told(batch, rank)
 
 
-def rank_accumulates():
+def accumulated(pipeline):
+    """The losses of k steps scaled by 1/k, and the gradients, by schedule and k."""
     found = {}
-    for schedule in ("1f1b", "zb-h1"):
-        for k in (2, 3):
-            pipe = ps.Pipeline(*make("mlp"), schedule, M)
-            losses = [
-                pipe.step(data("mlp", ROWS, seed)[0], target=data("mlp", ROWS, seed)[1], scale=1 / k) for seed in range(k)
-            ]
-            found[schedule, k] = losses, gradients(pipe.named_parameters())
+    for schedule, k in product(("1f1b", "zb-h1"), (2, 3)):
+        pipe, losses = pipeline(*make("mlp"), schedule, M), []
+        for inputs, target in (data("mlp", ROWS, seed) for seed in range(k)):
+            losses.append(pipe.step(inputs, target=target, scale=1 / k))
+        found[schedule, k] = losses, gradients(pipe.named_parameters())
     return found
 
 
@@ -176,18 +171,7 @@ def test_ranks_that_are_not_all_in_the_same_autocast_are_told_so(everyone):
 
 @pytest.mark.ranks
 def test_k_calls_with_scale_1_over_k_have_the_gradients_of_accumulation_in_one_process(everyone):
-    for schedule, k in everyone[0][1]:
-        whole, loss_fn = make("mlp")
-        losses = []
-        for seed in range(k):
-            pairs = list(zip(*(batch.tensor_split(M) for batch in data("mlp", ROWS, seed)), strict=True))
-            parts = [(loss_fn(whole(piece), target), len(target) / ROWS) for piece, target in pairs]
-            losses.append(sum(part.detach() * share for part, share in parts))
-            for part, share in parts:
-                part.backward(torch.full_like(part, share * (1 / k)))
-        expected = gradients(whole.named_parameters())
-        assert_same(merged([result[1][schedule, k][1] for result in everyone]), expected)
-        assert all(all(map(torch.equal, result[1][schedule, k][0], losses)) for result in everyone)  # not scaled
+    assert_as_one_process([result for _, result, _ in everyone], accumulated(OneProcess))
 
 
 @pytest.mark.ranks
@@ -202,20 +186,18 @@ def test_with_one_microbatch_scale_is_what_multiplying_the_loss_is():
 
 @pytest.mark.ranks
 def test_a_list_gets_each_microbatchs_loss_on_every_rank_that_gives_one(everyone):
-    (inputs, target), (whole, loss_fn) = data("mlp", ROWS), make("mlp")
-    expected = [loss_fn(whole(x), y).detach() for x, y in zip(inputs.tensor_split(M), target.tensor_split(M), strict=True)]
-    few = [loss_fn(whole(x), y).detach() for x, y in zip(inputs[:2].split(1), target[:2].split(1), strict=True)]
-    for rank, (*_, (loss, losses, _, plain, two, _)) in enumerate(everyone):
+    (inputs, target), whole, expected, fewer = data("mlp", ROWS), OneProcess(*make("mlp"), None, M), [], []
+    whole.step(inputs, target=target, losses=expected), whole.step(inputs[:2], target=target[:2], losses=fewer)
+    for rank, (*_, (loss, losses, _, plain, few, _)) in enumerate(everyone):
         assert torch.equal(loss, plain)
         assert losses is None if rank == 0 else len(losses) == M and all(map(torch.equal, losses, expected))
-        assert len(two) == 2
-        assert all(map(torch.equal, two, few))
+        assert_as_one_process([few], fewer)
 
 
 @pytest.mark.ranks
 def test_the_outputs_of_a_training_step_are_on_the_last_stages_rank_detached(everyone):
-    (inputs, _), (whole, _) = data("mlp", ROWS), make("mlp")
-    expected = torch.cat([whole(piece).detach() for piece in inputs.tensor_split(M)])
+    inputs, target = data("mlp", ROWS)
+    _, expected = OneProcess(*make("mlp"), None, M).step(inputs, target=target, return_outputs=True)
     for *_, (_, _, outputs, _, _, last) in everyone:
         assert (outputs is not None) == last
         assert outputs is None or (torch.equal(outputs, expected) and not outputs.requires_grad)

@@ -3,14 +3,14 @@
 The flags of a microbatch, which travel with its rows, decide what its stages do; the numbers are those of one process.
 """
 
-import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from reference import assert_same, merged
+from reference import OneProcess, assert_as_one_process, assert_same, gradients
 from runners import cases_on_ranks, cases_under_torchrun, on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -87,36 +87,35 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-2)
 
 
-Steps = list[tuple[float, float, dict[str, Tensor | None]]]  # loss before, in evaluation; loss; gradients
+class Chain(nn.Module):
+    """Parts as one stage, or as the whole model."""
 
-
-def pipeline(schedule: str, **options: Any) -> ps.Pipeline:
-    """Two stages a rank, or for schedules of one stage a rank two parts in each."""
-    model = parts() if schedule.startswith("interleaved") else [Pair(*parts()[:2]), Pair(*parts()[2:])]
-    return ps.Pipeline(model, mse_loss, schedule, 4, **options)
-
-
-class Pair(nn.Module):
-    """Two parts as one stage."""
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.first, self.second = first, second
+        self.parts = nn.ModuleList(parts)
 
-    def forward(
-        self, hidden: Tensor, flags: Tensor, side: Tensor | None = None, gate: Tensor | None = None, number: float = 1.0
-    ) -> Any:
-        return self.second(*self.first(hidden, flags, side, gate, number))
-
-
-def named_gradients(pipe: ps.Pipeline) -> dict[str, Tensor | None]:
-    return {".".join(name.split(".")[-2:]): None if p.grad is None else p.grad.clone() for name, p in pipe.named_parameters()}
+    def forward(self, *values: Any) -> Any:
+        for part in self.parts:
+            values = part(*values)
+        return values
 
 
-def rank_trains(schedule: str, case: str, how: str) -> Steps:
+def built(pipeline: Any, schedule: str, **options: Any) -> Any:
+    """Two stages a rank, or for schedules of one stage a rank two parts in each."""
+    model: Any = Chain(parts())
+    if pipeline is ps.Pipeline:
+        model = parts() if schedule.startswith("interleaved") else [Chain(parts()[:2]), Chain(parts()[2:])]
+    return pipeline(model, mse_loss, schedule, 4, **options)
+
+
+def named_gradients(pipe: Any) -> dict[str, Tensor | None]:
+    return {".".join(name.split(".")[-2:]): value for name, value in gradients(pipe.named_parameters()).items()}
+
+
+def trains(pipeline: Any, schedule: str, case: str, how: str) -> list[tuple[Any, ...]]:
     """Evaluate and train on each batch of the case: given as a batch, or as a list of microbatches, or over Gloo."""
     shared_memory.CAN_SHARE = how != "over gloo"
-    pipe, steps = pipeline(schedule, recompute="stage" if how == "recomputed" else None), []
+    pipe, steps = built(pipeline, schedule, recompute="stage" if how == "recomputed" else None), []
     optimizer = adamw(pipe.parameters())
     for step, flags in enumerate(CASES[case]):
         x, how_flags, y = batch(step, flags)
@@ -126,45 +125,19 @@ def rank_trains(schedule: str, case: str, how: str) -> Steps:
             loss = pipe.step_microbatches(pairs, list(y.split(2)))
         else:
             loss = pipe.step(x, how_flags, target=y)
-        steps.append((before.item(), loss.item(), named_gradients(pipe)))
+        steps.append((before, loss, named_gradients(pipe)))
         optimizer.step()
         optimizer.zero_grad()
     return steps
+
+
+def rank_trains(*case: str) -> list[tuple[Any, ...]]:
+    return trains(ps.Pipeline, *case)
 
 
 @cache
-def one_process(case: str) -> Steps:
-    model, steps = nn.ModuleList(parts()), []
-    optimizer = adamw(model.parameters())
-
-    def losses(step: int, flags: tuple[int, ...]) -> list[Tensor]:
-        found = []
-        for x, how_flags, y in zip(*(tensor.split(2) for tensor in batch(step, flags)), strict=True):
-            value: Any = (x, how_flags)
-            for part in model:
-                value = part(*value)
-            found.append(mse_loss(value, y))
-        return found
-
-    for step, flags in enumerate(CASES[case]):
-        with torch.no_grad():
-            before = sum(loss.item() * 0.25 for loss in losses(step, flags))
-        total = 0.0
-        for loss in losses(step, flags):
-            loss.backward(torch.full_like(loss, 0.25))
-            total += loss.item() * 0.25
-        gradients = {name.partition(".")[2]: parameter.grad for name, parameter in model.named_parameters()}
-        steps.append((before, total, {name: None if grad is None else grad.clone() for name, grad in gradients.items()}))
-        optimizer.step()
-        optimizer.zero_grad()
-    return steps
-
-
-def assert_as_one_process(everyone: list[Steps], case: str) -> None:
-    for number, expected in enumerate(one_process(case)):
-        results = [steps[number] for steps in everyone]
-        assert {(before, loss) for before, loss, _ in results} == {expected[:2]}
-        assert_same(merged([grads for *_, grads in results]), expected[2])
+def one_process(case: str) -> list[tuple[Any, ...]]:
+    return trains(OneProcess, "", case, "batch")
 
 
 RUNS = tuple(
@@ -185,13 +158,13 @@ DEFAULT = [("1f1b", case, "batch") for case in CASES] + [
 @pytest.mark.parametrize(("schedule", "case", "how"), slow_except(DEFAULT, RUNS))
 def test_what_is_none_stays_none_and_what_needs_a_gradient_gets_one(schedule: str, case: str, how: str) -> None:
     runs = tuple(DEFAULT) if (schedule, case, how) in DEFAULT else RUNS
-    assert_as_one_process(cases_on_ranks(rank_trains, RANKS, runs)[schedule, case, how], case)
+    assert_as_one_process(cases_on_ranks(rank_trains, RANKS, runs)[schedule, case, how], one_process(case))
 
 
 def rank_of_replicas(case: str, data_parallel: str) -> list[dict[str, Tensor | None]]:
     """Each replica has half of the rows, so that a value is used on one of them alone."""
     mesh = ps.comms.init_mesh(pp=2, dp=2)
-    pipe, steps = pipeline("1f1b", mesh=mesh, data_parallel=data_parallel), []
+    pipe, steps = built(ps.Pipeline, "1f1b", mesh=mesh, data_parallel=data_parallel), []
     for step, flags in enumerate(CASES[case]):
         half = slice(0, ROWS // 2) if pipe.position.replica == 0 else slice(ROWS // 2, ROWS)
         x, how_flags, y = batch(step, flags)
@@ -202,15 +175,12 @@ def rank_of_replicas(case: str, data_parallel: str) -> list[dict[str, Tensor | N
 
 
 def gradients_of_untrained(case: str) -> list[dict[str, Tensor | None]]:
-    model, steps = nn.ModuleList(parts()), []
+    pipe, steps = built(OneProcess, ""), []
     for step, flags in enumerate(CASES[case]):
-        for x, how_flags, y in zip(*(tensor.split(2) for tensor in batch(step, flags)), strict=True):
-            value: Any = (x, how_flags)
-            for part in model:
-                value = part(*value)
-            (mse_loss(value, y) / 4).backward()
-        steps.append({name.partition(".")[2]: parameter.grad for name, parameter in model.named_parameters()})
-        model.zero_grad()
+        x, how_flags, y = batch(step, flags)
+        pipe.step(x, how_flags, target=y)
+        steps.append(named_gradients(pipe))
+        pipe.zero_grad()
     return steps
 
 
@@ -229,7 +199,7 @@ def test_a_gradient_is_none_if_it_is_none_on_all_replicas(case: str) -> None:
 @pytest.mark.fresh
 def test_ranks_that_torchrun_starts_have_the_same_numbers(tmp_path: Path) -> None:
     for (_, case, _), runs in cases_under_torchrun(rank_trains, RANKS, FRESH, tmp_path).items():
-        assert_as_one_process(runs, case)
+        assert_as_one_process(runs, one_process(case))
 
 
 class FirstTokens(nn.Module):
@@ -264,32 +234,19 @@ class LastTokens(nn.Module):
         return hidden + side if self.flags & USE_SIDE else hidden
 
 
-class BothTokens(nn.Module):
-    """Both as one model."""
-
-    def __init__(self, parts: list[nn.Module]) -> None:
-        super().__init__()
-        self.stage0, self.stage1 = parts
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        output: Tensor = self.stage1(*self.stage0(tokens))
-        return output
-
-
 def sliced_steps(schedule: str) -> dict[str, dict[str, Tensor | None]]:
     """The loss and the gradients of each step over slices; a world of one has both stages as one model."""
     results = {}
     for case in ("there, then None", "with a gradient, then without", "used, then unused", "unused, then used"):
         parts: list[nn.Module] = [FirstTokens(), LastTokens()]
         alone = ps.comms.init_distributed().world_size == 1
-        pipe = ps.Pipeline(BothTokens(parts) if alone else parts, mse_loss, schedule, 2, slices=2)
+        pipe = ps.Pipeline(Chain(parts) if alone else parts, mse_loss, schedule, 2, slices=2)
         for step, (flags, *_) in enumerate(CASES[case]):
             FirstTokens.flags = LastTokens.flags = flags
             torch.manual_seed(step)
             tokens, target = torch.randn(2, 2, 6, WIDTH).double()
             loss = pipe.step(tokens, target=target)
-            named = {re.sub(r"^stage\d\.", "", name): value.grad for name, value in pipe.named_parameters()}
-            results[f"{case} {step}"] = {**named, "loss": loss}
+            results[f"{case} {step}"] = {**named_gradients(pipe), "loss": loss}
             pipe.zero_grad()
     return results
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from error_text import NO_ERROR, outcome
-from reference import accumulate, assert_same, data, gradients, make, merged
+from reference import OneProcess, accumulate, assert_as_one_process, assert_same, data, gradients, make, merged, stepped
 from runners import cases_on_ranks, on_ranks
 from slow_cases import slow_except
 from torch import nn
@@ -113,31 +113,20 @@ def test_torchs_own_clipping_of_a_pipelines_parameters_has_the_bits_of_one_proce
             whole.zero_grad()
 
 
-def rank_with_another_model():
-    model, loss_fn = make("mlp")
-    pipe, other = ps.Pipeline(model, loss_fn, "1f1b", M), nn.Linear(3, 3)
+def clips_with_another_model(pipeline):
+    pipe, other = pipeline(*make("mlp"), "1f1b", M), nn.Linear(3, 3)
     other.weight.grad, other.bias.grad = torch.ones(3, 3), torch.ones(3)
-    pipe.step(data("mlp", 7)[0], target=data("mlp", 7)[1])
+    stepped(pipe, [data("mlp", 7)])
     norm = clip(itertools.chain(pipe.parameters(), other.parameters()), MOST)
     return norm, gradients(pipe.named_parameters()), other.weight.grad
 
 
 def test_parameters_that_are_not_the_pipelines_may_come_after_its_own():
-    model, loss_fn = make("mlp")
-    accumulate(model, loss_fn, data("mlp", 7), M)
-    other = nn.Linear(3, 3)
-    other.weight.grad, other.bias.grad = torch.ones(3, 3), torch.ones(3)
-    norm = clip(itertools.chain(model.parameters(), other.parameters()), MOST)
-    everyone = on_ranks(rank_with_another_model, 2)
-    assert_same(merged([found for _, found, _ in everyone]), gradients(model.named_parameters()))
-    for ours, _, theirs in everyone:
-        assert torch.equal(ours, norm)
-        assert torch.equal(theirs, other.weight.grad)
+    assert_as_one_process(on_ranks(clips_with_another_model, 2, ps.Pipeline), clips_with_another_model(OneProcess))
 
 
 def rank_gives_the_same_parameters():
-    model, loss_fn = make("mlp")
-    pipe = ps.Pipeline(model, loss_fn, "1f1b", M)
+    pipe = ps.Pipeline(*make("mlp"), "1f1b", M)
     own = [parameter for stage in pipe.stages.values() for parameter in stage.parameters()]
     optimizer = torch.optim.Adam(pipe.parameters())
     taken = (
@@ -159,8 +148,7 @@ def test_whoever_does_not_ask_for_a_norm_gets_the_ranks_own_parameters():
 
 
 def rank_infinite():
-    model, loss_fn = make("mlp")
-    pipe = ps.Pipeline(model, loss_fn, "1f1b", M)
+    pipe = ps.Pipeline(*make("mlp"), "1f1b", M)
     pipe.step(data("mlp", 7)[0], target=data("mlp", 7)[1])
     if pipe.topology.rank == 1:
         next(pipe.parameters()).grad[0] = float("inf")
@@ -174,8 +162,7 @@ def test_a_norm_that_is_not_finite_is_raised_on_all_ranks():
 
 
 def rank_alone():
-    model, loss_fn = make("mlp")
-    pipe = ps.Pipeline(model, loss_fn, "1f1b", M)
+    pipe = ps.Pipeline(*make("mlp"), "1f1b", M)
     pipe.step(data("mlp", 7)[0], target=data("mlp", 7)[1])
     with pytest.raises(ps.PenstockError) as caught:
         clip(pipe.parameters(), MOST) if pipe.topology.rank == 0 else pipe.step(data("mlp", 7)[0], target=data("mlp", 7)[1])
@@ -307,7 +294,6 @@ def rank_steps(how):
     return [(str(warning.message), warning.filename) for warning in caught]
 
 
-@pytest.mark.ranks
 def test_an_optimizer_that_steps_on_one_rank_alone_is_a_warning():
     cases = "on all", "on rank 0", "the last stage has no optimizer", "in turns", "a turn of six"
     results = cases_on_ranks(rank_steps, 2, tuple((case,) for case in cases))
@@ -330,7 +316,6 @@ def rank_shares(cuts):
     return results
 
 
-@pytest.mark.ranks
 def test_two_pipelines_that_train_the_same_layer_on_different_ranks_are_told():
     assert on_ranks(rank_shares, 2, (["1"], ["3"])) == [[NO_ERROR] * 4] * 2
     message = "another pipeline has 2.weight"

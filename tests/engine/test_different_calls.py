@@ -16,6 +16,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
+from penstock.commands.train.setup import token_loss
 from penstock.comms.control_group import ControlGroup
 
 pytestmark = pytest.mark.ranks
@@ -23,10 +24,6 @@ pytestmark = pytest.mark.ranks
 RANKS, VOCABULARY = 3, 5
 WHAT_TO_DO = ": all ranks must make the same calls in the same order, none behind `if rank == 0:`"
 TOKENS = torch.arange(24).reshape(6, 4) % VOCABULARY
-
-
-def token_loss(logits, target):
-    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def layers():

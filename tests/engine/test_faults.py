@@ -16,14 +16,15 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from functools import cache
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from error_text import outcome
-from reference import accumulate, assert_same, data, gradients, make, merged
-from runners import cases_on_ranks, end_shared_ranks
+from reference import OneProcess, assert_as_one_process, data, make, stepped
+from runners import cases_on_ranks, end_shared_ranks, on_ranks
 from slow_cases import slow_except
 from torch import nn
 
@@ -125,12 +126,13 @@ class FaultyLoss:
         return nn.functional.cross_entropy(output, target)
 
 
-def rank_fails_and_goes_on(where, fault):
-    """A good step, one with a fault on rank `where`, and a good one again: the error, the loss, the gradients."""
+def rank_fails_and_goes_on(where, fault, is_first=False):
+    """A good step, unless the first one is wrong, one with a fault on rank `where`, and a good one: error, loss, gradients."""
     loss_fn = FaultyLoss()
     pipe, faulty = build(loss_fn)
     inputs, target = data("mlp", 16)
-    pipe.step(inputs, target=target)
+    if not is_first:
+        pipe.step(inputs, target=target)
     if pipe.topology.rank == where:
         faulty.fault = loss_fn.fault = fault
     error = None
@@ -139,45 +141,38 @@ def rank_fails_and_goes_on(where, fault):
     except ps.PenstockError as caught:
         error = caught
     faulty.fault = loss_fn.fault = None
-    for parameter in pipe.parameters():
-        parameter.grad = None
-    loss = pipe.step(inputs, target=target)
-    return type(error).__name__, str(error), loss, gradients(pipe.named_parameters())
+    pipe.zero_grad()
+    return type(error).__name__, str(error), stepped(pipe, [(inputs, target)])
 
 
-STEP_FAULTS = [
-    (0, "forward", "StageError", "rank 0, stage 0, action 0F0, microbatch 0: ValueError: boom in the forward"),
-    (2, "forward", "StageError", "rank 2, stage 2, action 2F0, microbatch 0: ValueError: boom in the forward"),
-    (0, "backward", "StageError", "rank 0, stage 0, action 0B0, microbatch 0: RuntimeError: boom in the backward"),
-    (2, "backward", "StageError", "rank 2, stage 2, action 2B0, microbatch 0: RuntimeError: boom in the backward"),
-    (3, "loss", "StageError", "rank 3, stage 3, action 3F0, microbatch 0: KeyError: 'boom in the loss'"),
-    (1, "shape", "StageError", "mat1 and mat2 shapes cannot be multiplied (2x5 and 12x12)"),  # raised by the next stage
-    (
-        1, "dtype", "StageError",
-        "rank 2, stage 2, action 2F0, microbatch 0: RuntimeError: mat1 and mat2 must have the same dtype",
-    ),
-    (
-        1,
-        "nonfinite",
-        "StageError",
-        "rank 1, stage 1, action 1F0, microbatch 0: the layer's own",
-    ),
-]  # fmt: skip
-ALL_FAULTS = (*((where, fault) for where, fault, *_ in STEP_FAULTS), (1, "foreign"))
+@cache
+def expected_numbers():
+    return stepped(OneProcess(model(), nn.functional.cross_entropy, None, 8), [data("mlp", 16)])
 
 
-@pytest.mark.parametrize(("where", "fault", "family", "words"), STEP_FAULTS)
-def test_a_failing_step_ends_on_all_ranks_with_the_same_line_and_the_next_one_is_right(where, fault, family, words):
-    everyone = cases_on_ranks(rank_fails_and_goes_on, RANKS, ALL_FAULTS)[where, fault]
-    uncut = model()
-    expected = accumulate(uncut, nn.functional.cross_entropy, data("mlp", 16), 8)
-    for name, text, loss, _ in everyone:
-        assert name == family
-        assert words in text
-        assert "\n" not in text
-        assert torch.equal(loss, expected)
-    assert len({text for _, text, *_ in everyone}) == 1
-    assert_same(merged([result[-1] for result in everyone]), gradients(uncut.named_parameters()))
+NOT_COMPUTED = "rank 2, stage 2, action 2F0, microbatch 0: RuntimeError: "  # said by the stage that cannot take what comes
+STEP_FAULTS = {  # rank, what it does, whether in the first step -> the error
+    (0, "forward"): "StageError: rank 0, stage 0, action 0F0, microbatch 0: ValueError: boom in the forward",
+    (2, "forward"): "StageError: rank 2, stage 2, action 2F0, microbatch 0: ValueError: boom in the forward",
+    (0, "backward"): "StageError: rank 0, stage 0, action 0B0, microbatch 0: RuntimeError: boom in the backward",
+    (2, "backward"): "StageError: rank 2, stage 2, action 2B0, microbatch 0: RuntimeError: boom in the backward",
+    (3, "loss"): "StageError: rank 3, stage 3, action 3F0, microbatch 0: KeyError: 'boom in the loss'",
+    (1, "shape"): f"StageError: {NOT_COMPUTED}mat1 and mat2 shapes cannot be multiplied (2x5 and 12x12)",
+    (1, "dtype"): f"StageError: {NOT_COMPUTED}mat1 and mat2 must have the same dtype",
+    (1, "shape", True): f"StageError: {NOT_COMPUTED}mat1 and mat2 shapes cannot be multiplied (2x5 and 12x12)",
+    (1, "dtype", True): f"StageError: {NOT_COMPUTED}mat1 and mat2 must have the same dtype",
+    (1, "nonfinite"): "StageError: rank 1, stage 1, action 1F0, microbatch 0: the layer's own",
+}
+ALL_FAULTS = (*STEP_FAULTS, (1, "foreign"))
+
+
+@pytest.mark.parametrize("fault", STEP_FAULTS)
+def test_a_failing_step_ends_on_all_ranks_with_the_same_line_and_the_next_one_is_right(fault):
+    everyone = cases_on_ranks(rank_fails_and_goes_on, RANKS, ALL_FAULTS)[fault]
+    [text] = {f"{name}: {text}" for name, text, _ in everyone}
+    assert text.replace("addmm: ", "").startswith(STEP_FAULTS[fault])  # some kernels say their name
+    assert "\n" not in text
+    assert_as_one_process([numbers for *_, numbers in everyone], expected_numbers())
 
 
 def test_an_error_of_a_class_from_elsewhere_is_the_nearest_of_the_family_on_the_others():
@@ -215,10 +210,8 @@ def rank_is_refused_by_its_system(how):
         with pytest.raises(ps.ResourceError) as raised:
             pipe.step(inputs, target=target)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    for parameter in pipe.parameters():
-        parameter.grad = None
-    loss = pipe.step(inputs, target=target)
-    return str(raised.value), loss, gradients(pipe.named_parameters())
+    pipe.zero_grad()
+    return str(raised.value), stepped(pipe, [(inputs, target)])
 
 
 SYSTEM_REFUSES = {
@@ -236,36 +229,9 @@ def test_what_a_ranks_own_system_refuses_is_told_there_and_on_all_ranks_at_once(
     else:
         cases = tuple((case,) for case in SYSTEM_REFUSES if case != "to open channels")
         everyone = cases_on_ranks(rank_is_refused_by_its_system, RANKS, cases)[how,]
-    uncut = model()
-    expected = accumulate(uncut, nn.functional.cross_entropy, data("mlp", 16), 8)
-    (text,) = {text for text, *_ in everyone}
+    (text,) = {text for text, _ in everyone}
     assert re.fullmatch(rf"rank 1 {words}: no file descriptor is free \(limit \d+\): raise `ulimit -n`", text)
-    for _, loss, _ in everyone:
-        assert torch.equal(loss, expected)
-    assert_same(merged([result[-1] for result in everyone]), gradients(uncut.named_parameters()))
-
-
-def rank_wrong_from_the_start(where, fault):
-    pipe, faulty = build()
-    if pipe.topology.rank == where:
-        faulty.fault = fault
-    inputs, target = data("mlp", 16)
-    pipe.step(inputs, target=target)
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        (
-            "shape",
-            "rank 2, stage 2, action 2F0, microbatch 0: RuntimeError: (addmm: )?mat1 and mat2 shapes cannot be multiplied",
-        ),
-        ("dtype", "rank 2, stage 2, action 2F0, microbatch 0: RuntimeError: mat1 and mat2 must have the same dtype"),
-    ],
-)
-def test_what_the_next_stage_cannot_take_is_told_by_that_stage_not_computed_on(fault, words):
-    with pytest.raises(ps.StageError, match=words):
-        ps.launch(rank_wrong_from_the_start, RANKS, 1, fault)
+    assert_as_one_process([numbers for _, numbers in everyone], expected_numbers())
 
 
 def rank_disagrees(option, value):
@@ -281,6 +247,9 @@ DISAGREEMENTS = {
         "rank 0 has 1f1b with 8 microbatches and 4 stages, rank 2 has gpipe with 8 microbatches and 4 stages"
     ),
     ("on_nonfinite", "skip"): "rank 0 has on_nonfinite=None, rank 2 has on_nonfinite=skip",
+    ("reduction", "sum"): "rank 0 has reduction=mean, rank 2 has reduction=sum",
+    ("rows_dim", 1): "rank 0 has rows_dim=0, rank 2 has rows_dim=1",
+    ("rows_per_sample", 2): "rank 0 has rows_per_sample=1, rank 2 has rows_per_sample=2",
 }
 
 
@@ -304,41 +273,19 @@ def test_ranks_that_cut_a_model_into_different_numbers_of_stages_are_told_so(ran
     assert ps.launch(rank_with_stages_of_its_own_number, 2, rank_with_two) == [sentence] * 2
 
 
-def rank_different_calls(what):
+def rank_has_another_target():
     pipe, _ = build()
     inputs, target = data("mlp", 16)
-    rank = pipe.topology.rank
-    try:
-        if what == "target":
-            pipe.step(inputs, target=target if rank != 3 else target[:9])
-        elif rank == 1:
-            pipe.eval(inputs)
-        else:
-            pipe.step(inputs, target=target)
-    except ps.MismatchError as error:
-        return str(error), pipe.eval(inputs) is None
-    return "no error", None
+    text = outcome(lambda: pipe.step(inputs, target=target if pipe.topology.rank != 3 else target[:9]), ps.MismatchError)
+    return text, pipe.eval(inputs) is None
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        (
-            "target",
-            "the ranks were given different batches: the target has 16 rows on rank 0, 9 on rank 3. Give all of them the same "
-            "(pipe.sampler(dataset), one seed for all loaders), or None where they are not read",
-        ),
-        (
-            "eval",
-            "the ranks do different things: ranks 0/2/3 call step(), rank 1 calls eval(): "
-            "all ranks must make the same calls in the same order, none behind `if rank == 0:`",
-        ),
-    ],
-)
-def test_ranks_that_call_different_things_are_told_so_before_data_flows(what, words):
-    everyone = cases_on_ranks(rank_different_calls, RANKS, (("target",), ("eval",)))[what,]
-    assert [text for text, _ in everyone] == [words] * RANKS
-    assert [nothing for _, nothing in everyone] == [True, True, True, False]
+def test_ranks_with_targets_of_other_rows_are_told_so_before_data_flows():
+    words = (
+        "the ranks were given different batches: the target has 16 rows on rank 0, 9 on rank 3. Give all of them the same "
+        "(pipe.sampler(dataset), one seed for all loaders), or None where they are not read"
+    )
+    assert on_ranks(rank_has_another_target, RANKS) == [(words, rank < 3) for rank in range(RANKS)]
 
 
 def rank_loses_one(where, fault, folder):
@@ -481,10 +428,8 @@ def no_memory(stage):
 
 def test_a_rank_that_fails_first_thing_after_a_failed_step_is_heard_by_the_others():
     everyone = ps.launch(rank_fails_before_its_lines_are_open, RANKS)
-    expected = accumulate(model(), nn.functional.cross_entropy, data("mlp", 16), 8)
-    for (_, second), loss in everyone:
-        assert second == "rank 1 has no memory"
-        assert torch.equal(loss, expected)
+    assert [second for (_, second), _ in everyone] == ["rank 1 has no memory"] * RANKS
+    assert_as_one_process([[loss] for _, loss in everyone], expected_numbers()[0])
 
 
 class Said(io.StringIO):
@@ -514,8 +459,7 @@ def rank_is_at_other_work():
 
 
 def test_a_long_wait_for_a_rank_that_has_not_begun_a_call_is_said_and_goes_on():
-    expected = accumulate(model(), nn.functional.cross_entropy, data("mlp", 16), 8)
+    waited = "penstock: rank 0 has waited for 1 s for rank 1 to begin step(), before 0F0, and waits 600 s at most: "
     for said, loss in ps.launch(rank_is_at_other_work, RANKS):
-        waited = "penstock: rank 0 has waited for 1 s for rank 1 to begin step(), before 0F0, and waits 600 s at most: "
         assert said.startswith(waited)
-        assert torch.equal(loss, expected)
+        assert_as_one_process([[loss]], expected_numbers()[0])

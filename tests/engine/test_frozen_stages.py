@@ -6,8 +6,7 @@ import pytest
 import torch
 from error_text import NO_ERROR, outcome
 from models import CASES
-from models import accumulate as accumulate_model
-from reference import accumulate, assert_same, data, gradients, make, merged
+from reference import OneProcess, accumulate, assert_as_one_process, assert_same, data, gradients, make, merged
 from runners import cases_on_ranks, on_ranks, on_ranks_once
 from slow_cases import slow_except
 from torch import nn
@@ -76,25 +75,14 @@ def test_frozen_stages_have_forwards_only_and_the_bits_of_one_process(kind, sche
     case = kind, schedule, frozen, cuts, slices
     found = cases_on_ranks(rank_step, 2, QUICK if case in QUICK else SLOW)[case]
     whole, loss_fn = model(kind, frozen)
-    trains = frozen < len(whole)
-    loss = accumulate_or_evaluate(whole, loss_fn, kind, trains)
+    loss = accumulate(whole, loss_fn, data(kind, ROWS), M)
     if slices == 1:
-        assert_same(merged([rank["gradients"] for rank in found]), gradients(whole.named_parameters()))
-        assert_same(
-            merged([rank["buffers"] for rank in found]),
-            {name: value for name, value in whole.state_dict().items() if "running" in name},
-        )
+        buffers = {name: value for name, value in whole.state_dict().items() if "running" in name}
+        expected = [loss, gradients(whole.named_parameters()), buffers]
+        assert_as_one_process([[rank[what] for what in ("loss", "gradients", "buffers")] for rank in found], expected)
     for rank in found:
-        assert torch.equal(rank["loss"], loss) or slices > 1
         assert rank["kinds"] == STEPS[case]
         assert rank["with backwards"] == {stage for stage, kinds in enumerate(STEPS[case]) if kinds != "F"}
-
-
-def accumulate_or_evaluate(whole: nn.Module, loss_fn: Any, kind: str, trains: bool) -> torch.Tensor:
-    if trains:
-        return accumulate(whole, loss_fn, data(kind, ROWS), M)
-    inputs, target = (part.tensor_split(M) for part in data(kind, ROWS))
-    return sum(loss_fn(whole(rows), labels) * (len(rows) / ROWS) for rows, labels in zip(inputs, target, strict=True))
 
 
 def test_a_rank_of_frozen_stages_keeps_nothing_for_a_backward():
@@ -200,32 +188,22 @@ SKIPS = {  # model, its frozen parts, cuts -> the kinds of each stage's actions
 }
 
 
-def rank_skips(name: str, frozen: tuple[str, ...], cuts: tuple[str, ...]) -> dict[str, Any]:
-    whole = model_with_frozen(name, frozen)
-    args, target, kwargs = CASES[name].batch(ROWS, 1)
-    example = {"example_args": args, "example_kwargs": dict(kwargs)}
-    pipe = ps.Pipeline(whole, CASES[name].loss_fn, "1f1b", M, cuts=list(cuts), **example)
-    loss = pipe.step(*args, target=target, **kwargs)
-    return {"loss": loss, "gradients": gradients(pipe.named_parameters()), "kinds": kinds_of_stages(pipe)}
-
-
-def model_with_frozen(name: str, frozen: tuple[str, ...]) -> nn.Module:
-    whole = CASES[name].model()
+def step_with_skips(pipeline: Any, name: str, frozen: tuple[str, ...], cuts: tuple[str, ...]) -> tuple[Any, ...]:
+    whole, (args, target, kwargs) = CASES[name].model(), CASES[name].batch(ROWS, 1)
     for part in frozen:
         whole.get_submodule(part).requires_grad_(False)
-    return whole
+    example = {"example_args": args, "example_kwargs": dict(kwargs)}
+    pipe = pipeline(whole, CASES[name].loss_fn, "1f1b", M, cuts=list(cuts), **example)
+    loss = pipe.step(*args, target=target, **kwargs)
+    kinds = SKIPS[name, frozen, cuts] if pipeline is OneProcess else kinds_of_stages(pipe)
+    return loss, gradients(pipe.named_parameters()), kinds
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "frozen", "cuts"), SKIPS)
-def test_what_skips_trained_stages_from_a_frozen_one_gets_no_gradient(name, frozen, cuts):
-    found = cases_on_ranks(rank_skips, 3, tuple(SKIPS))[name, frozen, cuts]
-    whole = model_with_frozen(name, frozen)
-    loss = accumulate_model(whole, CASES[name].loss_fn, CASES[name].batch(ROWS, 1), M)
-    assert_same(merged([rank["gradients"] for rank in found]), gradients(whole.named_parameters()))
-    for rank in found:
-        assert torch.equal(rank["loss"], loss)
-        assert rank["kinds"] == SKIPS[name, frozen, cuts]
+@pytest.mark.parametrize("case", SKIPS)
+def test_what_skips_trained_stages_from_a_frozen_one_gets_no_gradient(case):
+    everyone = cases_on_ranks(step_with_skips, 3, tuple((ps.Pipeline, *skips) for skips in SKIPS))[ps.Pipeline, *case]
+    assert_as_one_process(everyone, step_with_skips(OneProcess, *case))
 
 
 def rank_replicas(data_parallel: str) -> Any:

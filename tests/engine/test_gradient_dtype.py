@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import accumulate, assert_same, gradients, merged, pieces
+from reference import OneProcess, assert_as_one_process, gradients, pieces
 from runners import cases_on_ranks, on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -60,22 +60,10 @@ def batch(step: int, rows: int = 8) -> Tensor:
     return torch.randint(WORDS, (rows, 6), generator=torch.Generator().manual_seed(step))
 
 
-@cache
-def one_process() -> tuple[dict[str, Any], dict[str, Any], Tensor]:
-    """Gradients of two batches, the weights after a step with them, and their norm."""
-    model = Net()
-    for step in range(2):
-        accumulate(model, loss_fn, (batch(step), batch(step)), M)
-    grads = gradients(model.named_parameters())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    return grads, {name: p.detach().clone() for name, p in model.named_parameters()}, norm
-
-
-def train(schedule: str, how: str, options: tuple[tuple[str, Any], ...]) -> Any:
+def trains(pipeline: Any, schedule: str, how: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    """Gradients of two batches, their norm, and the weights after a step with them."""
     cuts = {"V": STAGES, "moved": STAGES[-1:], "one": None}.get(how, ["three"])
-    pipe: Any = ps.Pipeline(Net(), loss_fn, schedule, M, cuts=cuts, **dict(options))
+    pipe: Any = pipeline(Net(), loss_fn, schedule, M, cuts=cuts, **dict(options))
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9)
     for step in range(2):
         tokens = batch(step)
@@ -89,7 +77,16 @@ def train(schedule: str, how: str, options: tuple[tuple[str, Any], ...]) -> Any:
     grads = gradients(pipe.named_parameters())
     norm = nn.utils.clip_grad_norm_(pipe.parameters(), 0.5)
     optimizer.step()
-    return grads, {name: p.detach().clone() for name, p in pipe.named_parameters()}, norm
+    return grads, norm, {name: p.detach().clone() for name, p in pipe.named_parameters()}
+
+
+def train(*case: Any) -> Any:
+    return trains(ps.Pipeline, *case)
+
+
+@cache
+def one_process() -> Any:
+    return trains(OneProcess, "", "", ())
 
 
 CASES: dict[str, tuple[Any, ...]] = {
@@ -112,11 +109,9 @@ QUICK = ("1f1b", "zb-v, recomputed", "slices")
 def test_they_have_the_bits_of_one_process_and_so_has_the_step_of_the_optimizer(case: str) -> None:
     launched = tuple(CASES[name] for name in CASES if (name in QUICK) == (case in QUICK))
     everyone = cases_on_ranks(train, 2, launched)[CASES[case]]
-    grads, weights, norm = on_ranks(train, 1, "zb-h1", "one", (("slices", 2),))[0] if case == "slices" else one_process()
-    assert {grad.dtype for grad in grads.values()} == {torch.float32}
-    assert_same(merged([result[0] for result in everyone]), grads)
-    assert all(torch.equal(result[2], norm) for result in everyone)
-    assert_same(merged([result[1] for result in everyone]), weights)
+    expected = on_ranks(train, 1, "zb-h1", "one", (("slices", 2),))[0] if case == "slices" else one_process()
+    assert {grad.dtype for grad in expected[0].values()} == {torch.float32}
+    assert_as_one_process(everyone, expected)
 
 
 def build_replicas(data_parallel: str) -> str:

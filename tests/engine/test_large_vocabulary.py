@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import merged
+from reference import accumulate, merged
 from runners import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,10 +94,7 @@ def test_no_tensor_has_the_size_of_all_logits_and_the_numbers_are_rounded_alike(
 def test_the_numbers_are_those_of_one_process_in_chunks() -> None:
     names = page()
     whole = model(names, True)
-    tokens, target = batch()
-    for rows in (slice(2), slice(2, 4)):
-        loss = names["loss_in_chunks"](whole(tokens[rows]), target[rows])
-        loss.backward(torch.full_like(loss, 0.5))
+    accumulate(whole, names["loss_in_chunks"], batch(), 2, ps.tokens())
     found = merged([gradients for _, gradients, _ in on_ranks(train, 2, "chunks", True)])
     for name, parameter in whole.named_parameters():
         assert torch.equal(found[name], parameter.grad), name

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from models import has_auxiliary_loss, toy
-from reference import accumulate, assert_same, data, gradients, make, merged, pieces
+from reference import OneProcess, assert_as_one_process, data, gradients, make, merged, stepped
 from runners import on_ranks
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -25,51 +25,28 @@ def model():
     return make("mlp")[0]
 
 
-def alone(loss_fn, batch, weight, count=M, whole=None):
-    """Loss and gradients of one process, whose microbatches' losses are added up with these weights."""
-    whole = whole or model()
-    loss = accumulate(whole, loss_fn, batch, count, weight)
-    return loss, gradients(whole.named_parameters())
-
-
-def add_up(loss_fn, batch, count=M, scale=1.0):
-    """The same of one process that adds them up as they are."""
-    whole = model()
-    parts = list(zip(*[pieces(microbatch, count) for microbatch in batch], strict=True))
-    losses = [loss_fn(whole(inputs), target) for inputs, target in parts]
-    for loss in losses:
-        (loss * scale).backward()
-    return sum(loss.detach() for loss in losses), gradients(whole.named_parameters())
-
-
 # ---- a sum
 
 
-def rank_sums(schedule):
-    batch, results = data("mlp", 8), {}
-    pipe = ps.Pipeline(model(), nn.CrossEntropyLoss(reduction="sum"), schedule, M, reduction="sum")
-    losses = []
-    results["step"] = pipe.step(batch[0], target=batch[1], losses=losses), gradients(pipe.named_parameters())
-    results["losses"] = losses, {}
-    results["eval"] = pipe.eval(batch[0], target=batch[1])[1], {}
+SUM = {"loss_fn": nn.CrossEntropyLoss(reduction="sum"), "reduction": "sum", "microbatches": M}
+
+
+def steps_of_sums(pipeline, schedule):
+    (inputs, target), losses = data("mlp", 8), []
+    pipe = pipeline(model(), schedule=schedule, **SUM)
+    loss = pipe.step(inputs, target=target, losses=losses)
+    results = [loss, losses, gradients(pipe.named_parameters()), pipe.eval(inputs, target=target)[1]]
     pipe.zero_grad()
-    results["scale"] = pipe.step(batch[0], target=batch[1], scale=0.5), gradients(pipe.named_parameters())
-    return results
+    return [*results, pipe.step(inputs, target=target, scale=0.5), gradients(pipe.named_parameters())]
 
 
 @pytest.mark.ranks
 def test_losses_that_are_sums_have_the_loss_and_the_gradients_of_one_process_that_sums():
-    batch, loss_fn = data("mlp", 8), nn.CrossEntropyLoss(reduction="sum")
-    loss, expected = add_up(loss_fn, batch)
-    torch.testing.assert_close(loss, loss_fn(model()(batch[0]), batch[1]))
+    expected, batch = steps_of_sums(OneProcess, None), data("mlp", 8)
+    torch.testing.assert_close(expected[0], SUM["loss_fn"](model()(batch[0]), batch[1]).detach())
+    assert torch.equal(sum(expected[1]), expected[0])
     for schedule, ranks in (("1f1b", 2), ("zb-v", 2), ("gpipe", 3)):
-        everyone = on_ranks(rank_sums, ranks, schedule)
-        for result in everyone:
-            assert torch.equal(result["step"][0], loss)
-            assert torch.equal(result["eval"][0], loss)
-            assert torch.equal(sum(result["losses"][0]), loss)
-        assert_same(merged([result["step"][1] for result in everyone]), expected)
-        assert_same(merged([result["scale"][1] for result in everyone]), add_up(loss_fn, batch, scale=0.5)[1])
+        assert_as_one_process(on_ranks(steps_of_sums, ranks, ps.Pipeline, schedule), expected)
 
 
 def balanced():
@@ -79,50 +56,42 @@ def balanced():
 
 
 def rank_auxiliary_sums():
-    inputs, target = data("mlp", 8)
-    pipe = ps.Pipeline(balanced(), nn.CrossEntropyLoss(reduction="sum"), "1f1b", M, reduction="sum")
-    return pipe.step(inputs, target=target), gradients(pipe.named_parameters())
+    return stepped(ps.Pipeline(balanced(), schedule="1f1b", **SUM), [data("mlp", 8)])
 
 
 @pytest.mark.ranks
 def test_auxiliary_losses_are_added_up_with_losses_that_are_sums():
-    whole, loss_fn = balanced(), nn.CrossEntropyLoss(reduction="sum")
-    total = 0.0
-    for inputs, target in zip(*[pieces(batch, M) for batch in data("mlp", 8)], strict=True):
-        hidden = whole[0].layer(inputs)
-        loss = loss_fn(whole[2](whole[1](hidden)), target) + hidden.square().sum()
-        loss.backward()
-        total += loss.item()
+    whole, (inputs, target) = balanced(), data("mlp", 8)
+    hidden = whole[0].layer(inputs)
+    total = SUM["loss_fn"](whole[2](whole[1](hidden)), target) + hidden.square().sum()
+    total.backward()
     everyone = on_ranks(rank_auxiliary_sums, 2)
-    for ours, _ in everyone:
-        assert ours.item() == pytest.approx(total, rel=1e-6)
+    for (ours,), _ in everyone:
+        assert ours.item() == pytest.approx(total.item(), rel=1e-6)
     found = merged([grads for _, grads in everyone])
     for name, grad in gradients(whole.named_parameters()).items():
         torch.testing.assert_close(found[name], grad)
 
 
-def rank_scaled_sum():
-    inputs, target = data("mlp", 8)
-    scaler = ShardedGradScaler("cpu", init_scale=2.0**7)
-    pipe = ps.Pipeline(model(), nn.CrossEntropyLoss(reduction="sum"), "1f1b", M, reduction="sum", scaler=scaler)
+def scaled_sum(pipeline):
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**7) if pipeline is ps.Pipeline else None
+    pipe, (inputs, target) = pipeline(model(), schedule="1f1b", scaler=scaler, **SUM), data("mlp", 8)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     loss = pipe.step(inputs, target=target)
-    scaler.unscale_(optimizer)
+    if scaler:
+        scaler.unscale_(optimizer)
     return loss, gradients(pipe.named_parameters())
 
 
 @pytest.mark.ranks
 def test_a_scaler_scales_losses_that_are_sums():
-    loss, expected = add_up(nn.CrossEntropyLoss(reduction="sum"), data("mlp", 8))
-    everyone = on_ranks(rank_scaled_sum, 2)
-    assert all(torch.equal(ours, loss) for ours, _ in everyone)
-    assert_same(merged([grads for _, grads in everyone]), expected)
+    assert_as_one_process(on_ranks(scaled_sum, 2, ps.Pipeline), scaled_sum(OneProcess))
 
 
 def rank_replicas_sum(way):
     whole = model().double()
     mesh = ps.comms.init_mesh(pp=2, dp=2)
-    pipe = ps.Pipeline(whole, nn.CrossEntropyLoss(reduction="sum"), "1f1b", M, reduction="sum", mesh=mesh, data_parallel=way)
+    pipe = ps.Pipeline(whole, schedule="1f1b", mesh=mesh, data_parallel=way, **SUM)
     inputs, target = data("mlp", 11)
     mine = slice(0, 7) if pipe.position.replica == 0 else slice(7, 11)  # unequal numbers of rows
     loss = pipe.step(inputs[mine].double(), target=target[mine])
@@ -135,9 +104,8 @@ def rank_replicas_sum(way):
 @pytest.mark.ranks
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_sums_of_replicas_are_added_up(way):
-    whole, loss_fn = model().double(), nn.CrossEntropyLoss(reduction="sum")
-    inputs, target = data("mlp", 11)
-    loss = loss_fn(whole(inputs.double()), target)
+    whole, (inputs, target) = model().double(), data("mlp", 11)
+    loss = SUM["loss_fn"](whole(inputs.double()), target)
     loss.backward()
     for ours, grads in on_ranks(rank_replicas_sum, 4, way):
         assert ours.item() == pytest.approx(loss.item(), abs=1e-12)
@@ -150,20 +118,20 @@ def wrapped(inner):
     return toy(lambda self, output, target: self.inner(output, target), "WrappedLoss", inner=inner)
 
 
-NONE, SUM = nn.CrossEntropyLoss(reduction="none"), nn.CrossEntropyLoss(reduction="sum")
+NONE, ADDED = nn.CrossEntropyLoss(reduction="none"), SUM["loss_fn"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss_fn": SUM}, "CrossEntropyLoss has reduction='sum', and the pipeline takes what it returns for a mean: "),
-        ({"loss_fn": SUM.forward}, "CrossEntropyLoss has reduction='sum', "),
+        ({"loss_fn": ADDED}, "CrossEntropyLoss has reduction='sum', and the pipeline takes what it returns for a mean: "),
+        ({"loss_fn": ADDED.forward}, "CrossEntropyLoss has reduction='sum', "),
         ({"loss_fn": nn.MSELoss(), "reduction": "sum"}, "MSELoss has reduction='mean', and the pipeline takes .. for a sum: "),
         ({"loss_fn": nn.L1Loss(reduction="none")}, "L1Loss has reduction='none', and a loss is one number: "),
         ({"loss_fn": NONE, "reduction": "sum"}, "reduction='none', and a loss is one number: give it reduction='sum'"),
         ({"loss_fn": partial(F.mse_loss, reduction="sum")}, "mse_loss has reduction='sum', "),
         ({"loss_fn": partial(F.mse_loss, reduction="none")}, "mse_loss has reduction='none', "),
-        ({"loss_fn": partial(SUM)}, "CrossEntropyLoss has reduction='sum', "),
+        ({"loss_fn": partial(ADDED)}, "CrossEntropyLoss has reduction='sum', "),
         ({"loss_fn": F.mse_loss, "reduction": "none"}, "reduction is 'mean' or 'sum', what loss_fn returns of "),
         ({"loss_fn": F.mse_loss, "reduction": "sum", "loss_weight": len}, "reduction='sum' adds them: leave out one"),
     ],
@@ -175,7 +143,7 @@ def test_a_loss_that_says_another_reduction_of_itself_is_refused(options, messag
 
 
 @pytest.mark.parametrize(
-    "loss_fn", [SUM, partial(SUM), partial(F.cross_entropy, reduction="sum"), nn.KLDivLoss(reduction="sum")]
+    "loss_fn", [ADDED, partial(ADDED), partial(F.cross_entropy, reduction="sum"), nn.KLDivLoss(reduction="sum")]
 )
 def test_a_loss_that_says_the_pipelines_reduction_is_taken(loss_fn):
     ps.Pipeline(model(), loss_fn, reduction="sum")
@@ -189,26 +157,15 @@ def test_a_sum_inside_a_loss_of_ones_own_is_a_warning_since_that_may_divide_it()
     with pytest.warns(
         UserWarning, match=r"loss_fn has a CrossEntropyLoss with reduction='sum', and .* a mean: if .* sum, pass"
     ):
-        ps.Pipeline(model(), wrapped(SUM))
+        ps.Pipeline(model(), wrapped(ADDED))
     for options in (
-        {"loss_fn": wrapped(SUM), "reduction": "sum"},
+        {"loss_fn": wrapped(ADDED), "reduction": "sum"},
         {"loss_fn": wrapped(NONE)},
-        {"loss_fn": wrapped(SUM), "loss_weight": len},
+        {"loss_fn": wrapped(ADDED), "loss_weight": len},
     ):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ps.Pipeline(model(), **options)
-
-
-def rank_other_reduction():
-    reduction = "sum" if ps.comms.init_distributed().rank else "mean"
-    with pytest.raises(ps.MismatchError, match="rank 0 has reduction=mean, rank 1 has reduction=sum"):
-        ps.Pipeline(model(), F.cross_entropy, reduction=reduction)
-
-
-@pytest.mark.ranks
-def test_ranks_with_other_reductions_are_told():
-    on_ranks(rank_other_reduction, 2)
 
 
 # ---- a mean over what counts
@@ -235,24 +192,20 @@ def batch_for(name):
     return inputs, target
 
 
-def rank_counted():
-    results = {}
-    for name, (loss_fn, arguments) in LOSSES.items():
-        pipe = ps.Pipeline(model(), loss_fn, "1f1b", M, loss_weight=ps.tokens(**arguments))
-        inputs, target = batch_for(name)
-        results[name] = pipe.step(inputs, target=target), gradients(pipe.named_parameters())
-    return results
+def counted_steps(pipeline):
+    return {
+        name: stepped(pipeline(model(), loss_fn, "1f1b", M, loss_weight=ps.tokens(**arguments)), [batch_for(name)])
+        for name, (loss_fn, arguments) in LOSSES.items()
+    }
 
 
 @pytest.mark.ranks
 def test_tokens_makes_of_microbatches_the_mean_of_the_whole_batch():
-    everyone = on_ranks(rank_counted, 2)
-    for name, (loss_fn, arguments) in LOSSES.items():
-        whole, batch = model(), batch_for(name)
-        loss, expected = alone(loss_fn, batch, ps.tokens(**arguments))
-        assert all(torch.equal(result[name][0], loss) for result in everyone), name
-        assert_same(merged([result[name][1] for result in everyone]), expected)
-        at_once = loss_fn(whole(batch[0]), batch[1])
+    results = counted_steps(OneProcess)
+    assert_as_one_process(on_ranks(counted_steps, 2, ps.Pipeline), results)
+    for name, ([loss], expected) in results.items():
+        whole, (inputs, target) = model(), batch_for(name)
+        at_once = LOSSES[name][0](whole(inputs), target)
         at_once.backward()
         torch.testing.assert_close(loss, at_once.detach())
         for key, grad in gradients(whole.named_parameters()).items():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import toy
-from reference import assert_same, gradients, merged
+from reference import OneProcess, assert_as_one_process, gradients
 from runners import on_ranks
 from torch import Tensor, nn
 
@@ -67,15 +67,8 @@ def ranks(_: Any = None) -> dict[str, Any]:
 
 
 def one_process(kind: str, calls: list[tuple[Any, ...]], targets: list[Tensor]) -> tuple[float, dict[str, Tensor | None]]:
-    """The same microbatches one after the other, weighted by the tokens that count."""
-    whole, loss_fn = model(kind), page()["token_loss"]
-    counts = [int((target != -100).sum()) for target in targets]
-    total = 0.0
-    for call, target, count in zip(calls, targets, counts, strict=True):
-        loss = loss_fn(whole(*call), target)
-        loss.backward(torch.full_like(loss, count / sum(counts)))
-        total += loss.detach() * (count / sum(counts))
-    return total.item(), gradients(whole.named_parameters())
+    pipe = OneProcess(model(kind), page()["token_loss"], loss_weight=ps.tokens())
+    return pipe.step_microbatches(calls, targets).item(), gradients(pipe.named_parameters())
 
 
 def expected() -> dict[str, tuple[float, dict[str, Tensor | None]]]:
@@ -96,9 +89,7 @@ def expected() -> dict[str, tuple[float, dict[str, Tensor | None]]]:
 @pytest.mark.ranks
 def test_packed_rows_offsets_and_images_in_some_microbatches_have_the_gradients_of_one_process() -> None:
     everyone = on_ranks(ranks, 2)
-    for name, (loss, grads) in expected().items():
-        assert [found[name][0] for found in everyone] == [loss] * 2, name
-        assert_same(merged([found[name][1] for found in everyone]), grads)
+    assert_as_one_process(everyone, expected())
     tower = {name: grad for found in everyone for name, grad in found["no images"][1].items() if "tower" in name}
     assert len(tower) == 2
     assert set(tower.values()) == {None}

@@ -3,69 +3,21 @@
 import gc
 import re
 import weakref
-from functools import cache
-from itertools import product
 
 import pytest
 import torch
-from reference import accumulate, assert_same, data, gradients, make, merged
+from reference import OneProcess, accumulate, assert_as_one_process, assert_same, data, gradients, make, stepped
 from runners import on_ranks
-from slow_cases import slow_except
 from torch import nn
 
 import penstock as ps
 
 pytestmark = pytest.mark.ranks
 
-SCHEDULES = ("naive", "gpipe", "1f1b")
-MICROBATCHES = (1, 2, 3, 5, 8)
-UNEVEN = 5  # rows
-GRID = [  # each schedule with each M; the models and splits take turns, so that each meets each M
-    (schedule, microbatches, ("mlp", "gpt")[number % 2], ("even", "uneven")[number // 2 % 2])
-    for number, (schedule, microbatches) in enumerate(product(SCHEDULES, MICROBATCHES))
-]
 
-
-def rows_of(split, microbatches):
-    return 2 * microbatches if split == "even" else UNEVEN
-
-
-def rank_grid():
-    """Two steps of every combination, without an optimizer between."""
-    results = {}
-    for schedule, microbatches, kind, split in GRID:
-        model, loss_fn = make(kind)
-        pipe = ps.Pipeline(model, loss_fn, schedule=schedule, microbatches=microbatches)
-        losses = []
-        for seed in (3, 4):
-            inputs, target = data(kind, rows_of(split, microbatches), seed)
-            losses.append(pipe.step(inputs, target=target))
-        results[schedule, microbatches, kind, split] = losses, gradients(pipe.named_parameters())
-    return results
-
-
-@cache
-def alone(microbatches, kind, split):
-    """The same of one process, which has no schedule."""
-    model, loss_fn = make(kind)
-    batches = [data(kind, rows_of(split, microbatches), seed) for seed in (3, 4)]
-    return [accumulate(model, loss_fn, batch, microbatches) for batch in batches], gradients(model.named_parameters())
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.kernels), *slow_except((), (3, 4))])
-def test_loss_and_gradients_are_those_of_one_process(ranks):
-    everyone = on_ranks(rank_grid, ranks)
-    for schedule, microbatches, kind, split in GRID:
-        expected, whole = alone(microbatches, kind, split)
-        results = [result[schedule, microbatches, kind, split] for result in everyone]
-        for losses, _ in results:
-            assert all(map(torch.equal, losses, expected)), (schedule, microbatches, kind, split)
-        assert_same(merged([grads for _, grads in results]), whole)
-
-
-def rank_steps(kind, schedule, microbatches, dropout, steps):
+def trains(pipeline, kind, schedule, microbatches, dropout, steps):
     model, loss_fn = make(kind, dropout)
-    pipe = ps.Pipeline(model, loss_fn, schedule=schedule, microbatches=microbatches, seed=5)
+    pipe = pipeline(model, loss_fn, schedule=schedule, microbatches=microbatches, seed=5)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
@@ -74,31 +26,20 @@ def rank_steps(kind, schedule, microbatches, dropout, steps):
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, pipe.state_dict()
+    return losses, dict(pipe.state_dict())
 
 
 @pytest.mark.slow
 def test_after_fifty_clipped_optimizer_steps_the_weights_are_those_of_one_process():
-    model, loss_fn = make("mlp")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(50):
-        losses.append(accumulate(model, loss_fn, data("mlp", 9, seed=step), 4))
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    everyone = on_ranks(rank_steps, 3, "mlp", "1f1b", 4, 0.0, 50)
-    assert all(all(map(torch.equal, ours, losses)) for ours, _ in everyone)
-    assert_same(merged([state for _, state in everyone]), model.state_dict())
+    run = "mlp", "1f1b", 4, 0.0, 50
+    assert_as_one_process(on_ranks(trains, 3, ps.Pipeline, *run), trains(OneProcess, *run))
 
 
 def test_dropout_draws_the_same_for_every_schedule_cut_and_number_of_ranks():
-    [(losses, state)] = on_ranks(rank_steps, 1, "gpt", "naive", 4, 0.2, 10)
+    [(losses, state)] = on_ranks(trains, 1, ps.Pipeline, "gpt", "naive", 4, 0.2, 10)
     for ranks, schedule in ((2, "gpipe"), (4, "1f1b")):
-        everyone = on_ranks(rank_steps, ranks, "gpt", schedule, 4, 0.2, 10)
-        assert all(all(map(torch.equal, ours, losses)) for ours, _ in everyone)
-        assert_same(merged([part for _, part in everyone]), state)
-    [(without, _)] = on_ranks(rank_steps, 1, "gpt", "naive", 4, 0.0, 1)
+        assert_as_one_process(on_ranks(trains, ranks, ps.Pipeline, "gpt", schedule, 4, 0.2, 10), (losses, state))
+    without, _ = trains(OneProcess, "gpt", "naive", 4, 0.0, 1)
     assert not torch.equal(losses[0], without[0])
 
 
@@ -138,27 +79,24 @@ def counted_tokens(target):
 MASKS = ([6, 1, 2, 0, 3], [0, 0, 4, 0, 5], [0, 0, 0, 0, 0])
 
 
-def rank_masked():
+def masked_steps(pipeline):
     results = []
     for counted in MASKS:
-        model, loss_fn = make("gpt")
-        pipe = ps.Pipeline(model, loss_fn, microbatches=3, loss_weight=counted_tokens)
-        tokens, target = masked(5, counted)
-        results.append((pipe.step(tokens, target=target), gradients(pipe.named_parameters())))
+        pipe = pipeline(*make("gpt"), microbatches=3, loss_weight=counted_tokens)
+        results.append(stepped(pipe, [masked(5, counted)]))
     return results
 
 
 def test_a_token_mean_weighs_microbatches_by_counted_tokens_and_an_empty_one_adds_nothing():
-    everyone = on_ranks(rank_masked, 2)
-    for number, counted in enumerate(MASKS[:2]):
-        model, loss_fn = make("gpt")
-        loss = accumulate(model, loss_fn, masked(5, counted), 3, weight=counted_tokens)
-        assert all(torch.equal(result[number][0], loss) for result in everyone)
-        assert_same(merged([result[number][1] for result in everyone]), gradients(model.named_parameters()))
-        whole, _ = make("gpt")
+    expected = masked_steps(OneProcess)
+    assert_as_one_process(on_ranks(masked_steps, 2, ps.Pipeline), expected)
+    for counted, ([loss], _) in zip(MASKS[:2], expected, strict=False):
+        whole, loss_fn = make("gpt")
         tokens, target = masked(5, counted)
-        torch.testing.assert_close(loss, loss_fn(whole(tokens), target))
-    assert all(result[2][0] == 0 and set(result[2][1].values()) == {None} for result in everyone)
+        torch.testing.assert_close(loss, loss_fn(whole(tokens), target).detach())
+    [nothing], grads = expected[2]
+    assert nothing == 0
+    assert set(grads.values()) == {None}
 
 
 # -- evaluation, other sizes ----------------------------------------------------------------------------------------
@@ -173,60 +111,33 @@ def with_norm():
     return nn.Sequential(nn.Linear(12, 6), StatisticsNorm(6), nn.ReLU(), nn.Linear(6, 6), StatisticsNorm(6), nn.Linear(6, 3))
 
 
-def rank_norm_and_eval():
-    pipe = ps.Pipeline(with_norm(), nn.functional.cross_entropy, microbatches=2)
-    inputs, target = data("mlp", 8)
+def steps_around_an_evaluation(pipeline):
+    pipe, (inputs, target) = pipeline(with_norm(), nn.functional.cross_entropy, microbatches=2), data("mlp", 8)
     pipe.step(inputs, target=target)
-    before = gradients(pipe.named_parameters()), {k: v.clone() for k, v in pipe.state_dict().items()}
+    before = gradients(pipe.named_parameters()), {name: value.clone() for name, value in pipe.state_dict().items()}
     outputs, loss = pipe.eval(inputs, target=target)
-    alone = pipe.eval(inputs)
-    after = gradients(pipe.named_parameters()), {k: v.clone() for k, v in pipe.state_dict().items()}
+    evaluated = {"with a target": outputs, "without": pipe.eval(inputs)}
+    assert_same(gradients(pipe.named_parameters()), before[0])
+    assert_same(dict(pipe.state_dict()), before[1])
     pipe.step(inputs, target=target)
-    return before, after, outputs, loss, alone, gradients(pipe.named_parameters()), pipe.state_dict()
+    on_last = {name: value for name, value in evaluated.items() if value is not None}
+    return before, loss, on_last, gradients(pipe.named_parameters()), dict(pipe.state_dict())
 
 
 def test_eval_touches_no_gradient_and_no_buffer_and_batchnorm_updates_once_for_each_microbatch():
-    everyone = on_ranks(rank_norm_and_eval, 2)
-    model, (inputs, target) = with_norm(), data("mlp", 8)
-    accumulate(model, nn.functional.cross_entropy, (inputs, target), 2)
-    for before, after, *_ in everyone:
-        assert_same(after[0], before[0])
-        assert_same(after[1], before[1])
-    state = merged([result[0][1] for result in everyone])
-    assert_same(state, model.state_dict())
-    assert state["1.num_batches_tracked"] == 2
-    model.eval()
-    with torch.no_grad():
-        halves = [model(half) for half in inputs.tensor_split(2)]
-    assert everyone[0][2] is None
-    assert everyone[0][4] is None
-    assert torch.equal(everyone[1][2], torch.cat(halves))
-    assert torch.equal(everyone[1][4], torch.cat(halves))
-    expected = sum(nn.functional.cross_entropy(half, t) * 0.5 for half, t in zip(halves, target.tensor_split(2), strict=True))
-    assert all(torch.equal(result[3], expected) for result in everyone)
-    accumulate(model.train(), nn.functional.cross_entropy, (inputs, target), 2)
-    assert_same(merged([result[5] for result in everyone]), gradients(model.named_parameters()))
+    everyone, expected = on_ranks(steps_around_an_evaluation, 2, ps.Pipeline), steps_around_an_evaluation(OneProcess)
+    assert_as_one_process(everyone, expected)
+    assert expected[0][1]["1.num_batches_tracked"] == 2
+    assert [len(evaluated) for _, _, evaluated, *_ in everyone] == [0, 2]
 
 
-SIZES = (8, 5, 8, 2, 1, 13)
-
-
-def rank_sizes():
-    model, loss_fn = make("mlp")
-    pipe = ps.Pipeline(model, loss_fn, microbatches=4)
-    losses = []
-    for rows in SIZES:
-        inputs, target = data("mlp", rows, seed=rows)
-        losses.append(pipe.step(inputs, target=target))
-    return losses, gradients(pipe.named_parameters())
+def steps_of_other_sizes(pipeline):
+    pipe = pipeline(*make("mlp"), microbatches=4)
+    return stepped(pipe, [data("mlp", rows, seed=rows) for rows in (8, 5, 8, 2, 1, 13)])
 
 
 def test_a_batch_of_another_size_in_the_next_step_is_right_also_with_fewer_rows_than_microbatches():
-    everyone = on_ranks(rank_sizes, 3)
-    model, loss_fn = make("mlp")
-    expected = [accumulate(model, loss_fn, data("mlp", rows, seed=rows), 4) for rows in SIZES]
-    assert all(all(map(torch.equal, losses, expected)) for losses, _ in everyone)
-    assert_same(merged([grads for _, grads in everyone]), gradients(model.named_parameters()))
+    assert_as_one_process(on_ranks(steps_of_other_sizes, 3, ps.Pipeline), steps_of_other_sizes(OneProcess))
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------
@@ -245,11 +156,8 @@ def one_stage(forwards, backwards):
 
 
 def rank_table(table):
-    model, loss_fn = make("gpt", 0.1)
-    pipe = ps.Pipeline(model, loss_fn, schedule=table)
-    inputs, target = data("gpt", 7)
-    losses = [pipe.step(inputs, target=target), pipe.step(inputs, target=target)]
-    return losses, gradients(pipe.named_parameters()), pipe.eval(inputs)
+    pipe, batch = ps.Pipeline(*make("gpt", 0.1), schedule=table), data("gpt", 7)
+    return *stepped(pipe, [batch, batch]), pipe.eval(batch[0])
 
 
 def test_a_reversed_order_on_the_last_stage_keeps_the_outputs_in_the_order_of_the_rows():
@@ -261,45 +169,18 @@ def test_a_reversed_order_on_the_last_stage_keeps_the_outputs_in_the_order_of_th
     assert_same(everyone[1][1], last_layers)  # the first stage's backwards come in another order, and so do its sums
 
 
-def skipping():
+def steps_without_a_stage(pipeline):
     """Two stages on ranks 0 and 2; rank 1 has nothing to do."""
     rows = [["0F0", "0F1", "0B0", "0B1"], [], ["1F0", "1B0", "1F1", "1B1"]]
-    return ps.schedule.from_rows("skipping", [map(ps.schedule.Action.parse, row) for row in rows], placement=(0, 2))
-
-
-def rank_without_a_stage():
-    model, loss_fn = make("mlp")
-    pipe = ps.Pipeline(model, loss_fn, schedule=skipping())
-    inputs, target = data("mlp", 6)
-    losses = [pipe.step(inputs, target=target), pipe.step(inputs, target=target)]
-    return losses, gradients(pipe.named_parameters()), pipe.report.bubble
+    table = ps.schedule.from_rows("skipping", [map(ps.schedule.Action.parse, row) for row in rows], placement=(0, 2))
+    pipe = pipeline(*make("mlp"), table, 2)
+    numbers = stepped(pipe, [data("mlp", 6)] * 2)
+    assert pipeline is OneProcess or 0 < pipe.report.bubble < 1
+    return numbers
 
 
 def test_a_rank_without_a_stage_takes_part():
-    everyone = on_ranks(rank_without_a_stage, 3)
-    model, loss_fn = make("mlp")
-    expected = [accumulate(model, loss_fn, data("mlp", 6), 2) for _ in range(2)]
-    assert all(all(map(torch.equal, losses, expected)) for losses, _, _ in everyone)
-    assert_same(merged([grads for _, grads, _ in everyone]), gradients(model.named_parameters()))
-    assert all(0 < bubble < 1 for _, _, bubble in everyone)
-
-
-def rank_csv(path):
-    model, loss_fn = make("mlp")
-    pipe = ps.Pipeline(model, loss_fn, schedule=path)
-    inputs, target = data("mlp", 8)
-    return pipe.step(inputs, target=target), pipe.schedule.microbatches
-
-
-@pytest.mark.smoke
-def test_a_table_from_a_file_runs(tmp_path):
-    path = str(tmp_path / "mine.csv")
-    ps.schedule.build("1f1b", ranks=2, microbatches=3).to_csv(path)
-    model, loss_fn = make("mlp")
-    expected = accumulate(model, loss_fn, data("mlp", 8), 3)
-    for loss, microbatches in on_ranks(rank_csv, 2, path):
-        assert microbatches == 3
-        assert torch.equal(loss, expected)
+    assert_as_one_process(on_ranks(steps_without_a_stage, 3, ps.Pipeline), steps_without_a_stage(OneProcess))
 
 
 def rank_with_a_default_device(folder):

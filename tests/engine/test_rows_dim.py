@@ -1,12 +1,14 @@
 """Rows in another dimension than the first, and tensors without rows: the numbers of one process that cuts them likewise."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from error_text import error_text
 from models import toy
-from reference import assert_same, gradients, merged, same
+from reference import OneProcess, assert_same, gradients, merged, same
 from runners import on_ranks, on_ranks_once
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -90,27 +92,22 @@ def mask() -> Tensor:
     return torch.ones(TIME, TIME, dtype=torch.bool).triu(1)
 
 
-def alone(model: nn.Module, loss_fn: Any, inputs: list[Any], targets: list[Tensor], rows: list[int]) -> dict[str, Any]:
-    """What one process makes of these microbatches."""
-    model.train()
-    outputs = [model(*tensor) for tensor in inputs]
-    losses = [loss_fn(output, target) for output, target in zip(outputs, targets, strict=True)]
-    for loss, count in zip(losses, rows, strict=True):
-        loss.backward(torch.full_like(loss, count / sum(rows)))
-    loss = sum(loss.detach() * (count / sum(rows)) for loss, count in zip(losses, rows, strict=True))
-    return {"loss": loss, "losses": losses, "outputs": outputs, "gradients": gradients(model.named_parameters())}
+def numbers(pipe: Any, call: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """What `call`, a step, returns."""
+    losses: list[Tensor] = []
+    loss, outputs = call(*args, losses=losses, return_outputs=True)
+    return {"loss": loss, "losses": losses, "outputs": outputs, "gradients": gradients(pipe.named_parameters())}
 
 
 def stepped(pipe: ps.Pipeline, *args: Any, target: Any, **kwargs: Any) -> dict[str, Any]:
-    losses: list[Tensor] = []
-    loss, outputs = pipe.step(*args, target=target, losses=losses, return_outputs=True, **kwargs)
-    return {
-        "loss": loss,
-        "losses": losses,
-        "outputs": outputs,
-        "gradients": gradients(pipe.named_parameters()),
-        "evaluated": pipe.eval(*args, target=target, **kwargs),
-    }
+    found = numbers(pipe, partial(pipe.step, *args, target=target, **kwargs))
+    return {**found, "evaluated": pipe.eval(*args, target=target, **kwargs)}
+
+
+def alone(model: nn.Module, loss_fn: Any, inputs: list[Any], targets: list[Tensor], dim: int = 0) -> dict[str, Any]:
+    """What one process makes of these microbatches."""
+    pipe = OneProcess(model.train(), loss_fn, rows_dim=dim)
+    return numbers(pipe, pipe.step_microbatches, inputs, targets)
 
 
 def rank_layouts() -> dict[str, Any]:
@@ -146,7 +143,6 @@ def rank_layouts() -> dict[str, Any]:
     found["told of a default layout"] = error_text(lambda: ps.Pipeline(classifier(), nn.functional.cross_entropy))
     stages = [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2))]
     found["told of one of two stages"] = error_text(lambda: ps.Pipeline(stages, nn.functional.mse_loss))
-    found["told of another dimension"] = error_text(lambda: ps.Pipeline(sequences(), rows_dim=rank))
     found["told of no dimension"] = error_text(lambda: ps.Pipeline(sequences(), rows_dim="batch"))
     pipe = ps.Pipeline(classifier(), nn.functional.cross_entropy, microbatches=M, rows_dim=0)
     found["told of a target"] = error_text(lambda: pipe.step(shapes[0], target=shapes[1]))
@@ -172,7 +168,7 @@ def assert_as_alone(name: str, expected: dict[str, Any], evaluated: list[Tensor]
     assert_same(merged([first["gradients"], last["gradients"]]), expected["gradients"])
     assert same(first["loss"], expected["loss"])
     assert all(map(same, last["losses"], expected["losses"]))
-    assert same(last["outputs"], torch.cat(expected["outputs"], dim))
+    assert same(last["outputs"], expected["outputs"])
     assert same(last["evaluated"][0], torch.cat(evaluated, dim))
     assert first["outputs"] is None
 
@@ -190,7 +186,7 @@ def evaluated(model: nn.Module, inputs: list[Any]) -> list[Tensor]:
 def test_rows_of_the_second_dimension_have_the_bits_of_one_process(schedule):
     model, frames = sequences(), pieces(random(TIME, ROWS, WIDTH), 1)
     inputs = [(frame,) for frame in frames]
-    expected = alone(model, nn.functional.mse_loss, inputs, pieces(random(TIME, ROWS, WIDTH, seed=2), 1), [3, 2, 2])
+    expected = alone(model, nn.functional.mse_loss, inputs, pieces(random(TIME, ROWS, WIDTH, seed=2), 1), 1)
     assert_as_alone(f"sequences, {schedule}", expected, evaluated(model, inputs), 1)
     few = [result[f"few, {schedule}"] for result in everyone()][schedule == "1f1b"]
     rows = random(TIME, ROWS, WIDTH)[:, :2].split(1, 1)
@@ -199,7 +195,7 @@ def test_rows_of_the_second_dimension_have_the_bits_of_one_process(schedule):
 
 def test_an_argument_may_have_its_rows_elsewhere_than_target_and_outputs():
     model, inputs = classifier(), [(piece,) for piece in pieces(random(TIME, ROWS, WIDTH), 1)]
-    expected = alone(model, nn.functional.cross_entropy, inputs, pieces(torch.arange(ROWS) % 3), [3, 2, 2])
+    expected = alone(model, nn.functional.cross_entropy, inputs, pieces(torch.arange(ROWS) % 3))
     assert_as_alone("classifier", expected, evaluated(model, inputs), 0)
 
 
@@ -207,7 +203,7 @@ def test_an_argument_may_have_its_rows_elsewhere_than_target_and_outputs():
 def test_what_is_replicated_goes_whole_to_every_microbatch(name):
     model = masked()
     inputs = [(piece, torch.arange(TIME)[None], mask()) for piece in pieces(tokens(ROWS, TIME))]
-    expected = alone(model, token_loss, inputs, pieces(tokens(ROWS, TIME, seed=2)), [3, 2, 2])
+    expected = alone(model, token_loss, inputs, pieces(tokens(ROWS, TIME, seed=2)))
     assert_as_alone(name, expected, evaluated(model, inputs), 0)
 
 
@@ -237,7 +233,6 @@ FALSE = (
 TOLD = {
     "a default layout": f"LSTM 1.lstm {FALSE}",
     "one of two stages": f"GRU 1 {FALSE}",
-    "another dimension": "the ranks do not build the same pipeline: rank 0 has rows_dim=0, rank 1 has rows_dim=1",
     "no dimension": "rows_dim='batch': give the number of the dimension that has a batch's rows, 0 or more",
     "a target": f"the batch has {TIME} rows but the target has {ROWS} (the batch has shape ({TIME}, {ROWS}, {WIDTH}), the "
     f"target has shape ({ROWS},)); rows are the first dimension: {LAYOUTS}",
@@ -272,7 +267,7 @@ def rank_replica(frames: Tensor, target: Tensor) -> Any:
 def test_replicas_share_the_rows_of_another_dimension():
     frames, target = random(TIME, ROWS, WIDTH).double(), random(TIME, ROWS, WIDTH, seed=2).double()
     model = sequences().double()
-    expected = alone(model, nn.functional.mse_loss, [(frames,)], [target], [ROWS])
+    expected = alone(model, nn.functional.mse_loss, [(frames,)], [target], 1)
     for loss, found in on_ranks(rank_replica, 2, frames, target):
         torch.testing.assert_close(loss, expected["loss"], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found, expected["gradients"], rtol=1e-12, atol=1e-12)

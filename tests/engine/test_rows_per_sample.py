@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from error_text import error_text
-from reference import assert_same, gradients, merged
+from reference import OneProcess, assert_as_one_process, gradients
 from runners import on_ranks_once
 from torch import Tensor, nn
 
@@ -43,9 +43,6 @@ def rank_pairs() -> dict[str, Any]:
     found = {"loss": loss, "outputs": outputs, "gradients": gradients(pipe.named_parameters()), "few": few}
     found["told of half a pair"] = error_text(lambda: pipe.step(inputs[:7], target=target[:7]))
     found["told of half a pair in a list"] = error_text(lambda: pipe.step_microbatches([inputs[:3]], [target[:3]]))
-    found["told of another number"] = error_text(
-        lambda: ps.Pipeline(model(), pair_loss, rows_per_sample=1 + ps.comms.init_distributed().rank)
-    )
     found["told of no number"] = error_text(lambda: ps.Pipeline(model(), pair_loss, rows_per_sample=0))
     text = ps.Pipeline(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5)), rows_per_sample=2)
     found["generated"] = text.generate(torch.zeros(3, 1, dtype=torch.int64), max_new_tokens=1).shape
@@ -57,17 +54,11 @@ def everyone() -> list[dict[str, Any]]:
 
 
 def test_pairs_are_cut_between_them_and_weigh_alike():
-    whole, (inputs, target) = model(), rows()
-    outputs, total = [], torch.zeros(())
-    for batch, labels in zip(inputs.split([6, 6, 4, 4]), target.split([6, 6, 4, 4]), strict=True):
-        outputs.append(whole(batch))
-        loss = pair_loss(outputs[-1], labels)
-        loss.backward(torch.full_like(loss, len(batch) / len(inputs)))
-        total = total + loss.detach() * (len(batch) / len(inputs))
-    assert_same(merged([result["gradients"] for result in everyone()]), gradients(whole.named_parameters()))
-    assert torch.equal(everyone()[1]["outputs"], torch.cat(outputs))
-    for result in everyone():
-        assert torch.equal(result["loss"], total)
+    pipe, (inputs, target) = OneProcess(model(), pair_loss, None, [6, 6, 4, 4]), rows()
+    loss, outputs = pipe.step(inputs, target=target, return_outputs=True)
+    numbers = [[result["loss"], result["gradients"]] for result in everyone()]
+    assert_as_one_process(numbers, [loss, gradients(pipe.named_parameters())])
+    assert torch.equal(everyone()[1]["outputs"], outputs)
 
 
 def test_a_batch_of_few_pairs_is_split_into_its_pairs():
@@ -81,7 +72,6 @@ WHOLE = "rows, which are no whole samples of 2 rows (rows_per_sample=2): give a 
 TOLD = {
     "half a pair": f" has 7 {WHOLE} the other",  # the batch or the target, which each rank reads
     "half a pair in a list": f" 0 has 3 {WHOLE} the other",
-    "another number": "the ranks do not build the same pipeline: rank 0 has rows_per_sample=1, rank 1 has rows_per_sample=2",
     "no number": "rows_per_sample is how many rows stay together, 1 or more, not 0",
 }
 

@@ -2,13 +2,13 @@
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from reference import assert_same, merged
+from reference import accumulate, assert_as_one_process
 from runners import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -28,18 +28,11 @@ def evaluated(model: nn.Module, inputs: Tensor, sizes: Sequence[int]) -> Any:
         return torch.cat([model(rows) for rows in inputs.split(sizes)])
 
 
-def stepped(
-    model: Callable[..., Any], optimizer: Any, loss_fn: Any, inputs: Tensor, target: Any, sizes: Sequence[int]
-) -> float:
-    """The loss of a step over microbatches of these rows, each weighted by its rows."""
-    total = torch.zeros(())
-    targets = zip(*[part.split(sizes) for part in target], strict=True) if isinstance(target, tuple) else target.split(sizes)
-    for rows, labels in zip(inputs.split(sizes), targets, strict=True):
-        loss = loss_fn(model(rows), labels)
-        loss.backward(torch.full_like(loss, len(rows) / len(inputs)))
-        total = total + loss.detach() * (len(rows) / len(inputs))
+def stepped(model: Any, optimizer: Any, loss_fn: Any, inputs: Tensor, target: Any, sizes: Sequence[int]) -> float:
+    """The loss of a step of the optimizer over microbatches of these rows."""
+    loss = accumulate(model, loss_fn, (inputs, target), sizes)
     optimizer.step(), optimizer.zero_grad()
-    return total.item()
+    return loss.item()
 
 
 @pytest.mark.parametrize(
@@ -57,8 +50,7 @@ def test_distillation_has_the_numbers_of_one_process(divergence, schedule):
         expected.append(stepped(student, optimizer, vars(distil)[divergence], tokens, target, sizes))
 
     found = on_ranks(distil.train, 2, divergence, schedule)
-    assert [losses for losses, _ in found] == [expected] * 2
-    assert_same(merged([weights for _, weights in found]), student.state_dict())
+    assert_as_one_process(found, (expected, dict(student.state_dict())))
 
 
 @pytest.mark.parametrize("schedule", slow_except(["1f1b"], ["1f1b", "zb-v"]))
@@ -82,8 +74,7 @@ def test_the_first_update_of_grpo_has_importance_ratios_of_exactly_1(schedule):
             stepped(model, optimizer, loss_fn, text, target, sizes)
 
     found = on_ranks(grpo.train, 2, schedule)
-    assert [rewards for rewards, *_ in found] == [expected] * 2
-    assert_same(merged([weights for *_, weights in found]), model.state_dict())
+    assert_as_one_process([(rewards, weights) for rewards, _, weights in found], (expected, dict(model.state_dict())))
     ratios = next(ratios for _, ratios, _ in found if ratios)
     assert all(map(torch.equal, ratios, loss_fn.ratios))
     for update in range(0, len(ratios), 4):
@@ -107,8 +98,7 @@ def test_dpo_has_losses_rewards_and_weights_of_one_process(schedule):
     expected = [stepped(model, optimizer, loss_fn, tokens, target, sizes) for _ in range(5)]
 
     found = on_ranks(dpo.train, 2, schedule)
-    assert [losses for losses, *_ in found] == [expected] * 2
-    assert_same(merged([weights for *_, weights in found]), model.state_dict())
+    assert_as_one_process([(losses, weights) for losses, _, weights in found], (expected, dict(model.state_dict())))
     rewards = next(rewards for _, rewards, _ in found if rewards)
     assert all(map(torch.equal, rewards, loss_fn.rewards))
     assert [len(pairs) for pairs in rewards] == [3, 3, 2, 2] * 5

@@ -8,7 +8,7 @@ import pytest
 import torch
 from error_text import error_text
 from models import toy
-from reference import accumulate, assert_same, gradients, merged
+from reference import accumulate, assert_as_one_process, assert_same, gradients
 from runners import on_ranks
 from safetensors.torch import load_file
 from torch import nn
@@ -131,11 +131,9 @@ def test_own_stages_have_the_bits_and_names_of_all_stages_in_a_list(given, case)
 
 
 def test_own_stages_have_the_bits_of_one_process():
-    everyone = on_ranks(rank_gives_its_own_slices, 2)
     model = nn.Sequential(*[layer for stage in chain(4, dropout=0.0) for layer in stage])
-    loss = accumulate(model, mse, batch(), M)
-    assert all(torch.equal(mine, loss) for mine, _ in everyone)
-    assert_same(merged([mine for _, mine in everyone]), gradients(model.named_parameters()))
+    expected = accumulate(model, mse, batch(), M), gradients(model.named_parameters())
+    assert_as_one_process(on_ranks(rank_gives_its_own_slices, 2), expected)
 
 
 def rank_gives_its_own_slices():
@@ -333,7 +331,6 @@ def rank_wraps():
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
 def test_a_wrapper_of_a_model_is_told_to_be_left_out():
     result = on_ranks(rank_wraps, 2)[0]
     assert [text.split(":")[0] for text in result] == [
@@ -357,7 +354,6 @@ def rank_has_its_own_model(how):
     return [(str(warning.message).split(":")[0], warning.filename) for warning in caught]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["seed", "load", "alike"])
 def test_a_model_with_other_values_on_another_rank_is_a_warning(how):
     message = "rank 1 has built another model than rank 0"

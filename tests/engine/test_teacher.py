@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from error_text import outcome
-from reference import assert_same, gradients, merged
+from models import toy
+from reference import OneProcess, assert_as_one_process, gradients
 from runners import cases_on_ranks, cases_under_torchrun, on_ranks_once
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from penstock.stage.stage import Stage
 
 pytestmark = pytest.mark.ranks
 
-M, WIDTH, STEPS = 4, 6, 4
+M, WIDTH = 4, 6
 ROWS = [9, 8, 3, 8]  # of the batch of each step: unequal pieces, and fewer rows than microbatches
 
 
@@ -56,55 +56,30 @@ class ReadsRows(nn.Module):
         return rows
 
 
-class WithoutFirstRow(nn.Module):
-    def forward(self, rows: Tensor) -> Tensor:
-        return rows[1:]
-
-
 def batches() -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(2)
     return [(torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)) for rows in ROWS]
 
 
-def train(pipe: Any, announces: bool) -> dict[str, Any]:
-    """Train with AdamW; with `announces`, each step but the last gives the inputs of the next."""
+def train(pipeline: Any, schedule: str, announces: bool) -> tuple[Any, list[str]]:
+    """Return what AdamW comes to, and the actions. With `announces`, each step but the last gives the inputs of the next."""
+    pipe = pipeline(student(), loss_fn, schedule, M, seed=None, teacher=teacher())
+    pipe.train(False)  # dropout of the model off: the reference is one process; the teacher's is always off
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     losses, steps = [], batches()
     for number, (inputs, target) in enumerate(steps):
         next_args = (steps[number + 1][0],) if announces and number + 1 < len(steps) else ()
         optimizer.zero_grad()
         losses.append(pipe.step(inputs, target=target, next_args=next_args))
-        if number == 1:
+        if number == 1 and pipeline is ps.Pipeline:
             pipe.eval(inputs, target=target)  # in between, with forwards of its own
         optimizer.step()
-    found = {"losses": losses, "gradients": gradients(pipe.named_parameters()), "state": pipe.state_dict()}
-    found["actions"] = [str(event.action) for event in pipe.timeline().events]
-    return found
+    numbers = losses, gradients(pipe.named_parameters()), dict(pipe.state_dict())
+    return numbers, [] if pipeline is OneProcess else [str(event.action) for event in pipe.timeline().events]
 
 
-def rank_trains(schedule: str, announces: bool) -> dict[str, Any]:
-    pipe = ps.Pipeline(student(), loss_fn, schedule, M, seed=None, teacher=teacher())
-    pipe.train(False)  # dropout of the model off: the reference is one process; the teacher's is always off
-    return train(pipe, announces)
-
-
-@cache
-def reference() -> dict[str, Any]:
-    model, frozen = student().eval(), teacher().eval()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for inputs, target in batches():
-        optimizer.zero_grad()
-        total, count = torch.zeros(()), min(M, len(inputs))
-        for rows, labels in zip(inputs.tensor_split(count), target.tensor_split(count), strict=True):
-            with torch.no_grad():
-                teacher_output = frozen(rows)
-            loss = loss_fn(model(rows), labels, teacher_output)
-            loss.backward(torch.full_like(loss, len(rows) / len(inputs)))
-            total = total + loss.detach() * (len(rows) / len(inputs))
-        losses.append(total)
-        optimizer.step()
-    return {"losses": losses, "gradients": gradients(model.named_parameters()), "state": model.state_dict()}
+def rank_trains(schedule: str, announces: bool) -> tuple[Any, list[str]]:
+    return train(ps.Pipeline, schedule, announces)
 
 
 QUICK = (("1f1b", True), ("1f1b", False), ("zb-h1", False), ("zb-v", True), ("interleaved-1f1b", True))
@@ -112,12 +87,8 @@ CASES = tuple(product(ps.schedule.names(), (True, False)))
 SLOW = tuple(case for case in CASES if case not in QUICK)
 
 
-def assert_as_one_process(results: list[dict[str, Any]]) -> None:
-    expected = reference()
-    for result in results:
-        assert all(map(torch.equal, result["losses"], expected["losses"]))
-    assert_same(merged([result["gradients"] for result in results]), expected["gradients"])
-    assert_same(merged([result["state"] for result in results]), expected["state"])
+def check(results: list[Any]) -> None:
+    assert_as_one_process([numbers for numbers, _ in results], train(OneProcess, "", False)[0])
 
 
 def test_the_stage_that_passes_inputs_on_returns_their_args_and_keywords() -> None:
@@ -131,21 +102,21 @@ def test_the_stage_that_passes_inputs_on_returns_their_args_and_keywords() -> No
 @pytest.mark.parametrize(("schedule", "announces"), slow_except(QUICK, CASES))
 def test_losses_gradients_and_weights_are_those_of_one_process(schedule: str, announces: bool) -> None:
     case = schedule, announces
-    assert_as_one_process(cases_on_ranks(rank_trains, 2, QUICK if case in QUICK else SLOW)[case])
+    check(cases_on_ranks(rank_trains, 2, QUICK if case in QUICK else SLOW)[case])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_on_more_ranks_too_with_all_schedules(ranks: int, case: tuple[str, bool]) -> None:
-    assert_as_one_process(cases_on_ranks(rank_trains, ranks, CASES)[case])
+    check(cases_on_ranks(rank_trains, ranks, CASES)[case])
 
 
 @pytest.mark.slow
 @pytest.mark.fresh
 def test_ranks_that_torchrun_starts_have_the_same_numbers(tmp_path: Path) -> None:
     for results in cases_under_torchrun(rank_trains, 2, QUICK, tmp_path).values():
-        assert_as_one_process(results)
+        check(results)
 
 
 # -- what runs when ------------------------------------------------------------------------------------------------------
@@ -153,8 +124,8 @@ def test_ranks_that_torchrun_starts_have_the_same_numbers(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("announces", [True, False])
 def test_the_teacher_runs_in_the_step_of_its_batch_or_in_the_one_before(announces: bool) -> None:
-    for result in cases_on_ranks(rank_trains, 2, QUICK)["1f1b", announces]:
-        by_teacher = [action for action in result["actions"] if int(action[0]) > 1]
+    for _, actions in cases_on_ranks(rank_trains, 2, QUICK)["1f1b", announces]:
+        by_teacher = [action for action in actions if int(action[0]) > 1]
         assert len(by_teacher) == (0 if announces else 5 * M)  # in the last step, which announces nothing; 4 stages in a V
 
 
@@ -254,7 +225,8 @@ def rank_uses() -> dict[str, Any]:
     found["lazy"] = outcome(lambda: ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=lazy))
     table = ps.schedule.with_teacher(ps.schedule.build("1f1b", 2, M))
     found["a table"] = outcome(lambda: ps.Pipeline(student(), nn.functional.mse_loss, table))
-    shorter = ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=nn.Sequential(nn.Linear(WIDTH, WIDTH), WithoutFirstRow()))
+    fewer_rows = nn.Sequential(nn.Linear(WIDTH, WIDTH), toy(lambda self, rows: rows[1:]))
+    shorter = ps.Pipeline(student(), loss_fn, "1f1b", M, teacher=fewer_rows)
     found["other rows"] = outcome(lambda: shorter.step(inputs, target=target))
 
     # Inputs that cannot be sent to the teacher's first stage.

@@ -1,13 +1,13 @@
 """Teachers of other sizes, architectures and dtypes, cut by an example, with tied weights and skips; and with replicas."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from reference import assert_same, gradients, merged
+from reference import OneProcess, assert_as_one_process, gradients
 from runners import cases_on_ranks, on_ranks
 from torch import Tensor, nn
 
@@ -128,36 +128,25 @@ def batches(rows: int = 7, steps: int = STEPS) -> list[Tensor]:
     return [torch.randint(VOCABULARY, (rows, 8)) for _ in range(steps)]
 
 
-def rank_distils(which: str, schedule: str, announces: bool, steps: int = STEPS) -> dict[str, Any]:
+def distils(pipeline: Any, which: str, schedule: str, announces: bool, steps: int = STEPS) -> tuple[Any, ...]:
     student, teacher = (make() for make in (MODELS | WITH_ADAPTERS | LARGER_T5)[which])
-    options = {"example_args": (batches()[0][:2],)}
-    pipe = ps.Pipeline(student, loss_fn, schedule, M, teacher=teacher, **options)
+    pipe = pipeline(student, loss_fn, schedule, M, teacher=teacher, example_args=(batches()[0][:2],))
     optimizer, losses, tokens = torch.optim.AdamW(pipe.parameters()), [], batches(steps=steps)
     for number, batch in enumerate(tokens):
         optimizer.zero_grad()
         following = tokens[number + 1 : number + 2] if announces else ()
         losses.append(pipe.step(batch, target=batch, next_args=following))
         optimizer.step()
-    return {"losses": losses, "gradients": gradients(pipe.named_parameters())}
+    return losses, gradients(pipe.named_parameters())
+
+
+def rank_distils(*case: Any) -> tuple[Any, ...]:
+    return distils(ps.Pipeline, *case)
 
 
 @cache
-def reference(which: str, steps: int = STEPS) -> dict[str, Any]:
-    student, teacher = (make() for make in (MODELS | WITH_ADAPTERS | LARGER_T5)[which])
-    teacher.eval()
-    optimizer, losses = torch.optim.AdamW(student.parameters()), []
-    for batch in batches(steps=steps):
-        optimizer.zero_grad()
-        terms = []
-        for tokens in batch.tensor_split(M):
-            with torch.no_grad():
-                teacher_output = teacher(tokens)
-            loss = loss_fn(student(tokens), tokens, teacher_output)
-            loss.backward(torch.full_like(loss, len(tokens) / len(batch)))
-            terms.append(loss.detach() * (len(tokens) / len(batch)))
-        losses.append(sum(terms))
-        optimizer.step()
-    return {"losses": losses, "gradients": gradients(student.named_parameters())}
+def reference(which: str, steps: int = STEPS) -> tuple[Any, ...]:
+    return distils(OneProcess, which, "", False, steps)
 
 
 WAYS = (("1f1b", True), ("zb-v", False))  # schedule -> whether the next batch is announced
@@ -170,13 +159,7 @@ SLOW = tuple(case for case in CASES if case not in QUICK)
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_a_teacher_of_any_kind_gives_the_bits_of_one_process(case: tuple[Any, ...]) -> None:
-    check_bits(cases_on_ranks(rank_distils, 2, QUICK if case in QUICK else SLOW)[case], reference(case[0]))
-
-
-def check_bits(results: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
-    for result in results:
-        assert all(map(torch.equal, result["losses"], expected["losses"]))
-    assert_same(merged([result["gradients"] for result in results]), expected["gradients"])
+    assert_as_one_process(cases_on_ranks(rank_distils, 2, QUICK if case in QUICK else SLOW)[case], reference(case[0]))
 
 
 LONG_CASES = {
@@ -194,7 +177,7 @@ LONG_CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in LONG_CASES.items() for case in cases])
 def test_in_fifty_steps_on_three_and_four_ranks_the_bits_stay_those_of_one_process(ranks: int, case: tuple[Any, ...]) -> None:
-    check_bits(cases_on_ranks(rank_distils, ranks, LONG_CASES[ranks])[case], reference(case[0], 50))
+    assert_as_one_process(cases_on_ranks(rank_distils, ranks, LONG_CASES[ranks])[case], reference(case[0], 50))
 
 
 LONG_CASES_WITH_ADAPTERS = tuple((which, "zb-h1", True, 50) for which in WITH_ADAPTERS)
@@ -206,7 +189,7 @@ def test_adapters_are_distilled_and_a_teacher_may_have_some(case: tuple[Any, ...
     which, _, _, *steps = case
     expected = reference(which, *steps)  # skips the test where peft is missing
     ranks, cases = (3, LONG_CASES_WITH_ADAPTERS) if steps else (2, CASES_WITH_ADAPTERS)
-    check_bits(cases_on_ranks(rank_distils, ranks, cases)[case], expected)
+    assert_as_one_process(cases_on_ranks(rank_distils, ranks, cases)[case], expected)
 
 
 # -- meshes --------------------------------------------------------------------------------------------------------------

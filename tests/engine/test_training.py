@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from reference import accumulate, assert_same, data, gradients, make, merged, pieces
+from reference import OneProcess, assert_as_one_process, assert_same, data, gradients, make, merged, pieces, stepped
 from runners import cases_on_ranks, on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import penstock as ps
 from penstock import checkpoint
+from penstock.commands.train.setup import token_loss
 
 pytestmark = pytest.mark.ranks
 
@@ -32,23 +33,17 @@ def as_one(results):
 # ---- autocast
 
 
-def rank_autocast(schedule):
-    model, loss_fn = make("gpt")
-    pipe = ps.Pipeline(model, loss_fn, schedule, M)
+def autocast_step(pipeline, schedule):
+    pipe = pipeline(*make("gpt"), schedule, M)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = pipe.step(*data("gpt", 7)[:1], target=data("gpt", 7)[1])
-    return loss, gradients(pipe.named_parameters())
+        return stepped(pipe, [data("gpt", 7)])
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES)
 def test_bfloat16_autocast_has_the_bits_of_one_process(schedule, ranks):
-    model, loss_fn = make("gpt")
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = accumulate(model, loss_fn, data("gpt", 7), M)
-    loss, found = everyone(rank_autocast, ranks, schedule)
-    assert torch.equal(loss, expected)
-    assert_same(found, gradients(model.named_parameters()))
-    assert any(not torch.equal(grad, grad.bfloat16().float()) for grad in found.values())
+    expected = autocast_step(OneProcess, schedule)
+    assert_as_one_process(on_ranks(autocast_step, ranks, ps.Pipeline, schedule), expected)
+    assert any(not torch.equal(grad, grad.bfloat16().float()) for grad in expected[1].values())
 
 
 # ---- loss scaling
@@ -62,22 +57,24 @@ def rows_of_step(step):
     return (inputs * 1e38 if step == OVERFLOWS else inputs), target
 
 
-def rank_scaled(schedule, fused):
-    model, loss_fn = make("mlp")
-    scaler = ShardedGradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    pipe = ps.Pipeline(model, loss_fn, schedule, M, scaler=scaler)
+def scaled_steps(pipeline, scaler_class, schedule, fused):
+    scaler = scaler_class("cpu", init_scale=2.0**10, growth_interval=2)
+    pipe = pipeline(*make("mlp"), schedule, M, scaler=scaler)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9, fused=fused)
     scales, losses, norms = [], [], []
     for step in range(6):
         inputs, target = rows_of_step(step)
-        losses.append(pipe.step(inputs, target=target).item())
+        loss = pipe.step(inputs, target=target).item()
         scaler.unscale_(optimizer)
-        norms.append(pipe.clip_grad_norm_(1.0).item())
+        norm = pipe.clip_grad_norm_(1.0).item()
+        if step != OVERFLOWS:
+            losses.append(loss), norms.append(norm)
+        assert math.isfinite(norm) == (step != OVERFLOWS)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
-    return (losses, norms, scales), pipe.state_dict()
+    return losses, norms, scales, dict(pipe.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -85,25 +82,10 @@ def rank_scaled(schedule, fused):
     slow_except([("1f1b", 3, False), ("zb-h1", 2, True)], [(*how, fused) for how in SCHEDULES for fused in (False, True)]),
 )
 def test_a_scaler_skips_the_same_step_on_all_ranks_and_leaves_the_weights_of_one_process(schedule, ranks, fused):
-    model, loss_fn = make("mlp")
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
-    scales, norms = [], []
-    for step in range(6):
-        accumulate(model, lambda output, target: scaler.scale(loss_fn(output, target)), rows_of_step(step), M)
-        scaler.unscale_(optimizer)
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-    (losses, found_norms, found), state = everyone(rank_scaled, ranks, schedule, fused)
-    assert found == scales == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11, 2.0**11]
-    assert [norm for norm in found_norms if math.isfinite(norm)] == [norm for norm in norms if math.isfinite(norm)]
-    assert not math.isfinite(norms[OVERFLOWS])
-    assert not math.isfinite(found_norms[OVERFLOWS])
-    assert losses[0] < 10  # not scaled
-    assert_same(state, model.state_dict())
+    expected = scaled_steps(OneProcess, torch.amp.GradScaler, schedule, fused)
+    assert_as_one_process(on_ranks(scaled_steps, ranks, ps.Pipeline, ShardedGradScaler, schedule, fused), expected)
+    assert expected[0][0] < 10  # not scaled
+    assert expected[2] == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11, 2.0**11]
 
 
 def rank_with_plain_scaler():
@@ -182,27 +164,21 @@ def test_recompute_has_two_values():
 # ---- compiled stages
 
 
-def rank_compiled(how):
+def compiled_steps(pipeline, how):
     model, loss_fn = make("gpt")
-    if how == "function":
+    if how == "function" and pipeline is ps.Pipeline:
         model = [torch.compile(stage, backend="aot_eager") for stage in ps.partition.split(model, 2)]
-    pipe = ps.Pipeline(model, loss_fn, "1f1b", M)
-    if how == "method":
+    pipe = pipeline(model, loss_fn, "1f1b", M)
+    if how == "method" and pipeline is ps.Pipeline:
         for stage in pipe.stages.values():
             stage.compile(backend="aot_eager")
-    inputs, target = data("gpt", 6)
-    losses = [pipe.step(inputs, target=target) for _ in range(2)]
-    return losses, gradients(pipe.named_parameters())
+    return stepped(pipe, [data("gpt", 6)] * 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["function", "method"])
 def test_compiled_stages_train_under_the_names_of_the_uncut_model(how):
-    model, loss_fn = make("gpt")
-    expected = [accumulate(model, loss_fn, data("gpt", 6), M) for _ in range(2)]
-    losses, found = everyone(rank_compiled, 2, how)
-    assert all(map(torch.equal, losses, expected))
-    assert_same(found, gradients(model.named_parameters()))
+    assert_as_one_process(on_ranks(compiled_steps, 2, ps.Pipeline, how), compiled_steps(OneProcess, how))
 
 
 # ---- auxiliary losses
@@ -299,83 +275,48 @@ def test_all_optimizers_of_torch_are_tried():
     assert kinds - {torch.optim.Optimizer} == tried | {SPARSE, AT_ONCE}
 
 
-def trained(named, step_of, clip, name):
-    optimizer = OPTIMIZERS[name]([parameter for _, parameter in named])
+def trains(pipeline, schedule, name):
+    pipe = pipeline(*make("gpt"), schedule, M)
+    optimizer = OPTIMIZERS[name](list(pipe.parameters()))
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8, cycle_momentum=False)
     for step in range(6):
-        step_of(step)
-        clip(0.5)
+        inputs, target = data("gpt", 7, step)
+        pipe.step(inputs, target=target)
+        pipe.clip_grad_norm_(0.5)
         optimizer.step()
         rate.step()
         optimizer.zero_grad()
-
-
-def rank_optimizers(schedule, names):
-    states = {}
-    for name in names:
-        model, loss_fn = make("gpt")
-        pipe = ps.Pipeline(model, loss_fn, schedule, M)
-
-        def step_of(step, pipe=pipe):
-            inputs, target = data("gpt", 7, step)
-            pipe.step(inputs, target=target)
-
-        trained(list(pipe.named_parameters()), step_of, pipe.clip_grad_norm_, name)
-        states |= {f"{name} {key}": value for key, value in pipe.state_dict().items()}
-    return None, states
+    return dict(pipe.state_dict())
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), slow_except([("zb-h1", 2)], SCHEDULES))
 def test_any_optimizer_and_learning_rate_schedule_leaves_the_weights_of_one_process(schedule, ranks):
-    expected, names = {}, list(OPTIMIZERS)[SCHEDULES.index((schedule, ranks)) :: len(SCHEDULES)]
-    for name in names:
-        model, loss_fn = make("gpt")
-        parameters = list(model.parameters())
-        trained(
-            list(model.named_parameters()),
-            lambda step, model=model, loss_fn=loss_fn: accumulate(model, loss_fn, data("gpt", 7, step), M),
-            lambda norm, parameters=parameters: nn.utils.clip_grad_norm_(parameters, norm),
-            name,
-        )
-        expected |= {f"{name} {key}": value for key, value in model.state_dict().items()}
-    _, states = everyone(rank_optimizers, ranks, schedule, names)
-    assert_same(states, expected)
+    cases = tuple((ps.Pipeline, schedule, name) for name in list(OPTIMIZERS)[SCHEDULES.index((schedule, ranks)) :: 3])
+    for case, everyone in cases_on_ranks(trains, ranks, cases).items():
+        assert_as_one_process(everyone, trains(OneProcess, *case[1:]))
 
 
-def sparse_model():
+def sparse_steps(pipeline):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(17, 8, sparse=True), nn.Linear(8, 17).requires_grad_(False))
-
-
-def sparse_loss(output, target):
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def rank_sparse():
-    pipe = ps.Pipeline(sparse_model(), sparse_loss, "1f1b", M)
-    optimizer = SPARSE(pipe.parameters()) if pipe.topology.rank == 0 else None
+    model = nn.Sequential(nn.Embedding(17, 8, sparse=True), nn.Linear(8, 17).requires_grad_(False))
+    pipe = pipeline(model, token_loss, "1f1b", M)
+    trained = [parameter for parameter in pipe.parameters() if parameter.requires_grad and parameter.dim() == 2]
+    optimizer = SPARSE(trained) if trained else None  # the second rank has none
     for step in range(4):
         tokens, target = data("gpt", 7, step)
         pipe.step(tokens, target=target)
         if optimizer:
             optimizer.step()
             optimizer.zero_grad()
-    return None, pipe.state_dict()
+    return dict(pipe.state_dict())
 
 
 def test_sparse_gradients_and_their_optimizer_leave_the_weights_of_one_process():
-    model = sparse_model()
-    optimizer = SPARSE(model[0].parameters())
-    for step in range(4):
-        accumulate(model, sparse_loss, data("gpt", 7, step), M)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same(everyone(rank_sparse, 2)[1], model.state_dict())
+    assert_as_one_process(on_ranks(sparse_steps, 2, ps.Pipeline), sparse_steps(OneProcess))
 
 
-def rank_closure():
-    model, loss_fn = make("gpt")
-    pipe = ps.Pipeline(model, loss_fn, "1f1b", M)
+def steps_by_closure(pipeline):
+    pipe = pipeline(*make("gpt"), "1f1b", M)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     losses = []
     for step in range(3):
@@ -386,20 +327,11 @@ def rank_closure():
             return pipe.step(tokens, target=target)
 
         losses.append(optimizer.step(closure).item())
-    return losses, pipe.state_dict()
+    return losses, dict(pipe.state_dict())
 
 
 def test_an_optimizer_may_call_the_step_as_its_closure():
-    model, loss_fn = make("gpt")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = []
-    for step in range(3):
-        optimizer.zero_grad()
-        expected.append(accumulate(model, loss_fn, data("gpt", 7, step), M).item())
-        optimizer.step()
-    losses, state = everyone(rank_closure, 2)
-    assert losses == expected
-    assert_same(state, model.state_dict())
+    assert_as_one_process(on_ranks(steps_by_closure, 2, ps.Pipeline), steps_by_closure(OneProcess))
 
 
 class Prodigy(torch.optim.SGD):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from error_text import error_text
+from models import toy
 from runners import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -40,24 +41,14 @@ class Attend(nn.Module):
         return x + ps.attention(query, key, value, dropout=self.dropout).transpose(1, 2).flatten(2)
 
 
-class OwnBatchNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.mT).mT
+def own_batch_norm() -> nn.Module:
+    return toy(lambda self, x: self.norm(x.mT).mT, norm=nn.BatchNorm1d(WIDTH))
 
 
-class OwnConvolution(nn.Module):
+def own_convolution() -> nn.Module:
     """A convolution as a function: by its class it would be refused before the first step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, 3) / WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.conv1d(functional.pad(x.mT, (2, 0)), self.weight).mT
+    forward = lambda self, x: functional.conv1d(functional.pad(x.mT, (2, 0)), self.weight).mT  # noqa: E731
+    return toy(forward, "OwnConvolution", weight=nn.Parameter(torch.ones(WIDTH, WIDTH, 3) / WIDTH))
 
 
 class OwnRecurrence(nn.Module):
@@ -91,8 +82,8 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "cumsum": (lambda: Layer(lambda x: x.cumsum(1)), "1, a Layer, .*what it gives to 1.linear is"),
     "mean": (lambda: Layer(lambda x: x.mean(1, keepdim=True)), "1, a Layer, .*its output is"),
     "gate": (lambda: Layer(lambda x: x * x.mean(1, keepdim=True).sigmoid()), "1, a Layer, .*what it gives to 1.linear is"),
-    "batch norm": (OwnBatchNorm, "1.norm, a BatchNorm1d, .*its output is"),
-    "convolution": (OwnConvolution, "1, a OwnConvolution, .*its output is"),
+    "batch norm": (own_batch_norm, "1.norm, a BatchNorm1d, .*its output is"),
+    "convolution": (own_convolution, "1, a OwnConvolution, .*its output is"),
     "recurrence": (OwnRecurrence, "1, a OwnRecurrence, "),
     "attention": (lambda: Layer(own_attention), "1, a Layer, .*what it gives to 1.linear is"),
     "torch's attention": (lambda: Layer(torch_attention), "1, a Layer, which calls scaled_dot_product_attention: call ps.att"),

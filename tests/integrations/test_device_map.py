@@ -2,11 +2,13 @@
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from reference import OneProcess
 from torch import Tensor
 
 import penstock as ps
@@ -32,20 +34,14 @@ def after(batches: list[dict[str, Tensor]]) -> Any:
 def accumulated(batches: list[dict[str, Tensor]], loss_fn: Any) -> tuple[list[float], dict[str, Tensor]]:
     """One process over the same microbatches of two rows, weighted by their tokens: losses, and the trained weights."""
     model = transformers.AutoModelForCausalLM.from_pretrained("model").train()
+    pipe = OneProcess(partial(model, use_cache=False), loss_fn, None, 4, lambda labels: (labels[:, 1:] != -100).sum())
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for batch in batches:
-        parts = [{name: value[row : row + 2] for name, value in batch.items()} for row in range(0, 8, 2)]
-        counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
-        total = torch.zeros(())
-        for part, count in zip(parts, counts, strict=True):
-            labels = part.pop("labels")
-            loss = loss_fn(model(**part, use_cache=False), labels)
-            loss.backward(torch.full_like(loss, count / sum(counts)))
-            total = total + loss.detach() * (count / sum(counts))
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        losses.append(pipe.step(**inputs, target=batch["labels"]).item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(total.item())
     return losses, model.state_dict()
 
 

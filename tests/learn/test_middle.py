@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from prompt import torchrun
-from reference import accumulate, assert_same, data, gradients, make, merged
+from reference import OneProcess, accumulate, assert_as_one_process, data, gradients, make, stepped
 from slow_cases import slow_except
 
 import penstock as ps
@@ -38,13 +38,9 @@ def rank_bits(ranks, kind, names, folder):
 @pytest.mark.parametrize("ranks", slow_except([2], [1, 2, 3, 4]))
 def test_it_has_the_bits_of_one_process(ranks, kind, tmp_path):
     names = ps.schedule.names() if ranks > 2 else ["1f1b", "zb-v"]
-    model, loss_fn = make(kind, depth=2 * ranks)
-    expected = [accumulate(model, loss_fn, data(kind, ROWS, seed), MICROBATCHES) for seed in (3, 4)]
-    everyone = ps.launch(rank_bits, ranks, ranks, kind, names, str(tmp_path))
-    for name in names:
-        for result in everyone:
-            assert all(map(torch.equal, result[name][0], expected)), name
-        assert_same(merged([result[name][1] for result in everyone]), gradients(model.named_parameters()))
+    batches = [data(kind, ROWS, seed) for seed in (3, 4)]
+    expected = stepped(OneProcess(*make(kind, depth=2 * ranks), None, MICROBATCHES), batches)
+    assert_as_one_process(ps.launch(rank_bits, ranks, ranks, kind, names, str(tmp_path)), dict.fromkeys(names, expected))
 
 
 def rank_failures(folder):

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-import torch
 from prompt import torchrun
-from reference import accumulate, assert_same, data, gradients, make, merged
+from reference import OneProcess, assert_as_one_process, data, gradients, make, stepped
 from slow_cases import slow_except
 
 import penstock as ps
@@ -33,13 +32,9 @@ def rank_mini(ranks, kind):
 @pytest.mark.parametrize("kind", ["mlp", "gpt"])
 @pytest.mark.parametrize("ranks", slow_except([1, 2], [1, 2, 3, 4]))
 def test_the_pipeline_in_one_file_has_the_bits_of_one_process_for_every_schedule(ranks, kind):
-    model, loss_fn = make(kind, depth=2 * ranks)
-    expected = [accumulate(model, loss_fn, data(kind, ROWS, seed), MICROBATCHES) for seed in (3, 4)]
-    everyone = ps.launch(rank_mini, ranks, ranks, kind)
-    for name in ps.schedule.names():
-        for result in everyone:
-            assert all(map(torch.equal, result[name][0], expected)), name
-        assert_same(merged([result[name][1] for result in everyone]), gradients(model.named_parameters()))
+    batches = [data(kind, ROWS, seed) for seed in (3, 4)]
+    expected = stepped(OneProcess(*make(kind, depth=2 * ranks), None, MICROBATCHES), batches)
+    assert_as_one_process(ps.launch(rank_mini, ranks, ranks, kind), dict.fromkeys(ps.schedule.names(), expected))
 
 
 def test_its_own_rule_is_the_catalogues_1f1b():

@@ -91,10 +91,10 @@ def token_loss(output: Any, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
 
-def exported() -> Any:
+def exported(pipeline: Any = ps.Pipeline) -> Any:
     inputs, target = sentences()
     example = {name: value[:2] if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    pipe = ps.Pipeline(llama(), token_loss, "1f1b", 2, cuts=["model.layers.1"], example_args=(), example_kwargs=example)
+    pipe = pipeline(llama(), token_loss, "1f1b", 2, cuts=["model.layers.1"], example_args=(), example_kwargs=example)
     return pipe.step(target=target, **inputs), gradients(pipe)
 
 
@@ -119,11 +119,11 @@ def translation(step: int) -> tuple[dict[str, Any], Tensor]:
     return {"input_ids": ids[0], "decoder_input_ids": ids[1], "use_cache": False}, ids[2]
 
 
-def tied() -> tuple[list[str], dict[str, Tensor]]:
+def tied(pipeline: Any = ps.Pipeline) -> tuple[list[str], dict[str, Tensor]]:
     """The names on this rank, and the state after four steps."""
     inputs, _ = translation(0)
     example = {name: value[:2] if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    pipe = ps.Pipeline(t5(), token_loss, "1f1b", 2, cuts=["decoder"], example_args=(), example_kwargs=example)
+    pipe = pipeline(t5(), token_loss, "1f1b", 2, cuts=["decoder"], example_args=(), example_kwargs=example)
     optimizer = no_decay_for_embeddings(pipe)
     for step in range(4):
         inputs, target = translation(step)
@@ -190,12 +190,10 @@ def tutorial() -> str:
     return said(lambda: runpy.run_path(str(TUTORIAL), run_name="__main__"), TUTORIAL, "--schedule", "1f1b", *FEW)
 
 
-def summed() -> Any:
+def summed(pipeline: Any = ps.Pipeline) -> Any:
     """One step whose loss is a sum."""
-    loss_fn = nn.MSELoss(reduction="sum")
-    pipe = ps.Pipeline(model(), loss_fn, "1f1b", 4, reduction="sum")
-    inputs, target = batch(0)
-    return pipe.step(inputs, target=target), gradients(pipe), named_outcome(lambda: ps.Pipeline(model(), loss_fn))
+    pipe, (inputs, target) = pipeline(model(), nn.MSELoss(reduction="sum"), "1f1b", 4, reduction="sum"), batch(0)
+    return pipe.step(inputs, target=target), gradients(pipe)
 
 
 LABELS = torch.tensor([2, -100, 0, -100, -100, -100, 1, 2])  # 1, 1, 0 and 2 count in four microbatches
@@ -213,27 +211,27 @@ def counted() -> Any:
     return *found, [str(warning.message) for warning in caught]
 
 
-def clipped() -> Any:
-    """The norms of three steps, clipped by torch's own line, and the parameters after them; what a list is told."""
-    pipe = ps.Pipeline(model(), nn.functional.mse_loss, "1f1b", 4)
+def clipped_steps(pipe: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The norms of three steps, clipped by torch's own line, and the parameters after them."""
     optimizer, norms = adam(pipe), []
     for step in range(3):
         pipe.step(batch(step)[0], target=batch(step)[1])
         norms.append(nn.utils.clip_grad_norm_(pipe.parameters(), 0.05))
         optimizer.step()
         optimizer.zero_grad()
-    state = {name: value.clone() for name, value in pipe.state_dict().items()}
+    return norms, {name: value.clone() for name, value in pipe.state_dict().items()}
+
+
+def clipped() -> Any:
+    """`clipped_steps`, and what is told of a list."""
+    pipe = ps.Pipeline(model(), nn.functional.mse_loss, "1f1b", 4)
+    steps = clipped_steps(pipe)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             pipe.step(batch(0)[0], target=batch(0)[1])
             nn.utils.clip_grad_norm_(list(pipe.parameters()), 0.05)
-    return (
-        norms,
-        state,
-        [str(warning.message) for warning in caught],
-        named_outcome(lambda: torch.optim.LBFGS(pipe.parameters())),
-    )
+    return steps, [str(warning.message) for warning in caught], named_outcome(lambda: torch.optim.LBFGS(pipe.parameters()))
 
 
 CASES: dict[str, Callable[[Path], Any]] = {
@@ -246,7 +244,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "transformers": lambda _: exported(),
     "tied": lambda _: tied(),
     "errors": lambda _: failed(),
-    "sum": lambda _: summed(),
+    "sum": lambda _: (summed(), named_outcome(lambda: ps.Pipeline(model(), nn.MSELoss(reduction="sum")))),
     "counted": lambda _: counted(),
     "clipped": lambda _: clipped(),
     "different calls": differed,

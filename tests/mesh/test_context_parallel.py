@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import toy
+from reference import OneProcess
 from runners import on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -180,17 +181,12 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 def taught(schedule: str, data_parallel: str, announces: bool) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of three steps, and the gradients of the last."""
-    pipe = ps.Pipeline(
-        models.model("gpt"),
-        distilled,
-        schedule,
-        3,
-        ps.tokens(),
-        mesh=ps.comms.init_mesh(pp=2, cp=2),
-        cuts=["block1"],
-        teacher=teacher(),
-        data_parallel=data_parallel,
-    )
+    options = {"mesh": ps.comms.init_mesh(pp=2, cp=2), "cuts": ["block1"], "data_parallel": data_parallel}
+    pipe = ps.Pipeline(models.model("gpt"), distilled, schedule, 3, ps.tokens(), teacher=teacher(), **options)
+    return taught_steps(pipe, announces)
+
+
+def taught_steps(pipe: Any, announces: bool) -> tuple[list[float], dict[str, Tensor]]:
     optimizer, losses, steps = torch.optim.SGD(pipe.parameters(), lr=0.1), [], batches()
     for (tokens, target), following in zip(steps, [*steps[1:], ()], strict=True):
         optimizer.zero_grad()
@@ -221,18 +217,7 @@ def with_teachers() -> tuple[list[Any], list[str]]:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_teacher_has_the_tokens_of_its_rank_in_this_step_and_ahead_and_one_that_mixes_them_is_refused() -> None:
-    student, frozen, losses = models.model("gpt"), teacher().eval(), []
-    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
-    for tokens, target in batches():
-        optimizer.zero_grad()
-        with torch.no_grad():
-            teacher_output = frozen(tokens)
-        loss = distilled(student(tokens), target, teacher_output)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-
-    gradients = {name: parameter.grad for name, parameter in student.named_parameters()}
+    losses, gradients = taught_steps(OneProcess(models.model("gpt"), distilled, teacher=teacher()), False)
     for cases, errors in on_ranks(with_teachers, 4):
         for ours, own_gradients in cases:
             assert all(abs(value - loss) < 1e-12 for value, loss in zip(ours, losses, strict=True))

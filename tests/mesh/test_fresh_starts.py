@@ -13,7 +13,7 @@ import fresh_ranks
 import pytest
 import torch
 from prompt import python, torchrun
-from reference import accumulate, assert_same, merged
+from reference import OneProcess, accumulate, assert_as_one_process, assert_same, merged
 from torch import nn
 
 import penstock as ps
@@ -109,18 +109,14 @@ def test_tensor_parallel_has_the_numbers_of_one_process(started: Any, case: str)
 
 @pytest.mark.parametrize(("case", "microbatches"), [("fsdp", 2), ("split backward", 4)])
 def test_fsdp_and_a_split_backward_have_the_bits_of_one_process(started: Any, case: str, microbatches: int) -> None:
-    loss, gradients = expected(microbatches)
     for everyone in results(started, case):
-        assert all(torch.equal(ours, loss) for ours, _ in everyone)
-        assert_same(merged([mine for _, mine in everyone]), gradients)
+        assert_as_one_process(everyone, expected(microbatches))
 
 
 def test_own_stages_have_the_bits_of_one_process_and_a_bare_one_is_refused(started: Any) -> None:
-    loss, gradients = expected()
     message = "MismatchError: zb-v has 4 stages, and MLPBlock is no nn.Sequential, cut between its layers: give cuts="
     for everyone in results(started, "own stages"):
-        assert all(torch.equal(ours, loss) for ours, _, _ in everyone)
-        assert_same(merged([mine for _, mine, _ in everyone]), gradients)
+        assert_as_one_process([numbers for *numbers, _ in everyone], expected())
         assert all(bare == everyone[0][2] and bare.startswith(message) for _, _, bare in everyone)
 
 
@@ -132,34 +128,15 @@ def test_a_checkpoint_of_other_processes_is_resumed_to_the_bit(started: Any) -> 
 
 
 def test_an_exported_transformers_model_has_the_bits_of_one_process(started: Any) -> None:
-    whole = fresh_ranks.llama()
-    inputs, target = fresh_ranks.sentences()
-    loss = torch.zeros(())
-    for rows in (slice(0, 2), slice(2, 4)):
-        part = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-        share = fresh_ranks.token_loss(whole(**part), target[rows])
-        share.backward(torch.tensor(0.5))
-        loss = loss + share.detach() * 0.5
     ((*everyone,),) = results(started, "transformers")
-    assert all(torch.equal(ours, loss) for ours, _ in everyone)
-    assert_same(merged([mine for _, mine in everyone]), {name: parameter.grad for name, parameter in whole.named_parameters()})
+    assert_as_one_process(everyone, fresh_ranks.exported(OneProcess))
 
 
 def test_a_tied_weight_has_one_name_and_groups_made_by_names_have_the_bits_of_one_process(started: Any) -> None:
-    whole = fresh_ranks.t5()
-    optimizer = fresh_ranks.no_decay_for_embeddings(whole)
-    for step in range(4):
-        inputs, target = fresh_ranks.translation(step)
-        for rows in (slice(0, 2), slice(2, 4)):
-            part = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-            fresh_ranks.token_loss(whole(**part), target[rows]).backward(torch.tensor(0.5))
-        nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    ((*everyone,),) = results(started, "tied")
+    ((*everyone,),), (uncut, state) = results(started, "tied"), fresh_ranks.tied(OneProcess)
     assert all("shared.weight" in names for names, _ in everyone)
-    assert {name for names, _ in everyone for name in names} == {name for name, _ in whole.named_parameters()}
-    assert_same(merged([state for _, state in everyone]), dict(whole.state_dict()))
+    assert {name for names, _ in everyone for name in names} == {*uncut}
+    assert_as_one_process([part for _, part in everyone], state)
 
 
 def test_an_error_on_one_rank_is_the_same_on_all_and_so_are_tables_that_differ(started: Any) -> None:
@@ -174,22 +151,10 @@ def test_an_error_on_one_rank_is_the_same_on_all_and_so_are_tables_that_differ(s
 
 
 def test_a_loss_that_is_a_sum_has_the_bits_of_one_process(started: Any) -> None:
-    whole, loss_fn = fresh_ranks.model(), nn.MSELoss(reduction="sum")
-    losses = [
-        loss_fn(whole(inputs), target)
-        for inputs, target in zip(*[microbatch.chunk(4) for microbatch in fresh_ranks.batch(0)], strict=True)
-    ]
-    for loss in losses:
-        loss.backward()
+    words = "MismatchError: MSELoss has reduction='sum', and the pipeline takes what it returns for a mean"
     for everyone in results(started, "sum"):
-        for ours, _, result in everyone:
-            assert torch.equal(ours, sum(loss.detach() for loss in losses))
-            assert result.startswith(
-                "MismatchError: MSELoss has reduction='sum', and the pipeline takes what it returns for a mean"
-            )
-        assert_same(
-            merged([mine for _, mine, _ in everyone]), {name: parameter.grad for name, parameter in whole.named_parameters()}
-        )
+        assert_as_one_process([numbers for numbers, _ in everyone], fresh_ranks.summed(OneProcess))
+        assert all(refused.startswith(words) for _, refused in everyone)
 
 
 def test_class_weights_and_ignored_labels_have_the_bits_of_one_process(started: Any) -> None:
@@ -200,10 +165,7 @@ def test_class_weights_and_ignored_labels_have_the_bits_of_one_process(started: 
     at_once = loss_fn(whole(fresh_ranks.batch(0)[0]), fresh_ranks.LABELS)
     torch.testing.assert_close(loss, at_once.detach())
     for everyone in results(started, "counted"):
-        assert all(torch.equal(ours, loss) for ours, _, _ in everyone)
-        assert_same(
-            merged([mine for _, mine, _ in everyone]), {name: parameter.grad for name, parameter in whole.named_parameters()}
-        )
+        assert_as_one_process([numbers for *numbers, _ in everyone], (loss, fresh_ranks.gradients(whole)))
         first, (expected_message,) = [warned for _, _, warned in everyone]
         assert first == []
         assert "has 1, 1, 0, 2 values that are not -100" in expected_message
@@ -211,19 +173,11 @@ def test_class_weights_and_ignored_labels_have_the_bits_of_one_process(started: 
 
 
 def test_torchs_clipping_has_the_bits_of_one_process_and_of_a_list_is_told(started: Any) -> None:
-    whole, norms = fresh_ranks.model(), []
-    optimizer = torch.optim.Adam(whole.parameters(), lr=0.1)
-    for step in range(3):
-        accumulate(whole, nn.functional.mse_loss, fresh_ranks.batch(step), 4)
-        norms.append(nn.utils.clip_grad_norm_(whole.parameters(), 0.05))
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = fresh_ranks.clipped_steps(OneProcess(fresh_ranks.model(), nn.functional.mse_loss, None, 4))
     for everyone in results(started, "clipped"):
-        for ours, *_ in everyone:
-            assert all(map(torch.equal, ours, norms))
-        assert_same(merged([state for _, state, _, _ in everyone]), whole.state_dict())
-        (expected_message,), second = [warned for _, _, warned, _ in everyone]
-        assert "clip with pipe.clip_grad_norm_(max_norm)" in expected_message
+        assert_as_one_process([numbers for numbers, *_ in everyone], expected)
+        (warned,), second = [warned for _, warned, _ in everyone]
+        assert "clip with pipe.clip_grad_norm_(max_norm)" in warned
         assert second == []
         assert {refused.partition(" by all")[0] for *_, refused in everyone} == {"MismatchError: LBFGS decides"}
 

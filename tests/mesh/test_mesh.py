@@ -12,7 +12,7 @@ import pytest
 import torch
 from error_text import error_text
 from models import MLPBlock, has_auxiliary_loss, has_unused, toy
-from reference import accumulate, assert_same
+from reference import OneProcess, accumulate, assert_same
 from runners import cases_on_ranks, on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -61,35 +61,47 @@ def batch(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 6, generator=generator).double(), torch.randn(rows, 3, generator=generator).double()
 
 
-def share(pipe: ps.Pipeline, tensors: tuple[Tensor, Tensor], sizes: list[int] | None = None) -> tuple[Tensor, Tensor]:
+def share(pipe: Any, tensors: tuple[Tensor, Tensor], sizes: list[int] | None = None) -> tuple[Tensor, Tensor]:
     """This replica's rows: of `sizes`, or as equal as can be."""
+    if isinstance(pipe, OneProcess):
+        return tensors
     position = pipe.position
     inputs, target = (tensor.split(sizes) if sizes else tensor.tensor_split(position.replicas) for tensor in tensors)
     return inputs[position.replica], target[position.replica]
 
 
-def gradients(pipe: ps.Pipeline) -> dict[str, Tensor | None]:
+def gradients(pipe: Any) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else gather_full_tensor(p.grad).clone() for name, p in pipe.named_parameters()}
 
 
-def built(shape: Shape, whole: nn.Module, schedule: str = "1f1b", pieces: int = 4, **options: Any) -> ps.Pipeline:
+def built(
+    shape: Shape | None, whole: nn.Module, schedule: str = "1f1b", pieces: int = 4, loss: Any = loss_fn, **options: Any
+) -> Any:
+    """A pipeline in a mesh, or where there is none one process with the whole batch."""
+    if shape is None:
+        return OneProcess(whole, loss)
     mesh = ps.comms.init_mesh(*shape)
-    return ps.Pipeline(whole, loss_fn, schedule, pieces, mesh=mesh, tensor_parallel=plan(shape[2]), **options)
+    return ps.Pipeline(whole, loss, schedule, pieces, mesh=mesh, tensor_parallel=plan(shape[2]), **options)
 
 
-def close(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> None:
-    for name, value in ours.items():
-        expected = theirs[name]
-        assert (value is None) == (expected is None), name
-        if value is not None and expected is not None:
-            assert (value - expected).abs().max() < 1e-12, (name, (value - expected).abs().max())
+def close(ours: Any, theirs: Any) -> None:
+    """What a rank has is what one process has, but for the order of sums."""
+    if isinstance(ours, dict):
+        for name, value in ours.items():
+            close(value, theirs[name])
+    elif isinstance(ours, list | tuple):
+        for pair in zip(ours, theirs, strict=True):
+            close(*pair)
+    else:
+        assert (ours is None) == (theirs is None)
+        assert ours is None or (ours - theirs).abs().max() < 1e-12, (ours - theirs).abs().max()
 
 
 BLOCKS = 2  # enough for four stages, with the layers before and after
 Record = list[tuple[Tensor, Tensor, dict[str, Tensor | None]]]  # of each step: loss, norm, gradients
 
 
-def trained(shape: Shape, runs: dict[tuple[str, str], int]) -> dict[tuple[str, str], Record]:
+def trained(shape: Shape | None, runs: dict[tuple[str, str], int]) -> dict[tuple[str, str], Record]:
     records = {}
     for (schedule, way), steps in runs.items():
         pipe = built(shape, model(BLOCKS), schedule, data_parallel=way)
@@ -106,39 +118,22 @@ def trained(shape: Shape, runs: dict[tuple[str, str], int]) -> dict[tuple[str, s
     return records
 
 
-def trained_alone(steps: int) -> Record:
-    whole = model(BLOCKS)
-    optimizer, record = torch.optim.AdamW(whole.parameters(), lr=1e-2), []
-    for step in range(steps):
-        inputs, target = batch(step)
-        loss = loss_fn(whole(inputs), target)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        record.append((loss.detach(), norm, {name: p.grad.clone() for name, p in whole.named_parameters()}))
-        optimizer.step()
-        optimizer.zero_grad()
-    return record
-
-
 @pytest.mark.parametrize("name", slow_except(("pp2 dp2", "pp2 tp2"), MESHES))
 def test_it_has_the_gradients_of_one_process(name: str) -> None:
     shape, runs = MESHES[name], RUNS[name]
     everyone = on_ranks(trained, shape[0] * shape[1] * shape[2], shape, runs)
-    expected = trained_alone(max(runs.values()))
+    [expected] = trained(None, {("", ""): max(runs.values())}).values()
     for run, steps in runs.items():
+        for records in everyone:
+            close(records[run], expected[:steps])
         for step in range(steps):
-            names = set()
-            for records in everyone:
-                loss, norm, ours = records[run][step]
-                assert abs(loss - expected[step][0]) < 1e-12
-                assert abs(norm - expected[step][1]) < 1e-12
-                close(ours, expected[step][2])
-                names |= ours.keys()
-            assert names == expected[step][2].keys()
+            assert {name for records in everyone for name in records[run][step][2]} == expected[step][2].keys()
 
 
-def replicas(schedule: str, way: str, pieces: int, rows: int, dropout: float, steps: int) -> tuple[list[Tensor], dict]:
-    pipe = built((2, 2, 1), model(dropout=dropout), schedule, pieces, data_parallel=way)
+def replicas(
+    schedule: str, way: str, pieces: int, rows: int, dropout: float, steps: int, shape: Shape = (2, 2, 1)
+) -> tuple[list[Tensor], dict]:
+    pipe = built(shape, model(dropout=dropout), schedule, pieces, data_parallel=way)
     losses = []
     for step in range(steps):
         inputs, target = share(pipe, batch(step, rows))
@@ -166,19 +161,11 @@ def test_where_sums_have_the_same_order_the_bits_are_the_same(way: str) -> None:
         assert_same(ours, {name: expected[name] for name in ours})
 
 
-def alone_with_dropout(pieces: int, rows: int, steps: int) -> tuple[list[Tensor], dict]:
-    pipe = ps.Pipeline(model(dropout=0.5), loss_fn, "1f1b", pieces)
-    losses = [pipe.step(inputs, target=target) for inputs, target in (batch(step, rows) for step in range(steps))]
-    return losses, gradients(pipe)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_replicas_draw_random_numbers_as_if_their_microbatches_were_of_one_pipeline(way: str) -> None:
-    everyone = cases_on_ranks(replicas, 4, REPLICAS)["zb-h1", way, 2, 8, 0.5, 2]
-    ((losses, expected),) = on_ranks(alone_with_dropout, 1, 4, 8, 2)
-    for ours, mine in everyone:
-        assert all(abs(a - b) < 1e-12 for a, b in zip(ours, losses, strict=True))
-        close(mine, expected)
+    [expected] = on_ranks(replicas, 1, "1f1b", way, 4, 8, 0.5, 2, (1, 1, 1))
+    for ours in cases_on_ranks(replicas, 4, REPLICAS)["zb-h1", way, 2, 8, 0.5, 2]:
+        close(ours, expected)
 
 
 @pytest.mark.parametrize("schedule", SPLIT)
@@ -199,17 +186,10 @@ UNEVEN = {  # rows of the replicas, targets that count nothing
 }
 
 
-def uneven(way: Any, case: str) -> tuple[list[Tensor], dict]:
+def uneven(way: Any, case: str, shape: Shape | None = (2, 2, 1)) -> tuple[list[Tensor], dict]:
     sizes, ignored = UNEVEN[case]
-    pipe = ps.Pipeline(
-        model(),
-        masked_loss,
-        "interleaved-zb",
-        4,
-        loss_weight=lambda target: (~target.isnan()).sum(),
-        mesh=ps.comms.init_mesh(2, 2),
-        data_parallel=way,
-    )
+    options = {"data_parallel": way, "loss_weight": lambda target: (~target.isnan()).sum()}
+    pipe = built(shape, model(), "interleaved-zb", 4, masked_loss, **options)
     losses = []
     for step in range(2):
         inputs, target = batch(step)
@@ -235,20 +215,9 @@ QUICK_UNEVEN = tuple(zip((*WAYS, may_be_unused), UNEVEN, strict=True))
 
 @pytest.mark.parametrize(("way", "case"), slow_except(QUICK_UNEVEN, UNEVEN_WAYS))
 def test_replicas_may_have_fewer_rows_microbatches_or_targets_than_others(way: Any, case: str) -> None:
-    _, ignored = UNEVEN[case]
     group = QUICK_UNEVEN if (way, case) in QUICK_UNEVEN else tuple(one for one in UNEVEN_WAYS if one not in QUICK_UNEVEN)
-    everyone = cases_on_ranks(uneven, 4, group)[way, case]
-    whole = model()
-    expected = []
-    for step in range(2):
-        inputs, target = batch(step)
-        target[ignored] = torch.nan
-        loss = masked_loss(whole(inputs), target)
-        loss.backward()
-        expected.append(loss.detach())
-    for losses, ours in everyone:
-        assert all(abs(a - b) < 1e-12 for a, b in zip(losses, expected, strict=True))
-        close(ours, {name: p.grad for name, p in whole.named_parameters()})
+    for ours in cases_on_ranks(uneven, 4, group)[way, case]:
+        close(ours, uneven(None, case, None))
 
 
 def nothing_counts(way: str) -> tuple[Tensor, dict]:
@@ -293,16 +262,16 @@ def test_what_makes_an_output_that_no_stage_uses_has_no_gradient(way: str, seed:
 # -- everyday use -------------------------------------------------------------------------------------------------------
 
 
-def everyday(way: str, option: str, value: Any) -> dict[str, Any]:
+def everyday(way: str, option: str, value: Any, shape: Shape | None = (2, 2, 1)) -> dict[str, Any]:
     """Two steps before the optimizer, an `eval` in between, and the first layer frozen from the third step on."""
-    pipe = built((2, 2, 1), model(), "zb-v", data_parallel=way, **{option: value})
+    pipe = built(shape, model(), "zb-v", data_parallel=way, **{option: value})
     for step in range(2):
         inputs, target = share(pipe, batch(step))
         pipe.step(inputs, target=target)
         before = gradients(pipe)
         outputs, _ = pipe.eval(inputs, target=target)
         assert_same(before, gradients(pipe))
-        assert (outputs is None) == (pipe.topology.rank != pipe.last_rank)
+        assert (outputs is None) == (shape is not None and pipe.topology.rank != pipe.last_rank)
         assert outputs is None or len(outputs) == len(inputs)
     twice = gradients(pipe)
     for name, parameter in pipe.named_parameters():
@@ -315,16 +284,7 @@ def everyday(way: str, option: str, value: Any) -> dict[str, Any]:
 
 
 def everyday_alone() -> dict[str, Any]:
-    whole = model()
-    for step in range(2):
-        inputs, target = batch(step)
-        loss_fn(whole(inputs), target).backward()
-    twice = {name: p.grad.clone() for name, p in whole.named_parameters()}
-    whole.zero_grad()
-    whole[0].requires_grad_(False)
-    inputs, target = batch(2)
-    loss_fn(whole(inputs), target).backward()
-    return {"twice": twice, "frozen": {name: p.grad for name, p in whole.named_parameters()}}
+    return everyday("", "recompute", None, None)
 
 
 OPTIONS = (("recompute", None), ("recompute", "stage"), ("recompute", "block"))
@@ -334,10 +294,8 @@ EVERYDAYS = tuple((way, *option) for way, option in product(WAYS, OPTIONS))
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EVERYDAYS, ids=str)
 def test_steps_add_up_eval_changes_nothing_and_layers_can_be_frozen(case: tuple[str, str, Any]) -> None:
-    expected = everyday_alone()
     for ours in cases_on_ranks(everyday, 4, EVERYDAYS)[case]:
-        close(ours["twice"], expected["twice"])
-        close(ours["frozen"], expected["frozen"])
+        close(ours, everyday_alone())
 
 
 def everyday_freed_early() -> dict[str, Any]:
@@ -361,10 +319,8 @@ def everyday_freed_early() -> dict[str, Any]:
 
 
 def test_no_check_reads_parameters_that_the_averaging_of_a_sharded_stage_has_freed() -> None:
-    expected = everyday_alone()
     for ours in on_ranks(everyday_freed_early, 4):
-        close(ours["twice"], expected["twice"])
-        close(ours["frozen"], expected["frozen"])
+        close(ours, everyday_alone())
 
 
 def own_ways(schedule: str) -> list[dict[str, Tensor | None]]:
@@ -375,28 +331,24 @@ def own_ways(schedule: str) -> list[dict[str, Tensor | None]]:
             fully_shard(layer, mesh=mesh)
         return fully_shard(module, mesh=mesh)
 
-    found = []
-    for way in (may_be_unused, partial(may_be_unused, views=True), each_layer):
-        torch.manual_seed(0)
-        whole = nn.Sequential(nn.Linear(6, WIDTH), has_unused(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
-        pipe = built((2, 2, 1), whole, schedule, data_parallel=way)
-        for step in range(2):
-            inputs, target = share(pipe, batch(step))
-            pipe.step(inputs, target=target)
-        found.append(gradients(pipe))
-    return found
+    ways = may_be_unused, partial(may_be_unused, views=True), each_layer
+    return [own_way((2, 2, 1), schedule, way) for way in ways]
+
+
+def own_way(shape: Shape | None, schedule: str = "", way: Any = None) -> dict[str, Tensor | None]:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, WIDTH), has_unused(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
+    pipe = built(shape, whole, schedule, data_parallel=way)
+    for step in range(2):
+        inputs, target = share(pipe, batch(step))
+        pipe.step(inputs, target=target)
+    return gradients(pipe)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_function_may_say_how_replicas_are_held_equal(schedule: str) -> None:
-    torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(6, WIDTH), has_unused(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
-    for step in range(2):
-        inputs, target = batch(step)
-        loss_fn(whole(inputs), target).backward()
     for ways in cases_on_ranks(own_ways, 4, (("1f1b",), ("zb-h1",)))[schedule,]:
-        for ours in ways:
-            close(ours, {name: p.grad for name, p in whole.named_parameters()})
+        close(ways, [own_way(None)] * 3)
 
 
 class Mlp(nn.Module):
@@ -471,9 +423,8 @@ def test_auxiliary_losses_count_once(name: str) -> None:
     loss = loss_fn(nn.Sequential(*list(whole)[2:])(hidden), target) + 0.1 * hidden.square().mean()
     loss.backward()
     expected = {str(int(name[0]) + (int(name[0]) > 1)) + name[1:]: p.grad for name, p in whole.named_parameters()}
-    for ours, found in cases_on_ranks(with_auxiliary, 4, ((MESHES["pp2 dp2"],), (MESHES["pp2 tp2"],)))[MESHES[name],]:
-        assert abs(ours - loss.detach()) < 1e-12
-        close(found, expected)
+    for ours in cases_on_ranks(with_auxiliary, 4, ((MESHES["pp2 dp2"],), (MESHES["pp2 tp2"],)))[MESHES[name],]:
+        close(ours, (loss.detach(), expected))
 
 
 def normalised() -> tuple[dict[str, Tensor], dict]:
@@ -493,28 +444,22 @@ def test_statistics_are_those_of_the_first_replica_and_count_its_microbatches() 
         assert_same(everyone[first][1], everyone[second][1])
 
 
-def tied(way: str, shape: Shape) -> dict[str, Tensor | None]:
+def tied(way: str, shape: Shape | None) -> dict[str, Tensor | None]:
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5, bias=False)).double()
     whole[2].weight = whole[0].weight
-    pipe = ps.Pipeline(whole, nn.functional.cross_entropy, "zb-h1", 2, mesh=ps.comms.init_mesh(*shape), data_parallel=way)
+    pipe = built(shape, whole, "zb-h1", 2, nn.functional.cross_entropy, data_parallel=way)
     tokens = torch.arange(8) % 5
     for _ in range(2):
         inputs, target = share(pipe, (tokens, tokens.flip(0)))
         pipe.step(inputs, target=target)
-    return gradients(pipe)
+    found = gradients(pipe)
+    return found if shape else found | {"2.weight": found["0.weight"]}
 
 
 def test_tied_parameters_may_be_in_replicas() -> None:
-    torch.manual_seed(0)
-    whole = nn.Sequential(nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5, bias=False)).double()
-    whole[2].weight = whole[0].weight
-    tokens = torch.arange(8) % 5
-    for _ in range(2):
-        nn.functional.cross_entropy(whole(tokens), tokens.flip(0)).backward()
-    expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
     for ours in on_ranks(tied, 4, "ddp", (2, 2, 1)):
-        close(ours, expected)
+        close(ours, tied("", None))
     with pytest.raises(ps.MismatchError, match=r"\(0.weight, 2.weight\) can be neither sharded .*: use data_parallel='ddp'"):
         ps.launch(tied, 4, "fsdp", (2, 2, 1))
 
@@ -718,20 +663,12 @@ def test_checkpoints_move_between_meshes_to_the_bit(shape: Shape, kind: str, oth
 # -- models that are not used alike -------------------------------------------------------------------------------------
 
 
-class Choice(nn.Module):
-    """Two layers, of which the sign of the batch chooses one; a third is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.never = nn.Linear(6, WIDTH), nn.Linear(6, WIDTH), nn.Linear(2, 2)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.a(inputs) if inputs[0, 0] > 0 else self.b(inputs)
-
-
 def choices() -> nn.Sequential:
+    """A model of two layers, of which the sign of the batch chooses one; a third is never used."""
     torch.manual_seed(0)
-    return nn.Sequential(Choice(), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
+    layers = {"a": nn.Linear(6, WIDTH), "b": nn.Linear(6, WIDTH), "never": nn.Linear(2, 2)}
+    choice = toy(lambda self, inputs: self.a(inputs) if inputs[0, 0] > 0 else self.b(inputs), **layers)
+    return nn.Sequential(choice, nn.Tanh(), nn.Linear(WIDTH, 3)).double()
 
 
 def signed(step: int) -> tuple[Tensor, Tensor]:
@@ -741,8 +678,10 @@ def signed(step: int) -> tuple[Tensor, Tensor]:
     return inputs.abs() * signs[:, None], target
 
 
-def chosen(way: str, schedule: str) -> list[dict[str, Tensor | None]]:
-    pipe, found = built((2, 2, 1), choices(), schedule, 2, data_parallel=way), []
+def chosen(way: str, schedule: str, shape: Shape | None = (2, 2, 1)) -> list[dict[str, Tensor | None]]:
+    pipe, found = built(shape, choices(), schedule, 2, data_parallel=way), []
+    if shape is None:
+        pipe.microbatches = 2  # one of each sign
     for step in range(3):
         inputs, target = share(pipe, signed(step))
         pipe.step(inputs, target=target)
@@ -755,14 +694,8 @@ CHOSEN = tuple(product(WAYS, ("1f1b", "zb-h1")))
 
 @pytest.mark.parametrize(("way", "schedule"), CHOSEN)
 def test_replicas_need_not_use_the_same_parameters(way: str, schedule: str) -> None:
-    whole, expected = choices(), []
-    for step in range(3):
-        inputs, target = signed(step)
-        (sum(loss_fn(whole(x), y) for x, y in zip(inputs.split(4), target.split(4), strict=True)) / 2).backward()
-        expected.append({name: None if p.grad is None else p.grad.clone() for name, p in whole.named_parameters()})
     for found in cases_on_ranks(chosen, 4, CHOSEN)[way, schedule]:
-        for ours, theirs in zip(found, expected, strict=True):
-            close(ours, theirs)
+        close(found, chosen("", "", None))
 
 
 def without_parameters() -> list[str]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from emulated_nccl import MODES, install
 from models import toy
-from reference import accumulate, assert_same, data, gradients, make, merged
+from reference import OneProcess, accumulate, assert_as_one_process, data, make, stepped
 from slow_cases import slow_except
 from torch import nn
 
@@ -149,23 +149,24 @@ def rank_schedules(mode, kind, microbatches, names):
     results = {}
     for name in names:
         pipe = ps.Pipeline(model, loss_fn, name, microbatches, seed=None)
-        batches = [data(kind, 2 * microbatches + 1, seed) for seed in (3, 4)]
         lagging_device.waits.clear()
-        losses = [pipe.step(inputs, target=target) for inputs, target in batches]
-        results[name] = losses, gradients(pipe.named_parameters()), list(lagging_device.waits)
+        numbers = stepped(pipe, batches(kind, microbatches))
+        results[name] = numbers, list(lagging_device.waits)
         model.zero_grad()
     return results
 
 
+def batches(kind, microbatches):
+    return [data(kind, 2 * microbatches + 1, seed) for seed in (3, 4)]
+
+
 def assert_bits_of_one_process(mode, ranks, kind, microbatches, names):
     everyone = ps.launch(rank_schedules, ranks, mode, kind, microbatches, names)
-    model, loss_fn = make(kind, depth=DEPTH)
-    losses = [accumulate(model, loss_fn, data(kind, 2 * microbatches + 1, seed), microbatches) for seed in (3, 4)]
+    expected = stepped(OneProcess(*make(kind, depth=DEPTH), None, microbatches), batches(kind, microbatches))
     for name in names:
+        assert_as_one_process([rank[name][0] for rank in everyone], expected)
         for rank in everyone:
-            assert all(map(torch.equal, rank[name][0], losses)), name
-            assert {place.partition(":")[0] for place in rank[name][2]} <= FOR_THE_LOSS, name
-        assert_same(merged([rank[name][1] for rank in everyone]), gradients(model.named_parameters()))
+            assert {place.partition(":")[0] for place in rank[name][1]} <= FOR_THE_LOSS, name
 
 
 @pytest.mark.ranks
@@ -262,24 +263,21 @@ def rank_travels():
             arrived.append(torch.equal(ps.comms.recv_tensor((3, 2), 0, dtype), tensor))
     model, loss_fn, (inputs, target) = casting()
     pipe, other = (ps.Pipeline(value, loss_fn, "1f1b", 2, cuts=["1"]) for value in (model, casting()[0]))
-    losses = [pipe.step(inputs, target=target) for _ in range(2)]
+    numbers = stepped(pipe, [(inputs, target)] * 2)
     other.step(inputs, target=target)
-    grads = gradients(pipe.named_parameters())
     ps.comms.shutdown()
-    return arrived, losses, grads, list(emulated_nccl.shut_down_groups)
+    return arrived, numbers, list(emulated_nccl.shut_down_groups)
 
 
 @pytest.mark.ranks
 def test_tensors_of_all_dtypes_travel_and_groups_are_closed_in_the_order_they_were_opened_in():
     everyone = ps.launch(rank_travels, 2)
     model, loss_fn, batch = casting()
-    expected = [accumulate(model, loss_fn, batch, 2) for _ in range(2)]
-    for arrived, losses, _, closed in everyone:
+    assert_as_one_process([numbers for _, numbers, _ in everyone], stepped(OneProcess(model, loss_fn, None, 2), [batch] * 2))
+    for arrived, _, closed in everyone:
         assert all(arrived)
-        assert all(map(torch.equal, losses, expected))
         assert len(closed) == 4  # of two pipelines
         assert closed == sorted(closed)
-    assert_same(merged([result[2] for result in everyone]), gradients(model.named_parameters()))
 
 
 # ---- faults: tests/engine/test_faults.py has more, which `make nccl` runs over NCCL too ------------------------------

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from error_text import error_text
-from models import CASES, Batch, ModelCase, accumulate, by_hand, differing, evaluate
-from reference import assert_same, gradients, merged, same
+from models import CASES, Batch, ModelCase, by_hand, differing
+from reference import OneProcess, accumulate, assert_as_one_process, gradients, merged, same, step_with
 from runners import on_ranks
 from slow_cases import slow_except
 from torch import nn
@@ -64,23 +64,18 @@ def result(losses: list[torch.Tensor], outputs: Any, model: Any, every_name: boo
 
 
 def rank_runs(runs: Sequence[CutRun], cases: dict[str, ModelCase] = CASES) -> list[PartitionResult]:
-    return [stepped(run.pipeline(cases[run.case]), run, cases[run.case]) for run in runs]
+    return [run_steps(run.pipeline(cases[run.case]), run, cases[run.case]) for run in runs]
 
 
-def stepped(pipe: ps.Pipeline, run: CutRun, case: ModelCase) -> PartitionResult:
-    losses = []
-    for seed in STEPS:
-        args, target, kwargs = case.batch(run.rows, seed)
-        losses.append(pipe.step(*args, target=target, **kwargs))
+def run_steps(pipe: Any, run: CutRun, case: ModelCase, every_name: bool = False) -> PartitionResult:
+    losses = [step_with(pipe, case.batch(run.rows, seed)) for seed in STEPS]
     args, _, kwargs = case.batch(run.rows, 5)
-    return result(losses, pipe.eval(*args, **kwargs), pipe)
+    return result(losses, pipe.eval(*args, **kwargs), pipe, every_name)
 
 
 def uncut(run: CutRun, cases: dict[str, ModelCase] = CASES) -> PartitionResult:
     case = cases[run.case]
-    model = case.model()
-    losses = [accumulate(model, case.loss_fn, case.batch(run.rows, seed), run.microbatches) for seed in STEPS]
-    return result(losses, evaluate(model, case.batch(run.rows, 5), run.microbatches), model, every_name=True)
+    return run_steps(OneProcess(case.model(), case.loss_fn, None, run.microbatches), run, case, every_name=True)
 
 
 def assert_equal(run: CutRun, ours: Sequence[PartitionResult], expected: PartitionResult) -> None:
@@ -198,45 +193,29 @@ TRAININGS = {
 }
 
 
-def train(model: nn.Module | ps.Pipeline, step: Any, clip: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def train(pipe: Any, run: CutRun) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Losses and norms of five optimizer steps, each over two batches; the state after them."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
     results = []
     for number in range(5):
-        results += [step(2 * number), step(2 * number + 1), clip()]
+        results += [step_with(pipe, CASES[run.case].batch(run.rows, seed)) for seed in (2 * number, 2 * number + 1)]
+        results.append(pipe.clip_grad_norm_(0.1))
         optimizer.step()
         optimizer.zero_grad()
-    return results, dict(model.state_dict())
+    return results, dict(pipe.state_dict())
 
 
 def rank_trainings(runs: Sequence[CutRun]) -> list[Any]:
-    trained = []
-    for run in runs:
-        pipe, batch = run.pipeline(CASES[run.case]), CASES[run.case].batch
-
-        def step(seed: int, pipe: Any = pipe, batch: Any = batch, rows: int = run.rows) -> torch.Tensor:
-            args, target, kwargs = batch(rows, seed)
-            return pipe.step(*args, target=target, **kwargs)
-
-        trained.append(train(pipe, step, lambda pipe=pipe: pipe.clip_grad_norm_(0.1)))
-    return trained
+    return [train(run.pipeline(CASES[run.case]), run) for run in runs]
 
 
 @pytest.mark.parametrize("ranks", slow_except([2], TRAININGS))
 def test_five_clipped_optimizer_steps_over_two_batches_each_end_in_the_weights_of_the_uncut_model(ranks):
-    everyone = on_ranks(rank_trainings, ranks, TRAININGS[ranks])
-    for number, run in enumerate(TRAININGS[ranks]):
-        case, model = CASES[run.case], CASES[run.case].model()
-        expected_message, state = train(
-            model,
-            lambda seed, case=case, model=model, run=run: accumulate(
-                model, case.loss_fn, case.batch(run.rows, seed), run.microbatches
-            ),
-            lambda model=model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
-        )
-        for value in everyone:
-            assert all(map(torch.equal, value[number][0], expected_message)), (run, value[number][0], expected_message)
-        assert_same(merged([value[number][1] for value in everyone]), state)
+    expected = []
+    for run in TRAININGS[ranks]:
+        case = CASES[run.case]
+        expected.append(train(OneProcess(case.model(), case.loss_fn, None, run.microbatches), run))
+    assert_as_one_process(on_ranks(rank_trainings, ranks, TRAININGS[ranks]), expected)
 
 
 DROPOUTS = {
@@ -323,7 +302,7 @@ def test_keywords_reach_every_stage_of_a_list_that_takes_them(ranks, schedule):
     for value in everyone:
         assert all(map(torch.equal, value[0], losses))
         assert "no stage's forward takes maks=: the first takes hidden, mask, ids, factor" in value[2]
-    assert_same(merged([value[1] for value in everyone]), gradients(nn.Sequential(*stages).named_parameters()))
+    assert_as_one_process([value[1] for value in everyone], gradients(nn.Sequential(*stages).named_parameters()))
 
 
 class OneOfTwoOrders(nn.Module):

@@ -6,6 +6,7 @@ from itertools import combinations, pairwise
 import limited_memory
 import pytest
 import torch
+from models import toy
 from reference import accumulate, assert_same, gradients, merged
 from runners import on_ranks
 from torch import nn
@@ -246,20 +247,10 @@ def test_a_module_used_twice_stays_one():
     assert model[0].weight.grad is not None
 
 
-class SharedLayer(nn.Module):
-    """A layer that is elsewhere too."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, inputs):
-        return self.layer(inputs)
-
-
 def used_twice():
     shared = nn.Linear(3, 3)
-    return nn.Sequential(shared, nn.ReLU(), nn.Linear(3, 3), SharedLayer(shared)).to("meta")
+    again = toy(lambda self, inputs: self.layer(inputs), layer=shared)
+    return nn.Sequential(shared, nn.ReLU(), nn.Linear(3, 3), again).to("meta")
 
 
 def rank_used_twice():

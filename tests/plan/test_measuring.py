@@ -12,6 +12,7 @@ from runners import on_ranks
 from torch import nn
 
 import penstock as ps
+from penstock.commands.train.setup import token_loss
 from penstock.model import GPT, GPTConfig
 from penstock.partition import unit_times
 from penstock.partition.balance import Balance
@@ -163,13 +164,10 @@ def memory_planned_and_measured_in_slices():
     """What a microbatch of a GPT in two slices is planned to take in flight, and took."""
     tokens = torch.zeros(8, 64, dtype=torch.long)
 
-    def loss_fn(logits, target):
-        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-    layers = measure(GPT(GPTConfig()), (tokens[:4],), loss_fn=loss_fn, target=tokens[:4], rounds=1, seconds=0)
+    layers = measure(GPT(GPTConfig()), (tokens[:4],), loss_fn=token_loss, target=tokens[:4], rounds=1, seconds=0)
     [planned] = plan(layers, 1, 1e12, batch=8, microbatches=2, slices=2, schedules="1f1b", effort="quick")
     options = {"example_args": (tokens[:4],), "slices": 2, "loss_weight": ps.tokens()}
-    pipe = ps.Pipeline(GPT(GPTConfig()), loss_fn, "1f1b", 2, **options)
+    pipe = ps.Pipeline(GPT(GPTConfig()), token_loss, "1f1b", 2, **options)
     pipe.step(tokens, target=tokens)
     return sum(layer.keys_and_values for layer in layers.costs_at(4)), planned.costs.act, pipe.timeline().activation_sizes
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import assert_same, gradients, merged
+from reference import OneProcess, assert_as_one_process, gradients, stepped
 from runners import on_ranks
 from torch import Tensor, nn
 
@@ -133,21 +133,11 @@ def rank_runs(found: Plan) -> tuple[Any, ...]:
 def test_a_pipeline_runs_a_plan_with_a_teacher_with_the_bits_of_one_process() -> None:
     found = plan_of_modules()
     model, teacher, (inputs, target) = linear(6, 0), linear(9, 1), batch()
-    losses = []
-    for _ in range(2):
-        total = torch.zeros(())
-        for rows, labels in zip(inputs.split(2), target.split(2), strict=True):
-            with torch.no_grad():
-                output = teacher(rows)
-            loss = loss_fn(model(rows), labels, output)
-            loss.backward(torch.full_like(loss, 0.25))
-            total = total + loss.detach() * 0.25
-        losses.append(total)
+    expected = stepped(OneProcess(model, loss_fn, None, 4, teacher=teacher), [(inputs, target)] * 2)
     results = on_ranks(rank_runs, 2, found)
-    for rank, (rank_losses, _, actions, other) in enumerate(results):
-        assert all(map(torch.equal, rank_losses, losses))
+    for rank, (*_, actions, other) in enumerate(results):
         assert [text for text in actions if int(text[0]) < found.schedule.teacher] == [
             str(action) for action in found.schedule.actions[rank] if action.stage < found.schedule.teacher
         ]
         assert "the plan is for a model of 9 layers" in other
-    assert_same(merged([result[1] for result in results]), gradients(model.named_parameters()))
+    assert_as_one_process([result[:2] for result in results], expected)

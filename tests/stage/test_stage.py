@@ -9,7 +9,7 @@ import pytest
 import torch
 from error_text import outcome
 from models import toy
-from reference import accumulate, assert_same, data, gradients, merged, same
+from reference import OneProcess, accumulate, assert_as_one_process, assert_same, data, gradients, merged, same, stepped
 from runners import on_ranks
 from torch import nn
 
@@ -29,7 +29,7 @@ def rank_slices():
     inputs, target = data("mlp", 8)
     first, last = topology.get_prev_rank() is None, topology.get_next_rank() is None
     loss = pipe.step(inputs if first else None, target=target if last else None)
-    return loss, gradients(pipe.named_parameters()), pipe.state_dict()
+    return loss, gradients(pipe.named_parameters()), dict(pipe.state_dict())
 
 
 @pytest.mark.ranks
@@ -38,9 +38,7 @@ def test_slices_built_by_each_rank_train_as_the_monolith_and_only_the_ends_need_
     torch.manual_seed(5)
     model = ps.model.mlp(12, 7, classes=3)
     loss = accumulate(model, nn.functional.cross_entropy, data("mlp", 8), 3)
-    assert all(torch.equal(result[0], loss) for result in everyone)
-    assert_same(merged([result[1] for result in everyone]), gradients(model.named_parameters()))
-    assert_same(merged([result[2] for result in everyone]), model.state_dict())
+    assert_as_one_process(everyone, (loss, gradients(model.named_parameters()), dict(model.state_dict())))
 
 
 # -- what passes ----------------------------------------------------------------------------------------------------
@@ -94,17 +92,11 @@ def nested_loss(output, target):
     return nn.functional.cross_entropy(output, target["classes"]) + (output[:, 0] - target["more"][0]).square().mean()
 
 
-def run_structured(pieces):
-    stages, total = structured(), 0
+def run_structured(microbatches):
+    first, second, third, last = stages = structured()
     batch, target = nested_batch(7)
-    for piece in range(pieces):
-        rows = torch.arange(7).tensor_split(pieces)[piece]
-        made = stages[0]({name: value[rows] for name, value in batch.items()}, offset=0.5)
-        made = stages[3](stages[2](*stages[1](**made)))
-        loss = nested_loss(made, {"classes": target["classes"][rows], "more": [target["more"][0][rows]]})
-        loss.backward(torch.tensor(len(rows) / 7))
-        total = total + loss.detach() * (len(rows) / 7)
-    return total, gradients(nn.Sequential(*stages).named_parameters())
+    pipe = OneProcess(lambda x, offset: last(third(*second(**first(x, offset=offset)))), nested_loss, None, microbatches)
+    return pipe.step(batch, target=target, offset=0.5), gradients(nn.Sequential(*stages).named_parameters())
 
 
 def rank_structured(schedule):
@@ -204,11 +196,12 @@ def test_forwards_may_take_keywords_only_and_give_objects_that_torch_takes_apart
     torch.manual_seed(2)
     stages = [gives(kind), takes(second)]
     inputs, target = data("mlp", 7)
-    for rows in torch.arange(7).tensor_split(2):
-        made = stages[0](inputs=inputs[rows])
-        own = {name: value[rows] for name, value in keywords.items()}
-        output = stages[1](made) if second == "an object" else stages[1](**made, **own)
-        nn.functional.cross_entropy(output, target[rows]).backward(torch.tensor(len(rows) / 7))
+
+    def forward(inputs, **own):
+        made = stages[0](inputs=inputs)
+        return stages[1](made) if second == "an object" else stages[1](**made, **own)
+
+    OneProcess(forward, nn.functional.cross_entropy, None, 2).step(inputs, target=target, **keywords)
     expected = [gradients(stage.named_parameters()) for stage in stages]
     for stage in stages:
         stage.zero_grad()
@@ -240,55 +233,28 @@ def frozen(which):
 FROZEN = ([], [0], [2], [4], [0, 2], [0, 2, 4])
 
 
-def rank_frozen():
-    results = []
-    for which in FROZEN:
-        pipe = ps.Pipeline(frozen(which), nn.functional.cross_entropy, microbatches=2, cuts=["1", "3"])
-        inputs, target = data("mlp", 6)
-        results.append((pipe.step(inputs, target=target), gradients(pipe.named_parameters())))
-    return results
+def frozen_steps(pipeline):
+    return [
+        stepped(pipeline(frozen(which), nn.functional.cross_entropy, "1f1b", 2, cuts=["1", "3"]), [data("mlp", 6)])
+        for which in FROZEN
+    ]
 
 
 @pytest.mark.ranks
 def test_frozen_parts_and_layers_that_change_their_input_in_place_right_after_a_cut():
-    everyone = on_ranks(rank_frozen, 3)
-    for number, which in enumerate(FROZEN):
-        model, (inputs, target) = frozen(which), data("mlp", 6)
-        if len(which) < 3:
-            expected = accumulate(model, nn.functional.cross_entropy, (inputs, target), 2)
-        else:
-            expected = sum(
-                nn.functional.cross_entropy(model(i), t) * 0.5 for i, t in zip(inputs.chunk(2), target.chunk(2), strict=True)
-            )
-        assert all(torch.equal(result[number][0], expected) for result in everyone)
-        assert_same(merged([result[number][1] for result in everyone]), gradients(model.named_parameters()))
+    assert_as_one_process(on_ranks(frozen_steps, 3, ps.Pipeline), frozen_steps(OneProcess))
 
 
-def tied(microbatches):
+def tied():
     torch.manual_seed(6)
     model = nn.Sequential(nn.Embedding(17, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 17, bias=False)).double()
     model[3].weight = model[0].weight
     return model
 
 
-def rank_tied(microbatches):
-    pipe = ps.Pipeline(tied(microbatches), token_loss, microbatches=microbatches)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
-    tokens, target = data("gpt", 6)
-    losses, norms = [], []
-    for _ in range(3):
-        pipe.step(tokens, target=target)
-        losses.append(pipe.step(tokens, target=target))
-        norms.append(pipe.clip_grad_norm_(0.1))
-        optimizer.step()
-        optimizer.zero_grad()
-    pipe.step(tokens, target=target)
-    return losses, norms, gradients(pipe.named_parameters()), pipe.state_dict()
-
-
 def rank_tied_fails(frozen):
     """A step that fails on the first rank as the last of its gradients comes, or is refused there, and a good one."""
-    pipe = ps.Pipeline(tied(2), token_loss, "1f1b", 2)
+    pipe = ps.Pipeline(tied(), token_loss, "1f1b", 2)
     tokens, target = data("gpt", 6)
     fault = pipe.topology.rank == 0
     weight = next(pipe.parameters()).requires_grad_(not (fault and frozen))
@@ -325,11 +291,11 @@ def test_a_rank_that_fails_at_last_ends_the_step_on_the_others_that_have_its_wei
 
 
 def rank_where_nothing_counts():
-    pipe = ps.Pipeline(tied(2), token_loss, "1f1b", 2, loss_weight=lambda target: 0.0)
+    pipe = ps.Pipeline(tied(), token_loss, "1f1b", 2, loss_weight=lambda target: 0.0)
     tokens, target = data("gpt", 6)
     pipe.step(tokens, target=target)
-    of_two_stages = ps.Pipeline(tied(2), token_loss, "zb-v", 2)
-    model = tied(2)
+    of_two_stages = ps.Pipeline(tied(), token_loss, "zb-v", 2)
+    model = tied()
     model[1].spare = model[3].spare = nn.Parameter(torch.ones(2))  # in two stages, and used in none
     unused = ps.Pipeline(model, token_loss, "1f1b", 2, cuts=["2"])
     unused.step(tokens, target=target)
@@ -343,29 +309,6 @@ def test_a_tied_weight_has_no_gradient_where_nothing_counts_or_uses_it_and_one_n
     (first, names), (last, others) = on_ranks(rank_where_nothing_counts, 2)
     assert first + last == [None] * 6
     assert (names, others) == (["0.weight"], ["1.weight", "1.bias"])
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (3, 3)])
-def test_tied_weights_get_the_sum_of_their_owners_gradients_and_stay_equal(ranks, microbatches):
-    everyone = on_ranks(rank_tied, ranks, microbatches)
-    model, batch = tied(microbatches), data("gpt", 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(3):
-        accumulate(model, token_loss, batch, microbatches)
-        expected = accumulate(model, token_loss, batch, microbatches)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        for losses, norms, *_ in everyone:
-            torch.testing.assert_close(losses[step], expected, rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(norms[step], norm, rtol=1e-12, atol=1e-12)
-        optimizer.step()
-        optimizer.zero_grad()
-    accumulate(model, token_loss, batch, microbatches)
-    grads, state = merged([result[2] for result in everyone]), merged([result[3] for result in everyone])
-    assert torch.equal(everyone[0][2]["0.weight"], everyone[-1][2]["0.weight"])
-    assert torch.equal(state["0.weight"], state["3.weight"])
-    for name, parameter in model.named_parameters():  # the two uses' gradients are summed in another order
-        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
 
 
 # -- names ----------------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from error_text import NO_ERROR, outcome
-from models import CASES, RepeatedBlockModel, TiedModel, accumulate, tied, token_batch
-from reference import assert_same, merged
+from models import CASES, RepeatedBlockModel, TiedModel, tied, token_batch
+from reference import OneProcess, accumulate, assert_as_one_process, assert_same, merged, step_with
 from runners import cases_on_ranks, on_ranks
 from torch import nn
 
@@ -26,37 +26,29 @@ def groups(model):
     return [{"params": decayed}, {"params": [parameter for name, parameter in named if "token" in name], "weight_decay": 0.0}]
 
 
-def rank_trained(case, schedule):
-    """The names on this rank, and the state after four steps."""
-    pipe = ps.Pipeline(CASES[case].model(), token_loss, schedule, M, cuts=CUTS[case])
+def trains(pipeline, case, schedule):
+    """The state after four steps, the names on this rank, and the owners of those that several ranks have."""
+    pipe = pipeline(CASES[case].model(), token_loss, schedule, M, cuts=CUTS[case])
     optimizer = torch.optim.AdamW(groups(pipe), lr=0.05, weight_decay=0.5)
     for step in range(4):
-        args, target, _ = token_batch(ROWS, step)
-        pipe.step(*args, target=target)
+        step_with(pipe, token_batch(ROWS, step))
         pipe.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return [name for name, _ in pipe.named_parameters()], pipe.state_dict(), pipe._engine.tied.owners
+    names = [name for name, _ in pipe.named_parameters()]
+    return dict(pipe.state_dict()), names, {} if pipeline is OneProcess else pipe._engine.tied.owners
 
 
-RUNS = (("tied", "1f1b"), ("tied three times", "zb-v"), ("recurrent", "gpipe"))
+RUNS = tuple((ps.Pipeline, *run) for run in (("tied", "1f1b"), ("tied three times", "zb-v"), ("recurrent", "gpipe")))
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: ", ".join(run[1:]))
 def test_groups_made_by_names_have_the_bits_of_one_process_on_all_owners(run):
-    everyone = cases_on_ranks(rank_trained, 2, RUNS)[run]
-    model = CASES[run[0]].model()
-    optimizer = torch.optim.AdamW(groups(model), lr=0.05, weight_decay=0.5)
-    for step in range(4):
-        accumulate(model, token_loss, token_batch(ROWS, step), M)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same(merged([state for _, state, _ in everyone]), dict(model.state_dict()))
-    uncut = [name for name, _ in model.named_parameters()]
-    assert {name for names, *_ in everyone for name in names} == {*uncut}
-    for names, _, owners in everyone:
-        assert {*owners} == {name for name in uncut if name in everyone[0][0] and name in everyone[1][0]} <= {*names}
+    everyone, (state, uncut, _) = cases_on_ranks(trains, 2, RUNS)[run], trains(OneProcess, *run[1:])
+    assert_as_one_process([part for part, *_ in everyone], state)
+    assert {name for _, names, _ in everyone for name in names} == {*uncut}
+    for _, names, owners in everyone:
+        assert {*owners} == {name for name in uncut if name in everyone[0][1] and name in everyone[1][1]} <= {*names}
         assert list(owners.values()) == [[0, 1]] * len(owners)
 
 

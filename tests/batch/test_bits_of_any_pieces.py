@@ -9,7 +9,7 @@ import pytest
 import torch
 from reference import assert_same, gradients, merged
 from runners import cases_on_ranks
-from slow_cases import slow_except
+from slow_cases import group_of, slow_except
 from torch import Tensor, nn
 
 import penstock as ps
@@ -155,7 +155,6 @@ CASES = {  # of any number of ranks
     for way, schedule in (*product(WAYS, ps.schedule.names()), ("slices", "searched"))
     if schedule in (*SLICED, "searched") or not way.startswith("slices")
 }
-SLOW = tuple(case for case in CASES if case not in QUICK)
 FOUR = tuple(product(("lists", "an order"), ps.schedule.names()))
 
 
@@ -181,7 +180,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize(("way", "schedule"), slow_except(QUICK, CASES))
 def test_on_two_ranks_any_pieces_have_the_bits_of_one_process(way: str, schedule: str) -> None:
-    group = QUICK if (way, schedule) in QUICK else SLOW
+    group = group_of((way, schedule), QUICK, CASES)
     results = cases_on_ranks(rank_runs, 2, tuple((*case, 2) for case in group))[way, schedule, 2]
     assert_as_one_process(results, one_process(way, 2, planned_order(schedule) if way == "a planned order" else ()))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from reference import OneProcess, assert_as_one_process, assert_same, gradients
 from runners import cases_on_ranks, cases_under_torchrun, on_ranks
-from slow_cases import slow_except
+from slow_cases import group_of, slow_except
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -157,7 +157,7 @@ DEFAULT = [("1f1b", case, "batch") for case in CASES] + [
 @pytest.mark.ranks
 @pytest.mark.parametrize(("schedule", "case", "how"), slow_except(DEFAULT, RUNS))
 def test_what_is_none_stays_none_and_what_needs_a_gradient_gets_one(schedule: str, case: str, how: str) -> None:
-    runs = tuple(DEFAULT) if (schedule, case, how) in DEFAULT else RUNS
+    runs = group_of((schedule, case, how), DEFAULT, RUNS)
     assert_as_one_process(cases_on_ranks(rank_trains, RANKS, runs)[schedule, case, how], one_process(case))
 
 

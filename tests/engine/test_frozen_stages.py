@@ -8,7 +8,7 @@ from error_text import NO_ERROR, outcome
 from models import CASES
 from reference import OneProcess, accumulate, assert_as_one_process, assert_same, data, gradients, make, merged
 from runners import cases_on_ranks, on_ranks, on_ranks_once
-from slow_cases import slow_except
+from slow_cases import group_of, slow_except
 from torch import nn
 
 import penstock as ps
@@ -64,7 +64,6 @@ STEPS = {  # model, schedule, frozen layers, cuts, slices -> the kinds of each s
     ("gpt", "1f1b", 3, ("3",), 2): ["F", "BF"],
 }
 QUICK = tuple(case for case in STEPS if case[1] in ("1f1b", "zb-v"))
-SLOW = tuple(case for case in STEPS if case not in QUICK)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +72,7 @@ SLOW = tuple(case for case in STEPS if case not in QUICK)
 )
 def test_frozen_stages_have_forwards_only_and_the_bits_of_one_process(kind, schedule, frozen, cuts, slices):
     case = kind, schedule, frozen, cuts, slices
-    found = cases_on_ranks(rank_step, 2, QUICK if case in QUICK else SLOW)[case]
+    found = cases_on_ranks(rank_step, 2, group_of(case, QUICK, STEPS))[case]
     whole, loss_fn = model(kind, frozen)
     loss = accumulate(whole, loss_fn, data(kind, ROWS), M)
     if slices == 1:

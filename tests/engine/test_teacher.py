@@ -14,7 +14,7 @@ from error_text import outcome
 from models import toy
 from reference import OneProcess, assert_as_one_process, gradients
 from runners import cases_on_ranks, cases_under_torchrun, on_ranks_once
-from slow_cases import slow_except
+from slow_cases import group_of, slow_except
 from torch import Tensor, nn
 
 import penstock as ps
@@ -84,7 +84,6 @@ def rank_trains(schedule: str, announces: bool) -> tuple[Any, list[str]]:
 
 QUICK = (("1f1b", True), ("1f1b", False), ("zb-h1", False), ("zb-v", True), ("interleaved-1f1b", True))
 CASES = tuple(product(ps.schedule.names(), (True, False)))
-SLOW = tuple(case for case in CASES if case not in QUICK)
 
 
 def check(results: list[Any]) -> None:
@@ -102,7 +101,7 @@ def test_the_stage_that_passes_inputs_on_returns_their_args_and_keywords() -> No
 @pytest.mark.parametrize(("schedule", "announces"), slow_except(QUICK, CASES))
 def test_losses_gradients_and_weights_are_those_of_one_process(schedule: str, announces: bool) -> None:
     case = schedule, announces
-    check(cases_on_ranks(rank_trains, 2, QUICK if case in QUICK else SLOW)[case])
+    check(cases_on_ranks(rank_trains, 2, group_of(case, QUICK, CASES))[case])
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 import torch
 from reference import OneProcess, assert_as_one_process, gradients
 from runners import cases_on_ranks, on_ranks
+from slow_cases import group_of, slow_except
 from torch import Tensor, nn
 
 import penstock as ps
@@ -154,12 +155,12 @@ CASES, CASES_WITH_ADAPTERS = (tuple((which, *way) for which in models for way in
 
 
 QUICK = CASES[0], CASES[3]
-SLOW = tuple(case for case in CASES if case not in QUICK)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
-def test_a_teacher_of_any_kind_gives_the_bits_of_one_process(case: tuple[Any, ...]) -> None:
-    assert_as_one_process(cases_on_ranks(rank_distils, 2, QUICK if case in QUICK else SLOW)[case], reference(case[0]))
+@pytest.mark.parametrize(("which", "schedule", "announces"), slow_except(QUICK, CASES))
+def test_a_teacher_of_any_kind_gives_the_bits_of_one_process(which: str, schedule: str, announces: bool) -> None:
+    case = which, schedule, announces
+    assert_as_one_process(cases_on_ranks(rank_distils, 2, group_of(case, QUICK, CASES))[case], reference(which))
 
 
 LONG_CASES = {
@@ -312,10 +313,11 @@ def test_all_stages_are_gathered_before_any_gradient_is_averaged() -> None:
         assert order == ["gather"] * 4 + ["average"] * 2
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (number > 1)) for number, case in enumerate(MESHES)]
-)
-def test_in_a_mesh_a_teacher_gives_the_bits_of_one_that_runs_whole_before_each_step(case: tuple[Any, ...]) -> None:
-    for with_teacher, with_whole in cases_on_ranks(rank_in_mesh, 4, MESHES[:2] if case in MESHES[:2] else MESHES[2:])[case]:
+@pytest.mark.parametrize(("shape", "schedule", "data_parallel", "announces"), slow_except(MESHES[:2], MESHES))
+def test_in_a_mesh_a_teacher_gives_the_bits_of_one_that_runs_whole_before_each_step(
+    shape: str, schedule: str, data_parallel: str, announces: bool
+) -> None:
+    case = shape, schedule, data_parallel, announces
+    for with_teacher, with_whole in cases_on_ranks(rank_in_mesh, 4, group_of(case, MESHES[:2], MESHES))[case]:
         assert len(with_teacher) == len(with_whole) > STEPS
         assert all(map(torch.equal, with_teacher, with_whole))

@@ -14,7 +14,7 @@ from error_text import error_text
 from models import MLPBlock, has_auxiliary_loss, has_unused, toy
 from reference import OneProcess, accumulate, assert_same
 from runners import cases_on_ranks, on_ranks
-from slow_cases import slow_except
+from slow_cases import group_of, slow_except
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -215,7 +215,7 @@ QUICK_UNEVEN = tuple(zip((*WAYS, may_be_unused), UNEVEN, strict=True))
 
 @pytest.mark.parametrize(("way", "case"), slow_except(QUICK_UNEVEN, UNEVEN_WAYS))
 def test_replicas_may_have_fewer_rows_microbatches_or_targets_than_others(way: Any, case: str) -> None:
-    group = QUICK_UNEVEN if (way, case) in QUICK_UNEVEN else tuple(one for one in UNEVEN_WAYS if one not in QUICK_UNEVEN)
+    group = group_of((way, case), QUICK_UNEVEN, UNEVEN_WAYS)
     for ours in cases_on_ranks(uneven, 4, group)[way, case]:
         close(ours, uneven(None, case, None))
 

@@ -161,20 +161,6 @@ def test_a_norm_that_is_not_finite_is_raised_on_all_ranks():
     assert on_ranks(rank_infinite, 2) == [True, False]
 
 
-def rank_alone():
-    pipe = ps.Pipeline(*make("mlp"), "1f1b", M)
-    pipe.step(data("mlp", 7)[0], target=data("mlp", 7)[1])
-    with pytest.raises(ps.PenstockError) as caught:
-        clip(pipe.parameters(), MOST) if pipe.topology.rank == 0 else pipe.step(data("mlp", 7)[0], target=data("mlp", 7)[1])
-    return str(caught.value)
-
-
-def test_clipping_on_one_rank_only_is_an_error_on_all():
-    first, second = on_ranks(rank_alone, 2)
-    assert first == second
-    assert re.search(r"do different things|different", first), first
-
-
 # ---- a list of parameters, of which nothing can be known
 
 

@@ -133,6 +133,8 @@ def rank_differs_otherwise(folder):
     )
     every = 0 if rank == 1 else 5
     results["a trail that one rank has wrong"] = named_outcome(checkpoint.DigestLog, made.folder, made.pipe, None, every)
+    clip = lambda made: nn.utils.clip_grad_norm_(made.pipe.parameters(), 1.0)  # noqa: E731
+    results["torch's own clipping on one rank"] = named_outcome(Made.step if rank else clip, made)
     results["another maximum norm on one rank"] = named_outcome(made.pipe.clip_grad_norm_, 0.5 if rank == 2 else 1.0)
     results["one that differs in its ninth digit"] = named_outcome(made.pipe.clip_grad_norm_, 1.00000001 if rank == 2 else 1.0)
     made.model.train(rank != 1)
@@ -165,6 +167,8 @@ def test_what_else_ranks_may_do_differently(tmp_path):
         "an argument that one rank has wrong": "PenstockError: keep=0 would keep no checkpoint: "
         "use a whole number of 1 or more",
         "a trail that one rank has wrong": "PenstockError: every=0 is no number of steps: use a whole number, 1 or more",
+        "torch's own clipping on one rank": "MismatchError: the ranks do different things: "
+        f"rank 0 calls clip_grad_norm_(), ranks 1/2 call step(){WHAT_TO_DO}",
         "another maximum norm on one rank": "MismatchError: the ranks do not clip alike: rank 0 has max_norm=1, "
         "rank 2 has max_norm=0.5",
         "one that differs in its ninth digit": "MismatchError: the ranks do not clip alike: rank 0 has max_norm=1, "

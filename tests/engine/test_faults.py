@@ -13,7 +13,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from functools import cache
@@ -23,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from error_text import outcome
-from reference import OneProcess, assert_as_one_process, data, make, stepped
+from reference import OneProcess, assert_as_one_process, data, stepped
 from runners import cases_on_ranks, end_shared_ranks, on_ranks
 from slow_cases import slow_except
 from torch import nn
@@ -379,31 +378,6 @@ def test_ctrl_c_ends_a_training_with_one_line_and_leaves_no_process(whom, tmp_pa
         send(process.pid, signal.SIGINT)
         assert ends(process).strip().splitlines()[-1] == "penstock: interrupted"
         assert process.returncode == 130
-
-
-def rank_raises_something_odd():
-    if ps.comms.init_distributed().rank == 1:
-        raise Odd(1, 2)
-
-
-class Odd(Exception):
-    """Does not survive pickling."""
-
-    def __init__(self, a, b):
-        super().__init__("odd")
-
-
-def test_launch_raises_the_ranks_own_error_with_its_traceback_as_the_cause():
-    with pytest.raises(ps.PenstockError, match="rank 1: Odd: odd") as raised:
-        ps.launch(rank_raises_something_odd, 2)
-    assert "rank_raises_something_odd" in str(raised.value.__cause__)
-
-
-def test_launch_refuses_what_does_not_pickle_in_words():
-    with pytest.raises(ps.PenstockError, match=r"^cannot send make to other processes"):
-        ps.launch(make, 2, threading.Lock())
-    with pytest.raises(ps.PenstockError, match="cannot launch 0 ranks"):
-        ps.launch(make, 0)
 
 
 def rank_fails_before_its_lines_are_open():

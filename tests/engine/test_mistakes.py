@@ -5,7 +5,6 @@ import io
 import os
 import pickle
 import re
-import threading
 
 import numpy
 import pytest
@@ -326,11 +325,6 @@ def test_an_export_that_fails_prints_nothing_beside_its_error(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_launch_calls_the_function_itself():
-    with pytest.raises(ps.PenstockError, match=r"cannot launch 3: give a function, launch\(train, 2\)"):
-        ps.launch(3, 2)
-
-
 def test_a_rank_with_nothing_to_train_has_an_optimizer_and_a_checkpoint_too(everyone):
     assert [done["optimizes_nothing"] for _, done in everyone] == [(True,) * 4] * 2
 
@@ -478,12 +472,3 @@ def test_a_first_layer_may_change_what_it_is_given_in_place():
 def test_what_is_of_another_kind_is_told(mistake, message):
     with pytest.raises(ps.PenstockError, match=re.escape(message)):
         mistake(pipe())
-
-
-def test_a_result_that_does_not_pickle_is_told_with_its_rank():
-    with pytest.raises(ps.PenstockError, match=r"rank \d cannot send home what its function returned .*: it must pickle"):
-        ps.launch(rank_returns_a_lock, 1)
-
-
-def rank_returns_a_lock():
-    return threading.Lock()

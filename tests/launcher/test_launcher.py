@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import types
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -104,19 +105,18 @@ def test_whoever_waits_for_a_rank_that_has_finished_is_told_so(when, waited, tmp
     assert all("rank 1 has finished" in line for line in output.values())
 
 
-@pytest.mark.ranks
 def start_method_of_children() -> str:
     return multiprocessing.get_start_method()
 
 
-@pytest.mark.costly
+@pytest.mark.ranks
 def test_processes_that_a_rank_starts_begin_as_in_a_program_without_ranks(monkeypatch):
     assert ps.launch(start_method_of_children, 1) == [multiprocessing.get_all_start_methods()[0]]
     monkeypatch.setattr(launch.multiprocessing, "get_start_method", lambda allow_none: "spawn")
     assert ps.launch(start_method_of_children, 1) == ["spawn"]
 
 
-@pytest.mark.costly
+@pytest.mark.ranks
 def test_the_others_of_a_rank_that_ends_with_an_error_of_its_own_are_told_which(tmp_path):
     with pytest.raises(ValueError, match="its own\ntrouble"):
         ps.launch(rank_leaves, 3, "with an error", tmp_path)
@@ -174,6 +174,45 @@ def test_a_process_that_may_have_no_children_is_told_so(monkeypatch):
 
 def rank_comes():
     return ps.comms.init_distributed().rank
+
+
+def rank_raises_something_odd():
+    if ps.comms.init_distributed().rank == 1:
+        raise Odd(1, 2)
+
+
+class Odd(Exception):
+    """Does not survive pickling."""
+
+    def __init__(self, a, b):
+        super().__init__("odd")
+
+
+@pytest.mark.ranks
+def test_launch_raises_the_ranks_own_error_with_its_traceback_as_the_cause():
+    with pytest.raises(ps.PenstockError, match="rank 1: Odd: odd") as raised:
+        ps.launch(rank_raises_something_odd, 2)
+    assert "rank_raises_something_odd" in str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((rank_comes, 2, threading.Lock()), r"^cannot send rank_comes to other processes"),
+        ((rank_comes, 0), "cannot launch 0 ranks"),
+        ((3, 2), r"cannot launch 3: give a function, launch\(train, 2\)"),
+    ],
+    ids=["what does not pickle", "no ranks", "no function"],
+)
+def test_what_cannot_be_launched_is_told(arguments, message):
+    with pytest.raises(ps.PenstockError, match=message):
+        ps.launch(*arguments)
+
+
+@pytest.mark.ranks
+def test_a_result_that_does_not_pickle_is_told_with_its_rank():
+    with pytest.raises(ps.PenstockError, match=r"rank \d cannot send home what its function returned .*: it must pickle"):
+        ps.launch(threading.Lock, 1)
 
 
 def test_a_ctrl_c_while_a_rank_starts_leaves_none_behind(monkeypatch):

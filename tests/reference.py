@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from penstock.commands.train.setup import token_loss
 from penstock.model import GPT, GPTConfig, mlp
+from penstock.stage.auxiliary import AuxiliaryLossCollector
 
 Batch = tuple[Any, ...]  # inputs and target, or arguments, target and keywords as in `models.Batch`
 Microbatch = tuple[tuple[Any, ...], dict[str, Any], Any]  # the arguments and keywords of the model, the target
@@ -64,12 +65,11 @@ class OneProcess:
         was_training, microbatches = self.model.training, self._split(args, kwargs, target)
         self.model.eval()
         with torch.no_grad():
-            outputs = [self.model(*args, **kwargs) for args, kwargs, _ in microbatches]
-            shares = self._shares(microbatches) if target is not None else []
-            parts = zip(outputs, microbatches, shares, strict=False)
-            loss = sum(self.loss_fn(output, target) * share for output, (*_, target), share in parts)
+            outputs, losses = zip(*map(self._forward, microbatches), strict=True)
         self.model.train(was_training)
-        return self._joined(outputs) if target is None else (self._joined(outputs), loss)
+        if target is None:
+            return self._joined(outputs)
+        return self._joined(outputs), sum(loss * share for loss, share in zip(losses, self._shares(microbatches), strict=True))
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
         given, rows = self.microbatches, rows_of((args, kwargs))
@@ -96,8 +96,9 @@ class OneProcess:
     ) -> Any:
         shares = self._shares(microbatches)
         counted = [number for number, share in enumerate(shares) if share]
-        outputs = {m: self.model(*microbatches[m][0], **microbatches[m][1]) for m in counted}
-        found = {m: self._loss(outputs[m], microbatches[m]) for m in counted}
+        outputs, found = dict[int, Any](), dict[int, Tensor]()
+        for m in counted:
+            outputs[m], found[m] = self._forward(microbatches[m])
         for m in order or counted:
             loss = found[m] if self.scaler is None else self.scaler.scale(found[m])
             if loss.requires_grad:  # else all is frozen
@@ -111,13 +112,16 @@ class OneProcess:
         dim = self.rows_dim
         return tree_map(lambda *values: torch.cat(values, dim) if isinstance(values[0], Tensor) else values[0], *outputs)
 
-    def _loss(self, output: Any, microbatch: Microbatch) -> Tensor:
+    def _forward(self, microbatch: Microbatch) -> tuple[Any, Any]:
+        """The output, and if there is a target its loss with the auxiliary ones."""
         args, kwargs, target = microbatch
-        if self.teacher is None:
-            return self.loss_fn(output, target)
+        with AuxiliaryLossCollector() as auxiliary:
+            output = self.model(*args, **kwargs)
+        if target is None:
+            return output, None
         with torch.no_grad():
-            teacher_output = self.teacher(*args, **kwargs)
-        return self.loss_fn(output, target, teacher_output)
+            of_teacher = [] if self.teacher is None else [self.teacher(*args, **kwargs)]
+        return output, sum(auxiliary, self.loss_fn(output, target, *of_teacher))
 
 
 def _call(entry: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

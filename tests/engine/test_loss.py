@@ -55,21 +55,18 @@ def balanced():
     return nn.Sequential(first, nn.Tanh(), nn.Linear(12, 3))
 
 
-def rank_auxiliary_sums():
-    return stepped(ps.Pipeline(balanced(), schedule="1f1b", **SUM), [data("mlp", 8)])
+def auxiliary_sums(pipeline):
+    return stepped(pipeline(balanced(), schedule="1f1b", **SUM), [data("mlp", 8)])
 
 
 @pytest.mark.ranks
 def test_auxiliary_losses_are_added_up_with_losses_that_are_sums():
-    whole, (inputs, target) = balanced(), data("mlp", 8)
-    hidden = whole[0].layer(inputs)
-    total = SUM["loss_fn"](whole[2](whole[1](hidden)), target) + hidden.square().sum()
-    total.backward()
-    everyone = on_ranks(rank_auxiliary_sums, 2)
+    [loss], expected = auxiliary_sums(OneProcess)
+    everyone = on_ranks(auxiliary_sums, 2, ps.Pipeline)
     for (ours,), _ in everyone:
-        assert ours.item() == pytest.approx(total.item(), rel=1e-6)
+        assert ours.item() == pytest.approx(loss.item(), rel=1e-6)
     found = merged([grads for _, grads in everyone])
-    for name, grad in gradients(whole.named_parameters()).items():
+    for name, grad in expected.items():
         torch.testing.assert_close(found[name], grad)
 
 

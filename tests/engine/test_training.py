@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from reference import OneProcess, assert_as_one_process, assert_same, data, gradients, make, merged, pieces, stepped
+from reference import OneProcess, assert_as_one_process, assert_same, data, gradients, make, merged, stepped
 from runners import cases_on_ranks, on_ranks
 from slow_cases import slow_except
 from torch import Tensor, nn
@@ -21,12 +21,8 @@ SCHEDULES = (("1f1b", 3), ("zb-h1", 2), ("zb-v", 2))  # and ranks
 M = 3
 
 
-def everyone(function, ranks, *args):
-    """What the ranks return, (something that is the same everywhere, a dict that is not), put together."""
-    return as_one(on_ranks(function, ranks, *args))
-
-
 def as_one(results):
+    """What the ranks return, (something that is the same everywhere, a dict that is not), put together."""
     return results[0][0], merged([part for _, part in results])
 
 
@@ -190,52 +186,29 @@ class Routed(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.router, self.experts = nn.Linear(width, 2), nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.told: list[Tensor] = []
 
     def forward(self, hidden: Tensor) -> Tensor:
         shares = self.router(hidden).softmax(-1)  # (rows, 2)
-        uneven = 0.1 * (shares.mean(0) - 0.5).square().sum()
-        ps.auxiliary_loss(uneven)
-        self.told.append(uneven)
+        ps.auxiliary_loss(0.1 * (shares.mean(0) - 0.5).square().sum())
         return hidden + sum(shares[:, [n]] * expert(hidden) for n, expert in enumerate(self.experts))
 
 
-def routed_model():
+def routed_step(pipeline, schedule, recompute):
     torch.manual_seed(4)
-    return nn.Sequential(nn.Linear(12, 6), *[Routed(6) for _ in range(4)], nn.Linear(6, 3)).double()
-
-
-def routed_data(seed=3):
-    inputs, target = data("mlp", 7, seed)
-    return inputs.double(), target
-
-
-def rank_routed(schedule, recompute):
-    pipe = ps.Pipeline(routed_model(), nn.functional.cross_entropy, schedule, M, recompute=recompute)
-    inputs, target = routed_data()
-    loss = pipe.step(inputs, target=target)
-    found = gradients(pipe.named_parameters())
-    _, evaluated = pipe.eval(inputs, target=target)
+    model = nn.Sequential(nn.Linear(12, 6), *[Routed(6) for _ in range(4)], nn.Linear(6, 3)).double()
+    pipe = pipeline(model, nn.functional.cross_entropy, schedule, M, recompute=recompute)
+    inputs, target = data("mlp", 7)
+    [loss], found = stepped(pipe, [(inputs.double(), target)])
+    _, evaluated = pipe.eval(inputs.double(), target=target)
     return (loss.item(), evaluated.item()), found
 
 
 def test_auxiliary_losses_of_middle_stages_count_in_loss_and_gradients_as_in_one_process():
-    model = routed_model()
-    inputs, targets = (pieces(tensor, M) for tensor in routed_data())
-    expected = 0.0
-    for piece, target in zip(inputs, targets, strict=True):
-        output = model(piece)
-        loss = nn.functional.cross_entropy(output, target)
-        for block in model:
-            if isinstance(block, Routed):
-                loss = loss + block.told.pop()
-        share = len(piece) / 7
-        loss.backward(torch.full_like(loss, share))
-        expected += loss.item() * share
+    (expected, _), grads = routed_step(OneProcess, None, None)
     results = {}
     for schedule, ranks, recompute in (("1f1b", 3, None), ("zb-h1", 2, "block"), ("zb-v", 2, None), ("gpipe", 1, "block")):
-        results[schedule, recompute], found = everyone(rank_routed, ranks, schedule, recompute)
-        assert_same(found, gradients(model.named_parameters()))
+        results[schedule, recompute], found = as_one(on_ranks(routed_step, ranks, ps.Pipeline, schedule, recompute))
+        assert_same(found, grads)
     assert len({loss for loss, _ in results.values()}) == 1  # not a bit depends on schedule or ranks
     loss, evaluated = results["1f1b", None]
     assert loss == pytest.approx(expected, abs=1e-14)

@@ -243,15 +243,6 @@ def compare(module: nn.Module, batches: list[Tensor], late: bool = True, in_orde
             assert p.grad is None or torch.equal(p.grad, q.grad), name
 
 
-@pytest.mark.costly
-@pytest.mark.kernels
-@pytest.mark.parametrize("late", [True, False])
-@pytest.mark.parametrize("name", MODULES)
-def test_a_split_backward_has_the_bits_of_a_full_one(name: str, late: bool) -> None:
-    module = make(name)
-    compare(module, [MODULES[name][1]() for _ in range(3)], late)
-
-
 AUTOCAST = [
     "mlp",
     "transformer",
@@ -263,30 +254,34 @@ AUTOCAST = [
     "norms",
     "bias used three times",
 ]
+WAYS: dict[str, dict[str, bool]] = {  # options of `compare`
+    "W at the end": {},
+    "W behind its I": {"late": False},
+    "biases in I": {"in_order": True},
+}
+CASES = [
+    pytest.param(
+        name,
+        way,
+        casts,
+        marks=[] if way == "biases in I" else [pytest.mark.kernels, *[pytest.mark.costly] * (not casts)],
+        id=f"{name}, {way}{', autocast' * casts}",
+    )
+    for way in WAYS
+    for casts, names in ((False, MODULES), (True, AUTOCAST))
+    for name in names
+    if not casts or way != "W behind its I"
+]
 
 
-@pytest.mark.kernels
-@pytest.mark.parametrize("name", AUTOCAST)
-def test_it_has_them_under_autocast(name: str) -> None:
+@pytest.mark.parametrize(("name", "way", "casts"), CASES)
+def test_a_split_backward_has_the_bits_of_a_full_one(name: str, way: str, casts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "biases in I":
+        monkeypatch.setattr(split_backward, "MIN_DEFERRED_MULTIPLICATIONS", 0)  # so that all products are deferred
     module = make(name)
-    batches = [MODULES[name][1]() for _ in range(2)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        compare(module, batches)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_it_has_them_where_biases_get_their_gradients_in_i(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_backward, "MIN_DEFERRED_MULTIPLICATIONS", 0)  # so that all products are deferred
-    module = make(name)
-    compare(module, [MODULES[name][1]() for _ in range(2)], in_order=True)
-
-
-@pytest.mark.parametrize("name", AUTOCAST)
-def test_it_has_them_there_under_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_backward, "MIN_DEFERRED_MULTIPLICATIONS", 0)
-    module = make(name)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        compare(module, [MODULES[name][1]() for _ in range(2)], in_order=True)
+    batches = [MODULES[name][1]() for _ in range(2 if casts or way == "biases in I" else 3)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        compare(module, batches, **WAYS[way])
 
 
 # -- what happens when ----------------------------------------------------------------------------------------------

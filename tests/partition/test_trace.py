@@ -3,6 +3,7 @@
 import gc
 import pickle
 import re
+from copy import deepcopy
 from weakref import ref
 
 import pytest
@@ -31,21 +32,6 @@ ASKS_FOR_NONE = {
     "is not None": lambda hidden, mask: hidden if mask is None else hidden * mask,
     "a default": lambda hidden, mask: hidden * (1 if mask is None else mask),
 }
-
-
-@pytest.mark.parametrize("what", ASKS_FOR_NONE)
-def test_a_model_cut_by_names_that_asks_whether_an_argument_is_none_refuses_none(what):
-    model = TakesMask(ASKS_FOR_NONE[what])
-    stages = split(model, 2, cuts=["last"])
-    assert torch.equal(run(stages, X, X + 1), model(X, X + 1))
-    with pytest.raises(ps.MismatchError, match=r"^mask is None, and the model was cut for another value, for which"):
-        run(stages, X, None)
-
-
-def test_a_model_cut_by_names_takes_none_for_an_argument_that_it_only_hands_on():
-    model = TakesMask(lambda hidden, mask: hidden)
-    stages = split(model, 2, cuts=["last"])
-    assert torch.equal(run(stages, X, None), model(X, None))
 
 
 class TakesNone(nn.Module):
@@ -99,16 +85,6 @@ ASKS_FOR_NONE_INSIDE = {
 }
 
 
-@pytest.mark.parametrize("what", ASKS_FOR_NONE_INSIDE)
-def test_a_model_cut_by_names_refuses_nones_inside_of_arguments_and_together_where_its_forward_asks_for_them(what):
-    function, nones, text = ASKS_FOR_NONE_INSIDE[what]
-    model = TakesBatch(function)
-    stages = split(model, 2, cuts=["last"])
-    assert torch.equal(run(stages, *arguments(X)), model(*arguments(X)))
-    with pytest.raises(ps.MismatchError, match=rf"^{re.escape(text)}, and the model was cut for another value, for which"):
-        run(stages, *arguments(X, *nones))
-
-
 HARMLESS_NONES = {
     "an item of a dict that a layer gets": (lambda layer, h, batch, *_: layer(h, batch["mask"]), ["batch"]),
     "a dict and a tuple that a layer gets": (lambda layer, h, batch, scale, *_: layer(h, batch, scale), ["batch", "pair"]),
@@ -118,15 +94,6 @@ HARMLESS_NONES = {
     ),
     "a dict that is changed": (lambda layer, h, batch, *_: h * batch.pop("x"), ["batch"]),
 }
-
-
-@pytest.mark.parametrize("what", HARMLESS_NONES)
-def test_a_model_cut_by_names_takes_nones_for_which_its_forward_does_the_same(what):
-    function, nones = HARMLESS_NONES[what]
-    model = TakesBatch(function)
-    stages = split(model, 2, cuts=["last"])
-    for _ in range(2):
-        assert torch.equal(run(stages, *arguments(X, *nones)), model(*arguments(X, *nones)))
 
 
 def test_stages_do_not_keep_the_model_and_say_so_where_a_none_inside_of_an_argument_needs_it():
@@ -245,15 +212,6 @@ ASKS_WHAT_VALUES_ARE = {
 }
 
 
-@pytest.mark.parametrize("what", ASKS_WHAT_VALUES_ARE)
-def test_a_model_cut_by_names_refuses_values_of_which_its_forward_asks_what_they_are(what):
-    function, x, option, text = ASKS_WHAT_VALUES_ARE[what]
-    stages = split(AsksBetweenLayers(function), 2, cuts=["last"])
-    for _ in range(2):
-        with pytest.raises(ps.MismatchError, match=rf"^{re.escape(text)}, and the model was cut for another value, for which"):
-            run(stages, x, option)
-
-
 HARMLESS_QUESTIONS = {
     "a layer gets the None": (lambda layer, h, aux, _: layer(h, aux), -X, 1.0),
     "is it a tensor": (lambda layer, h, aux, option: h * option if isinstance(option, torch.Tensor) else h, X, X),
@@ -269,13 +227,42 @@ HARMLESS_QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize("what", HARMLESS_QUESTIONS)
+REFUSED = {  # a model and its question, a call that it takes, one that it refuses, what is told
+    **{f"a mask, {what}": (TakesMask, ask, (X, X + 1), (X, None), "mask is None") for what, ask in ASKS_FOR_NONE.items()},
+    **{
+        what: (TakesBatch, ask, arguments(X), arguments(X, *nones), text)
+        for what, (ask, nones, text) in ASKS_FOR_NONE_INSIDE.items()
+    },
+    **{
+        what: (AsksBetweenLayers, ask, None, (x, option), text) for what, (ask, x, option, text) in ASKS_WHAT_VALUES_ARE.items()
+    },
+}
+TAKEN = {
+    "a mask that is only handed on": (TakesMask, lambda hidden, mask: hidden, (X, None)),
+    **{what: (TakesBatch, ask, arguments(X, *nones)) for what, (ask, nones) in HARMLESS_NONES.items()},
+    **{what: (AsksBetweenLayers, ask, (x, option)) for what, (ask, x, option) in HARMLESS_QUESTIONS.items()},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_model_cut_by_names_refuses_values_of_which_its_forward_asks_what_they_are(what):
+    kind, ask, taken, refused, text = REFUSED[what]
+    model = kind(ask)
+    stages = split(model, 2, cuts=["last"])
+    if taken:
+        assert torch.equal(run(stages, *taken), model(*taken))
+    for _ in range(2):
+        with pytest.raises(ps.MismatchError, match=rf"^{re.escape(text)}, and the model was cut for another value, for which"):
+            run(stages, *refused)
+
+
+@pytest.mark.parametrize("what", TAKEN)
 def test_a_model_cut_by_names_takes_values_for_which_its_forward_does_the_same(what):
-    function, x, option = HARMLESS_QUESTIONS[what]
-    model = AsksBetweenLayers(function)
+    kind, ask, given = TAKEN[what]
+    model = kind(ask)
     stages = split(model, 2, cuts=["last"])
     for _ in range(2):
-        assert torch.equal(run(stages, x, option), model(x, option))
+        assert torch.equal(run(stages, *deepcopy(given)), model(*deepcopy(given)))  # one forward changes what it is given
 
 
 def test_kinds_of_values_that_were_seen_are_not_traced_again(monkeypatch):

@@ -299,6 +299,12 @@ def messages_of(stage: Stage, output: Any) -> Sequence[Any]:
     return output if len(stage.connections.destinations) > 1 else (output,)
 
 
+MICROBATCHES_IN_FLIGHT = (
+    " In a pipeline other microbatches run between a microbatch's forward and its backward, so no forward and no hook may "
+    "change a weight or a buffer that a backward needs: change weights after the step, as an optimizer does"
+)
+
+
 def error_with_location(error: Exception, rank: int, action: Action) -> PenstockError:
     """Return `error` with rank, stage, action and microbatch, in one line; a WaitError if a peer's line broke inside."""
     if is_transport_error(error):
@@ -307,5 +313,7 @@ def error_with_location(error: Exception, rank: int, action: Action) -> Penstock
     if issubclass(error_class, NonFiniteError):  # `collective_call` would take it for one that all ranks have raised
         error_class = StageError
     text = " ".join(str(error).split())
+    if "modified by an inplace operation" in text:  # torch's words
+        text += MICROBATCHES_IN_FLIGHT
     message = text if isinstance(error, PenstockError) else f"{type(error).__name__}: {text}"
     return error_class(f"rank {rank}, stage {action.stage}, action {action}, microbatch {action.microbatch}: {message}")

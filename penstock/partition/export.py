@@ -34,9 +34,14 @@ from penstock.partition.graph_inputs import (
 )
 from penstock.partition.graph_stage import NO_GRAD
 from penstock.partition.materialise import META
-from penstock.partition.model_graph import DEVICE_ATTRIBUTE, ModelGraph, first_line, train_then_eval
+from penstock.partition.model_graph import AUTOCAST_IS_LOST, DEVICE_ATTRIBUTE, ModelGraph, first_line, train_then_eval
 from penstock.partition.opaque_units import UNIT_OPERATION, RecordedUnitCall, units_as_custom_ops
-from penstock.partition.runtime_functions import mask_functions_as_custom_ops, only_units_use_results
+from penstock.partition.runtime_functions import (
+    RefuseAutogradQuestions,
+    autograd_functions_as_custom_ops,
+    mask_functions_as_custom_ops,
+    only_units_use_results,
+)
 from penstock.partition.unit_times import replace_tensors_temporarily
 from penstock.rows import rows_dim_of, unwrap_tree
 from penstock.torch_private import (
@@ -158,7 +163,9 @@ class _KeywordModel(nn.Module):
     def forward(self, values: dict[str, Any]) -> list[Any]:
         calls, result = self._calls_and_result()
         with restore_attributes_afterwards(self.model) as changes, _replaced_buffers_are_filled(self.model):
-            leaves, result.output_structure = tree_flatten(self.model(**values))
+            with RefuseAutogradQuestions():
+                output = self.model(**values)
+            leaves, result.output_structure = tree_flatten(output)
 
         units = [self.model.get_submodule(call.name) for call in calls if call.is_unit]
         in_units = {id(module) for unit in units for module in unit.modules()}
@@ -237,7 +244,7 @@ def _export_once(
         functions = mask_functions_as_custom_ops(model, calls) if calls_mask_functions else nullcontext()
         try:
             root = _KeywordModel(model, calls, result)
-            with functions:
+            with functions, autograd_functions_as_custom_ops(calls):
                 program = torch.export.export(root, (values,), dynamic_shapes=(dynamic_shapes,), strict=False)
             return _Export(program, calls, result)
         except MismatchError:
@@ -375,6 +382,8 @@ class _Unflattener:
 
         # Anything else.
         if any(inner_node.target is UNIT_OPERATION for inner_node in _subgraph_nodes(module, node)):
+            if "autocast" in str(node.target):
+                raise MismatchError(f"the forward enters {AUTOCAST_IS_LOST}")
             raise MismatchError(f"the forward has layers inside {node.target}: give a list with one module for each stage")
         args, kwargs = tree_map(self._copied_argument, (node.args, dict(node.kwargs)))
         return self.graph.create_node(node.op, node.target, args, kwargs, node.name)
@@ -386,7 +395,7 @@ class _Unflattener:
         if call.is_unit:
             output = self.graph.call_module(call.name, args, kwargs)
         else:
-            output = self.graph.call_function(call.forward, args, kwargs)
+            output = self.graph.create_node("call_function", call.forward, args, kwargs, call.name)
         output.meta |= {} if with_grad else {NO_GRAD: True}
         if call.output_structure.is_leaf():
             return [output]

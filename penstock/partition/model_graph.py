@@ -16,9 +16,13 @@ from penstock.torch_private import OpOverload, mutated_arguments
 
 DEVICE_ATTRIBUTE = "penstock.device"  # what a graph reads of the stage that runs it
 
+AUTOCAST_IS_LOST = (
+    "torch.autocast, which is lost where it is cut: enter it in the forward of a layer, or call step() under torch.autocast"
+)
+
 OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 INPLACE_OPERATORS = frozenset(f"i{name}" for name in OPERATORS)  # `+=` ..
-RANDOM_OPERATIONS = ("dropout", "rand", "normal", "bernoulli", "attention")  # parts of their names
+RANDOM_OPERATIONS = ("dropout", "rand", "normal", "bernoulli", "attention", "apply")  # parts of names; `apply`: of a Function
 
 
 class ModelGraph(NamedTuple):

@@ -1,6 +1,6 @@
 """Units as single operations: while a model's forward is exported, `torch.export` does not look into them.
 
-So are functions that decide by the values of tensors (`runtime_functions.py`).
+So are functions whose graphs would say less than they do (`runtime_functions.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import MismatchError
 from penstock.torch_private import TreeSpec, suppress_shape_guards, tree_flatten, tree_unflatten
 
 _LEAF = tree_flatten(None)[1]
@@ -48,6 +49,12 @@ def _kind(leaf: Any) -> Any:
 
 
 _exports: list[list[RecordedUnitCall]] = []  # the calls of the export that is running, last
+_running: list[RecordedUnitCall] = []  # the calls inside of which this code runs
+
+
+def inside_operation() -> bool:
+    """Return whether this code runs inside a unit or a function that is one operation."""
+    return bool(_running)
 
 
 @torch.library.custom_op("penstock::unit", mutates_args=())
@@ -85,13 +92,19 @@ def as_custom_op(
     """Return `forward` as one operation, whose calls are appended to `calls`."""
 
     def opaque_forward(*args: Any, **kwargs: Any) -> Any:
+        if _running and not _running[-1].is_unit:
+            raise MismatchError(f"the forward calls the layer {name} inside {_running[-1].name}: call it outside")
         leaves, structure = tree_flatten((args, kwargs))
         call = RecordedUnitCall(name, forward, leaves, structure, is_unit)
         calls.append(call)
 
         tensors = [leaf for leaf in leaves if _kind(leaf) is Tensor]
         sizes = [leaf for leaf in leaves if _kind(leaf) is torch.SymInt]
-        outputs = iter(torch.ops.penstock.unit(len(calls) - 1, tensors, sizes))
+        _running.append(call)
+        try:
+            outputs = iter(torch.ops.penstock.unit(len(calls) - 1, tensors, sizes))
+        finally:
+            _running.pop()
         output_leaves = [next(outputs) if isinstance(leaf, Tensor) else leaf for leaf in call.output_leaves]
         return tree_unflatten(output_leaves, call.output_structure)
 

@@ -19,7 +19,7 @@ from penstock.errors import MismatchError
 from penstock.partition.attributes import Attribute, AttributeChange, restore_attributes_afterwards
 from penstock.partition.graph_inputs import MISSING, GraphInputs, InputParameter, varargs_error
 from penstock.partition.graph_stage import NO_GRAD, VALUE_KEY
-from penstock.partition.model_graph import INPLACE_OPERATORS, ModelGraph, first_line, train_then_eval
+from penstock.partition.model_graph import AUTOCAST_IS_LOST, INPLACE_OPERATORS, ModelGraph, first_line, train_then_eval
 from penstock.partition.traced_values import (
     Constant,
     Key,
@@ -188,10 +188,7 @@ class _UnitTracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Return a node that records whether it is inside a `torch.no_grad()`."""
         if _autocast_modes() != self._autocast:
-            raise MismatchError(
-                f"the forward of {type(self.root).__name__} enters torch.autocast, which is lost where it is cut: enter it "
-                "in the forward of a layer, or call step() under torch.autocast"
-            )
+            raise MismatchError(f"the forward of {type(self.root).__name__} enters {AUTOCAST_IS_LOST}")
         node = super().create_node(*args, **kwargs)
         node.meta[VALUE_KEY] = value_key(node)
         node.meta |= {} if torch.is_grad_enabled() else {NO_GRAD: True}
@@ -251,7 +248,10 @@ def _trace(
     except MismatchError:
         raise
     except Exception as error:
-        raise MismatchError(f"cannot follow the forward of {name} ({first_line(error)}): {ADVICE}") from error
+        reason = first_line(error)
+        if "unwrap_if_dead" in reason:  # torch's words for a function that is given a value of the trace
+            reason = "it calls a torch.autograd.Function between its layers"
+        raise MismatchError(f"cannot follow the forward of {name} ({reason}): {ADVICE}") from error
     finally:
         changed_buffers = [slot for slot, version in buffers if not _is_unchanged(slot, version)]
         for slot in changed_buffers:

@@ -126,6 +126,10 @@ REFUSED = {
         lambda: pipe([reentrant_linear(), reentrant_linear()]).step(X, target=X),
         "or use torch.utils.checkpoint with use_reentrant=False",
     ),
+    "an optimizer in a hook of the backward": (
+        lambda: optimizes_in_the_backward().step(X, target=X),
+        "In a pipeline other microbatches run between a microbatch's forward and its backward, so no forward and no hook",
+    ),
     "a loss's class": (lambda: pipe(loss_fn=nn.MSELoss), "loss_fn is a function or a module, not the class MSELoss: make one,"),
     "a loss that learns": (
         lambda: pipe(loss_fn=nn.Sequential(nn.Linear(2, 2))),
@@ -282,6 +286,14 @@ DONE = {
     counts_with_numpys_numbers: True,
     takes_attributes_that_are_no_options: (7, "a", [1.0], 1),
 }
+
+
+def optimizes_in_the_backward():
+    piped = pipe()
+    for parameter in piped.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    return piped
 
 
 def rank_mistaken(folder):

@@ -531,13 +531,48 @@ def two_branches(model, x):
     return {"sum": model.b(model.c(torch.cat([size["left"], *size["right"]], -1)[..., -4:])), "sides": size, "rows": x.shape[0]}
 
 
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, factor):
+        ctx.factor = factor
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.factor * gradient, None
+
+
+class SteeperRound(torch.autograd.Function):
+    @staticmethod
+    def forward(hidden, steps):
+        return (hidden * steps).round() / steps, hidden > 0
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1], output[1])
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        steps, is_positive = ctx.saved_tensors
+        return gradient * is_positive * 3, (gradient * steps).sum(0)
+
+
+reverse = Reversal.apply  # as many modules name it
+
+
+def with_backwards_of_its_own(model, x):
+    hidden = reverse(model.a(x), 0.5)
+    rounded, is_positive = SteeperRound.apply(hidden, model.c.bias)
+    return model.b(torch.where(is_positive, rounded, hidden))
+
+
 EXAMPLE = (torch.ones(3, 4),)
 WITH_EITHER = (without_gradients, in_place, in_place_by_assignment, two_branches)
 FORWARDS = [(forward, example) for forward in WITH_EITHER for example in (None, EXAMPLE)]
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("forward", "example"), [*FORWARDS, (assigned, EXAMPLE)])
+@pytest.mark.parametrize(("forward", "example"), [*FORWARDS, (assigned, EXAMPLE), (with_backwards_of_its_own, EXAMPLE)])
 def test_what_stands_between_units_does_what_it_does_in_the_model(forward, example):
     model, x = BranchingModel(forward), torch.randn(5, 4)
     results = []
@@ -558,8 +593,41 @@ def test_layers_inside_autocast_in_the_forward_are_not_exported_wrongly():
             hidden = model.a(x)
         return model.b(hidden.float())
 
-    with pytest.raises(MismatchError, match=r"the forward has layers inside wrap_with_autocast: give a list"):
+    with pytest.raises(MismatchError, match=r"the forward enters torch.autocast, which is lost where it is cut: enter it in"):
         split(BranchingModel(mixed), 2, cuts=["b"], example_args=(torch.ones(2, 4),))
+
+
+def test_what_the_forward_wants_of_autograd_between_its_layers_is_refused_where_an_export_would_lose_it():
+    class Inside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden):
+            return model.c(hidden)
+
+    def hooked(model, x):
+        model.a(x).register_hook(torch.neg)
+
+    def asked(model, x):
+        hidden = model.a(x)
+        return model.b(hidden * 2 if hidden.requires_grad else hidden)
+
+    def reentrant(model, x):
+        return model.b(torch.utils.checkpoint.checkpoint(model.a, x, use_reentrant=True))
+
+    def with_a_layer_inside(model, x):
+        return model.b(Inside.apply(model.a(x)))
+
+    errors = {
+        hooked: r"^the forward calls register_hook\(\) of a tensor between its layers, which is lost where it is cut: do it in",
+        asked: r"^the forward asks for .requires_grad of a tensor between its layers, which no trace of it knows: do it in",
+        reentrant: r"^the forward gives a function to CheckpointFunction.apply between its layers.*give use_reentrant=False",
+        with_a_layer_inside: r"^the forward calls the layer c inside Inside.apply: call it outside",
+    }
+    for forward, message in errors.items():
+        model = BranchingModel(forward)
+        with pytest.raises(MismatchError, match=message):
+            split(model, 2, cuts=["b"], example_args=EXAMPLE)
+    with pytest.raises(MismatchError, match=r"\(it calls a torch.autograd.Function between its layers\): give example_args"):
+        split(BranchingModel(with_backwards_of_its_own), 2, cuts=["b"])
 
 
 INSTEAD = "give example_args, so that it can be exported; or a list with one module for each stage"

@@ -260,9 +260,9 @@ class CuttableModel:
                 raise MismatchError(f"cannot cut before {cut!r}: the forward of {type(self.model).__name__} does not call it")
         positions = [0, *map(self.unit_order.index, starts)]
         if positions != sorted(set(positions)) or len(positions) != stages:
+            count = "1 layer" if stages == 2 else f"{stages - 1} layers"
             raise MismatchError(
-                f"cuts {list(cuts)} do not make {stages} stages: name {stages - 1} layers after the first, in the order in "
-                "which they run"
+                f"cuts {list(cuts)} do not make {stages} stages: name {count} after the first, in the order in which they run"
             )
         return starts
 
@@ -310,7 +310,8 @@ class CuttableModel:
 
         lost_names = self.model.state_dict().keys() - {name for stage in stages for name in stage.state_dict()}
         if lost_names:
-            raise MismatchError(f"the cut loses {', '.join(sorted(lost_names))}")
+            names, model = ", ".join(sorted(lost_names)), type(self.model).__name__
+            raise MismatchError(f"the cut loses {names}, which {model} has besides its layers: register it in one of them")
         _check_running_statistics_in_one_stage(stages)
         _record_shared_parameters(stages)
         return stages

@@ -163,7 +163,7 @@ class _KeywordModel(nn.Module):
     def forward(self, values: dict[str, Any]) -> list[Any]:
         calls, result = self._calls_and_result()
         with restore_attributes_afterwards(self.model) as changes, _replaced_buffers_are_filled(self.model):
-            with RefuseAutogradQuestions():
+            with RefuseAutogradQuestions(self.model.training):
                 output = self.model(**values)
             leaves, result.output_structure = tree_flatten(output)
 

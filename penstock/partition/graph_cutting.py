@@ -6,7 +6,7 @@ same bits.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from penstock.partition.graph_stage import LAST_USES, GraphStage, Route
-from penstock.partition.model_graph import DEVICE_ATTRIBUTE, ModelGraph, train_eval_mismatch_error
+from penstock.partition.model_graph import DEVICE_ATTRIBUTE, ModelGraph, called_units, stages_of_calls
 from penstock.torch_private import is_persistent_buffer
 
 
@@ -23,19 +23,19 @@ def cut_graph(model_graph: ModelGraph, starts: Sequence[str]) -> list[GraphStage
 
     What is between two units belongs to the stage of the first. Parameters and constants go where they are used, with all their
     names. Unused ones go with the last stage, so that no name is lost.
-    Raises MismatchError if training and evaluation send different values.
+    Where training and evaluation send different numbers of values, None stands for those that one of them has not.
     """
-    cuts = {training: _CutGraph(graph, starts) for training, graph in model_graph.graphs.items()}
-    counts, eval_counts = ({route: len(nodes) for route, nodes in cut.routes.items()} for cut in cuts.values())
-    if counts != eval_counts:
-        raise train_eval_mismatch_error(model_graph.model)
+    calls = list(_stages_of_training_calls(model_graph.graphs[True], starts))
+    cuts = {training: _CutGraph(graph, calls, len(starts)) for training, graph in model_graph.graphs.items()}
+    routes = sorted({route for cut in cuts.values() for route in cut.routes})
+    counts = {route: max(len(cut.routes.get(route, ())) for cut in cuts.values()) for route in routes}
 
     device = next((parameter.device for parameter in model_graph.model.parameters()), torch.device("cpu"))
     stages = list[GraphStage]()
     for stage in range(len(starts) + 1):
         sources = {source: count for (source, destination), count in counts.items() if destination == stage}
         destinations = tuple(destination for source, destination in counts if source == stage)
-        graphs = {training: cut.stage_graph(stage) for training, cut in cuts.items()}
+        graphs = {training: cut.stage_graph(stage, counts) for training, cut in cuts.items()}
         stages.append(GraphStage(graphs, sources, destinations, model_graph.inputs, device))
         _add_used_parts(stages[-1], model_graph, graphs.values())
     _add_unused_tensors(stages, model_graph)
@@ -45,10 +45,10 @@ def cut_graph(model_graph: ModelGraph, starts: Sequence[str]) -> list[GraphStage
 class _CutGraph:
     """A graph with the stage of every node, and the values that go from stage to stage."""
 
-    def __init__(self, graph: fx.Graph, starts: Sequence[str]) -> None:
+    def __init__(self, graph: fx.Graph, training_calls: Sequence[tuple[str, int]], last_stage: int) -> None:
         self.graph = graph
-        self.stage_of = dict(_assign_stages(graph, starts))
-        self.routes = self._find_routes(len(starts))
+        self.stage_of = dict(_assign_stages(graph, training_calls))
+        self.routes = self._find_routes(last_stage)
 
     def _find_routes(self, last_stage: int) -> dict[Route, list[fx.Node]]:
         """Return the values of every route. Each stage has a route to the next.
@@ -72,20 +72,26 @@ class _CutGraph:
 
         return {route: sorted(nodes, key=lambda node: first_use(node, route[1])) for route, nodes in sorted(routes.items())}
 
-    def stage_graph(self, stage: int) -> fx.Graph:
-        """Return the graph of one stage."""
+    def stage_graph(self, stage: int, counts: Mapping[Route, int]) -> fx.Graph:
+        """Return the graph of one stage. `counts`: the number of values of every route, of which some may be None."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for (_, destination), nodes in self.routes.items():
-            if destination == stage:
+        for route, count in counts.items():
+            if route[1] == stage:
+                nodes = self.routes.get(route, [])
                 copies |= {node: graph.placeholder(node.name) for node in nodes}
+                for _ in range(count - len(nodes)):
+                    graph.placeholder("none")
 
         for node in self.graph.nodes:
             stages = {self.stage_of[user] for user in node.users} if node.op == "get_attr" else {self.stage_of[node]}
             if stage in stages and node.op != "output":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
 
-        sent_nodes = [nodes for (source, _), nodes in self.routes.items() if source == stage]
-        messages = [_unwrap_if_single([copies[node] for node in nodes]) for nodes in sent_nodes]
+        messages = []
+        for route, count in counts.items():
+            if route[0] == stage:
+                values = [copies[node] for node in self.routes.get(route, [])]
+                messages.append(_unwrap_if_single([*values, *[None] * (count - len(values))]))
         graph.output(_unwrap_if_single(messages) if messages else map_arg(self.graph.output_node().args[0], copies.__getitem__))
 
         last_user = {input_node: node for node in graph.nodes for input_node in node.all_input_nodes}
@@ -94,11 +100,21 @@ class _CutGraph:
         return graph
 
 
-def _assign_stages(graph: fx.Graph, starts: Sequence[str]) -> Iterator[tuple[fx.Node, int]]:
+def _stages_of_training_calls(graph: fx.Graph, starts: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield every call of a unit with its stage."""
     stage = 0
+    for unit in called_units(graph):
+        stage += stage < len(starts) and unit == starts[stage]
+        yield unit, stage
+
+
+def _assign_stages(graph: fx.Graph, training_calls: Sequence[tuple[str, int]]) -> Iterator[tuple[fx.Node, int]]:
+    call_stages, stage = iter(stages_of_calls(graph, training_calls) or ()), 0
     for node in graph.nodes:
-        if node.op == "call_module" and stage < len(starts) and node.target == starts[stage]:
-            stage += 1
+        if node.op == "call_module":
+            stage = next(call_stages)
+        elif node.op == "output":
+            stage = max((stage for _, stage in training_calls), default=0)
         yield node, stage
 
 

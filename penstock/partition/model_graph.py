@@ -47,14 +47,14 @@ class ModelGraph(NamedTuple):
     ) -> "ModelGraph":
         """Make one of the graphs of training and evaluation.
 
-        Raises MismatchError unless both call the same units, in the same order.
+        Raises MismatchError unless evaluation calls the units of training in the same order; it may leave out some.
         """
         for graph in graphs:
             eliminate_unused_nodes(graph)
             _number_random_nodes(model, graph)
         training, evaluation = graphs
-        if _called_units(training) != _called_units(evaluation):
-            raise train_eval_mismatch_error(model)
+        if stages_of_calls(evaluation, [(unit, 0) for unit in called_units(training)]) is None:
+            raise _train_eval_mismatch_error(model)
         return cls(model, {True: training, False: evaluation}, inputs, extras or {}, changes, constants)
 
     def text(self) -> str:
@@ -63,7 +63,7 @@ class ModelGraph(NamedTuple):
 
     def unit_order(self) -> list[str]:
         """Return the units in the order in which they are called first."""
-        return list(dict.fromkeys(_called_units(self.graphs[True])))
+        return list(dict.fromkeys(called_units(self.graphs[True])))
 
 
 def eliminate_unused_nodes(graph: fx.Graph) -> None:
@@ -83,11 +83,11 @@ def train_then_eval(model: nn.Module) -> Iterator[bool]:
             module.training = mode
 
 
-def train_eval_mismatch_error(model: nn.Module) -> MismatchError:
-    """Return the error for a forward whose graphs of training and evaluation cannot be cut in the same way."""
+def _train_eval_mismatch_error(model: nn.Module) -> MismatchError:
     forward = f"the forward of {type(model).__name__}"
     return MismatchError(
-        f"{forward} does one thing in training and another in evaluation: give a list with one module for each stage"
+        f"{forward} calls layers in evaluation that it does not call in training, or in another order: give a list with one "
+        "module for each stage"
     )
 
 
@@ -96,8 +96,20 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _called_units(graph: fx.Graph) -> list[str]:
+def called_units(graph: fx.Graph) -> list[str]:
+    """Return the units in the order in which they are called."""
     return [str(node.target) for node in graph.nodes if node.op == "call_module"]
+
+
+def stages_of_calls(graph: fx.Graph, training_calls: Sequence[tuple[str, int]]) -> list[int] | None:
+    """Return the stage of each call of a unit, as training, whose calls these are, has it; None if it has no such calls."""
+    following, stages = iter(training_calls), list[int]()
+    for unit in called_units(graph):
+        stage = next((stage for name, stage in following if name == unit), None)
+        if stage is None:
+            return None
+        stages.append(stage)
+    return stages
 
 
 def has_side_effect(node: fx.Node) -> bool:

@@ -22,6 +22,7 @@ from penstock.partition.opaque_units import UNIT_OPERATION, RecordedUnitCall, as
 from penstock.torch_private import tree_leaves
 
 MASK_FUNCTIONS = "transformers.masking_utils"  # the module: its functions create_causal_mask, create_bidirectional_mask, ..
+REQUIRES_GRAD: Any = Tensor.requires_grad  # what reads the attribute, which a mode sees as a function
 
 
 @contextmanager
@@ -98,7 +99,7 @@ def autograd_functions_as_custom_ops(calls: list[RecordedUnitCall]) -> Iterator[
 
 
 def _subclasses(cls: type) -> list[Any]:
-    direct = cls.__subclasses__()
+    direct: list[Any] = cls.__subclasses__()
     return list(dict.fromkeys([*direct, *(below for subclass in direct for below in _subclasses(subclass))]))
 
 
@@ -123,7 +124,14 @@ def _call_as_custom_op(
 
 
 class RefuseAutogradQuestions(TorchFunctionMode):
-    """Refuses what code between the layers asks or wants of autograd, for which an export has no answer and no place."""
+    """Refuses what code between the layers asks or wants of autograd, for which an export has no answer and no place.
+
+    In evaluation no value requires a gradient, and modules of torch ask whether one does.
+    """
+
+    def __init__(self, is_training: bool) -> None:
+        super().__init__()
+        self.is_training = is_training
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_parameter = bool(args) and isinstance(args[0], nn.Parameter)
@@ -131,7 +139,7 @@ class RefuseAutogradQuestions(TorchFunctionMode):
             fault = None
             if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
                 fault = f"calls {func.__name__}() of a tensor between its layers, which is lost where it is cut"
-            if func == Tensor.requires_grad.__get__:
+            if func == REQUIRES_GRAD.__get__ and self.is_training:
                 fault = "asks for .requires_grad of a tensor between its layers, which no trace of it knows"
             if fault is not None:
                 raise MismatchError(f"the forward {fault}: do it in the forward of a layer")

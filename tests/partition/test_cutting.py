@@ -210,7 +210,7 @@ def test_no_name_is_lost_also_of_what_nothing_uses(example):
 def test_what_a_sequential_has_besides_its_layers_is_not_lost_in_silence():
     model = named("a", "b")
     model.register_parameter("gain", nn.Parameter(torch.ones(2)))
-    with pytest.raises(MismatchError, match=r"^the cut loses gain$"):
+    with pytest.raises(MismatchError, match=r"^the cut loses gain, which Sequential has besides its layers: register it"):
         split(model, 2)
 
 
@@ -477,8 +477,22 @@ def in_numpy(model, x):
     return model.b(torch.from_numpy(model.a(x).detach().numpy()))
 
 
-def by_mode(model, x):
-    return model.b(model.a(x)) if model.training else model.a(x)
+def with_a_head_for_training(model, x):
+    hidden = model.a(x)
+    if not model.training:
+        return model.b(hidden)
+    helper = model.c(hidden)
+    return model.b(hidden * helper) + hidden + x, helper
+
+
+def drawn_in_training(model, x):
+    mean, scale = model.a(x), model.c(x)
+    sample = mean + scale * 2 if model.training else mean
+    return model.b(sample), mean, scale
+
+
+def without_a_layer_in_training(model, x):
+    return model.b(model.a(x) if model.training else model.c(model.a(x)))
 
 
 def one_or_other(model, x):
@@ -587,6 +601,24 @@ def test_what_stands_between_units_does_what_it_does_in_the_model(forward, examp
     assert type(results[1][0]) is type(results[0][0])
 
 
+@pytest.mark.parametrize("forward", [with_a_head_for_training, drawn_in_training])
+@pytest.mark.parametrize("example", [None, EXAMPLE])
+@pytest.mark.parametrize("cuts", [["c", "b"], ["c"], ["b"]])
+def test_a_forward_may_leave_out_in_evaluation_what_it_does_in_training(forward, example, cuts):
+    model, x = BranchingModel(forward), torch.randn(5, 4)
+    stages = split(model, len(cuts) + 1, cuts=cuts, example_args=example)
+    for is_training in (True, False, True):
+        for module in (model, *stages):
+            module.train(is_training)
+        results = []
+        for run in (model, lambda x: partition.run(stages, x)):
+            model.zero_grad()
+            output = run(x)
+            sum(tensor.sum() for tensor in (output if isinstance(output, tuple) else [output])).backward()
+            results.append((output, {name: parameter.grad for name, parameter in model.named_parameters()}))
+        assert not differing(results[1], results[0])
+
+
 def test_layers_inside_autocast_in_the_forward_are_not_exported_wrongly():
     def mixed(model, x):
         with torch.autocast("cpu", torch.bfloat16):
@@ -630,6 +662,22 @@ def test_what_the_forward_wants_of_autograd_between_its_layers_is_refused_where_
         split(BranchingModel(with_backwards_of_its_own), 2, cuts=["b"])
 
 
+def test_torchs_encoder_may_ask_in_evaluation_whether_its_input_requires_a_gradient():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.embedding, self.encoder = nn.Embedding(9, 8), nn.TransformerEncoder(layer, 2)
+
+        def forward(self, tokens, mask):
+            return self.encoder(self.embedding(tokens), src_key_padding_mask=mask)
+
+    model, tokens = Masked().eval(), torch.randint(9, (4, 5))
+    mask = torch.arange(5) > torch.tensor([[4], [2], [3], [4]])
+    stages = split(model, 2, cuts=["encoder.layers.1"], example_args=(tokens, mask))
+    assert torch.equal(partition.run(stages, tokens, mask), model(tokens, mask))
+
+
 INSTEAD = "give example_args, so that it can be exported; or a list with one module for each stage"
 
 
@@ -652,12 +700,12 @@ def test_a_forward_that_cannot_be_followed_is_told_with_what_to_do_instead():
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("forward", [by_mode, one_or_other])
+@pytest.mark.parametrize("forward", [without_a_layer_in_training, one_or_other])
 @pytest.mark.parametrize("example", [None, (torch.ones(2, 4),)])
 def test_a_forward_that_differs_between_training_and_evaluation_is_told(forward, example):
     message = (
-        "the forward of BranchingModel does one thing in training and another in evaluation: "
-        "give a list with one module for each"
+        "the forward of BranchingModel calls layers in evaluation that it does not call in training, or in another order: "
+        "give a list with one module for each stage"
     )
     with pytest.raises(MismatchError, match=message):
         split(BranchingModel(forward), 2, cuts=["b"], example_args=example)

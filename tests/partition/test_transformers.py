@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import Batch, ModelCase
 from runners import on_ranks
-from test_bits_of_any_cut import CutRun, assert_equal, rank_runs, stepped, uncut
+from test_bits_of_any_cut import CutRun, assert_equal, rank_runs, run_steps, uncut
 from torch import nn
 
 import penstock as ps
@@ -131,7 +131,7 @@ def rank_without_mask() -> Any:
     case = CASES[WITHOUT_MASK.case]
     pipe = WITHOUT_MASK.pipeline(case)
     text = pipe.generate(ids(4, 1), max_new_tokens=6, eos=2, use_cache=False)
-    return stepped(pipe, WITHOUT_MASK, case), text
+    return run_steps(pipe, WITHOUT_MASK, case), text
 
 
 @pytest.fixture(scope="module")

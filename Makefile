@@ -77,9 +77,8 @@ NCCL_TESTS_ahead := $(NCCL_AHEAD:%=tests/engine/test_%.py) tests/batch/test_agre
 nccl: $(VENV)/ready nccl-lazy nccl-eager nccl-ahead
 	$(PYTEST) -n 2 --dist load -m nccl tests/nccl
 
-# Not what a system refuses to lines in memory only, nor what `launch` itself refuses: ranks have another function there. Nor
-# measured memory: a device that lags frees it late.
-NCCL_NOT := (system_refuses and not open) or calls_the_function or does_not_pickle_in_words or measured_memory
+# Not what a system refuses to lines in memory only, nor measured memory: a device that lags frees it late.
+NCCL_NOT := (system_refuses and not open) or measured_memory
 nccl-%:
 	$(PYTEST) -n 2 --dist loadfile --over-nccl $* -m "ranks and not fresh" -k "not ($(NCCL_NOT))" $(NCCL_TESTS_$*)
 

@@ -73,6 +73,11 @@ def format_count(number: int, noun: str, ending: str = "s") -> str:
     return f"{number} {noun}{ending * (number != 1)}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of the error's message that is not empty, or else the name of its type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line that has called this package."""
     frame, level = inspect.currentframe(), 1

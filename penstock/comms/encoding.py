@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, first_line
 from penstock.torch_private import TREE_NODES
 
 MAX_VALUE_BYTES = 2**28  # of an encoded value
@@ -87,7 +87,7 @@ def decode(data: bytes) -> Any:
 
 def _unreadable_error(error: Exception) -> MismatchError:
     hint = "all ranks must run the same program with the same releases"
-    return MismatchError(f"what another rank sent cannot be read ({_first_line(error)}): {hint}")
+    return MismatchError(f"what another rank sent cannot be read ({first_line(error)[:200]}): {hint}")
 
 
 def compress(encoded: bytes, max_bytes: int) -> bytes:
@@ -289,7 +289,3 @@ def _is_namedtuple_class(kind: type) -> bool:
 
 def _is_penstock_dataclass(kind: type) -> bool:
     return is_dataclass(kind) and kind.__module__.startswith("penstock.")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200] or type(error).__name__

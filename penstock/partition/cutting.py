@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import MismatchError, PenstockError, is_whole_number
+from penstock.errors import MismatchError, PenstockError, first_line, is_whole_number
 from penstock.partition.attributes import (
     AttributeChange,
     AttributeSnapshot,
@@ -23,7 +23,7 @@ from penstock.partition.attributes import (
 from penstock.partition.balance import PARAMETERS, SECONDS, Balance, check_stage_count
 from penstock.partition.graph_cutting import cut_graph
 from penstock.partition.graph_stage import GraphStage
-from penstock.partition.model_graph import ModelGraph, first_line
+from penstock.partition.model_graph import ModelGraph
 from penstock.partition.unit_times import measure_unit_seconds, record_unit_inputs
 from penstock.rows import unwrap_tree
 from penstock.torch_private import children_by_name, has_hooks, strip_compiled_prefix

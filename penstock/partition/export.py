@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from penstock.comms.topology import CPU
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, first_line
 from penstock.partition.attributes import Attribute, AttributeChange, restore_attributes_afterwards
 from penstock.partition.graph_inputs import (
     GraphInputs,
@@ -34,7 +34,7 @@ from penstock.partition.graph_inputs import (
 )
 from penstock.partition.graph_stage import NO_GRAD
 from penstock.partition.materialise import META
-from penstock.partition.model_graph import AUTOCAST_IS_LOST, DEVICE_ATTRIBUTE, ModelGraph, first_line, train_then_eval
+from penstock.partition.model_graph import AUTOCAST_IS_LOST, DEVICE_ATTRIBUTE, ModelGraph, train_then_eval
 from penstock.partition.opaque_units import UNIT_OPERATION, RecordedUnitCall, units_as_custom_ops
 from penstock.partition.runtime_functions import (
     RefuseAutogradQuestions,

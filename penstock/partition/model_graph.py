@@ -91,11 +91,6 @@ def _train_eval_mismatch_error(model: nn.Module) -> MismatchError:
     )
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of the error's message that is not empty, or else the name of its type."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def called_units(graph: fx.Graph) -> list[str]:
     """Return the units in the order in which they are called."""
     return [str(node.target) for node in graph.nodes if node.op == "call_module"]

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, first_line
 from penstock.partition.attributes import Attribute, AttributeChange, restore_attributes_afterwards
 from penstock.partition.graph_inputs import MISSING, GraphInputs, InputParameter, varargs_error
 from penstock.partition.graph_stage import NO_GRAD, VALUE_KEY
-from penstock.partition.model_graph import AUTOCAST_IS_LOST, INPLACE_OPERATORS, ModelGraph, first_line, train_then_eval
+from penstock.partition.model_graph import AUTOCAST_IS_LOST, INPLACE_OPERATORS, ModelGraph, train_then_eval
 from penstock.partition.traced_values import (
     Constant,
     Key,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.comms.topology import CPU
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, first_line
 from penstock.partition.materialise import META, has_meta_tensors
 from penstock.randomness import preserve_generator_state
 from penstock.torch_private import pretend_exporting, tensor_slots, tree_leaves
@@ -89,10 +89,9 @@ def _forward_or_explain_meta_failure(model: nn.Module, inputs: tuple[Any, Any], 
     except (RuntimeError, NotImplementedError) as error:
         if not is_meta:
             raise
-        reason = str(error).partition("\n")[0]
         raise MismatchError(
             f"the forward of {type(model).__name__} cannot run on the meta device, so its layers cannot be measured there "
-            f"({reason}): name the cuts with cuts=, or build the model on a real device"
+            f"({first_line(error)}): name the cuts with cuts=, or build the model on a real device"
         ) from error
 
 

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, first_line
 from penstock.partition import CuttableModel
 from penstock.partition.attributes import restore_attributes_afterwards
-from penstock.partition.model_graph import first_line
 from penstock.partition.unit_times import RecordedUnit, replace_tensors_temporarily
 from penstock.plan.measuring import UnitWithTensorArguments, costs_in_layer_order, parameter_bytes, record_layer_inputs
 from penstock.plan.model_profile import LayerCost, ModelProfile

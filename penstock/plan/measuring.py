@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from penstock import trees
 from penstock.batch import pieces
 from penstock.engine.activation_memory import MemoryMeasurement, StorageSet
-from penstock.errors import MismatchError, PenstockError
+from penstock.errors import MismatchError, PenstockError, first_line
 from penstock.partition import CuttableModel, run
 from penstock.partition.attributes import restore_attributes_afterwards
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.materialise import has_meta_tensors
-from penstock.partition.model_graph import first_line
 from penstock.partition.unit_times import (
     RecordedUnit,
     copy_on_device,

@@ -24,9 +24,8 @@ from penstock.commands.train.restarts import job_name, may_restart, resize_for_p
 from penstock.commands.train.setup import Setup, set_up
 from penstock.commands.train.training_result import TrainResult, sample, validation_loss
 from penstock.comms.system import count_cores
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, first_line
 from penstock.launcher.launch import launch
-from penstock.partition.model_graph import first_line
 from penstock.plan import load
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.timing.measurement import Measurement

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from penstock.schedule.table import Action, Kind, Table, dependencies, pause_garbage_collection
 from penstock.timing.events import Event
 from penstock.timing.simulate import simulate
-from penstock.timing.timeline import Timeline
 
 
 class Node(NamedTuple):
@@ -23,16 +22,9 @@ class Node(NamedTuple):
     inputs: list[int]  # the nodes of other ranks whose messages it needs
 
 
-class DependencyGraph(NamedTuple):
-    """The nodes of a table, each after those that it waits for."""
-
-    nodes: list[Node]
-    timeline: Timeline  # of the table, where every action takes 1
-
-
 @pause_garbage_collection()
-def dependency_graph(table: Table) -> DependencyGraph:
-    """Return the graph of `table`, for a model without skips. Raises ScheduleError as `simulate`."""
+def dependency_graph(table: Table) -> list[Node]:
+    """Return the nodes of `table`, each after those that it waits for. The model has no skips. Raises as `simulate`."""
     timeline, home, microbatches = simulate(table), table.placement, table.microbatches
     cells = [cell for rank in range(timeline.ranks) for cell in timeline.cells(rank)]
     cells.sort(key=lambda cell: cell[0].start)  # every action takes 1: none starts before what it needs
@@ -57,4 +49,4 @@ def dependency_graph(table: Table) -> DependencyGraph:
         rank = cell[0].rank
         nodes.append(Node(cell, last_nodes[rank], inputs))
         last_nodes[rank] = number
-    return DependencyGraph(nodes, timeline)
+    return nodes

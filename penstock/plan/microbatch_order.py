@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import permutations
 from math import factorial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -94,7 +93,7 @@ class OrderTimer:
         held: HeldSizes | None = None,
         limit: float | None = None,
     ) -> None:
-        self._graph = _step_graph(table, len(costs))
+        self._nodes = _nodes_of(table, len(costs))
         self._held, self._limit = held, limit
         stage_costs = replace(stage_costs, microbatch_factors=costs)
         by_microbatch = stage_costs.action_costs_by_microbatch(table.num_stages, len(costs))
@@ -108,17 +107,18 @@ class OrderTimer:
 
     def seconds_to_time(self, num_orders: int) -> float:
         """Return the most seconds that `step_times` of `num_orders` takes."""
-        return len(self._graph.nodes) * (SECONDS_PER_CELL + num_orders * SECONDS_PER_CELL_AND_ORDER)
+        return len(self._nodes) * (SECONDS_PER_CELL + num_orders * SECONDS_PER_CELL_AND_ORDER)
 
     def step_times(self, orders: np.ndarray) -> np.ndarray:
         """Return a step's time in each of `orders`, (microbatches, orders); longer than any step if the limit is not kept."""
         ends, costs = list[np.ndarray](), [row[orders] for row in self._cost_rows]
-        for cell, previous, inputs in self._graph.nodes:
+        for cell, previous, inputs in self._nodes:
             first, *rest = [costs[self._row_numbers[kind][stage]][microbatch] for _, (kind, stage, microbatch, _), *_ in cell]
             end = sum(rest, first)
             needs = [ends[number - 1] for number in (previous, *inputs) if number]
             ends.append(end + _elementwise_max(needs) if needs else end)
-        times = _elementwise_max([ends[number - 1] for number in self._graph.last_nodes])
+        end_of_rank = {node.cell[0].rank: end for node, end in zip(self._nodes, ends, strict=True)}
+        times = _elementwise_max(list(end_of_rank.values()))
         if self._limit is None or self._held is None:
             return times
         peaks = self._held.peaks(orders).max(axis=0)
@@ -181,19 +181,10 @@ def _swap_while_faster(order: list[int], timer: OrderTimer, seconds_left: float)
 # ---- dependencies
 
 
-class _StepGraph(NamedTuple):
-    """The dependencies of a table's cells, which are the same in every order of the microbatches."""
-
-    nodes: list[Node]
-    last_nodes: list[int]  # the last of each rank
-
-
 @lru_cache(16)
-def _step_graph(table: Table, microbatches: int) -> _StepGraph:
-    """Return the graph of the first `microbatches` of a table."""
-    nodes = dependency_graph(_first_microbatches(table, microbatches)).nodes
-    last_nodes = {node.cell[0].rank: number for number, node in enumerate(nodes, 1)}
-    return _StepGraph(nodes, list(last_nodes.values()))
+def _nodes_of(table: Table, microbatches: int) -> list[Node]:
+    """Return the dependencies of the first `microbatches` of a table, which are the same in every order of them."""
+    return dependency_graph(_first_microbatches(table, microbatches))
 
 
 @lru_cache(16)

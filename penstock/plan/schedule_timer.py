@@ -104,7 +104,7 @@ def _operations_in_order(schedule: Schedule) -> list[tuple[int, int, int, int]]:
     The two actions are the one before on the rank and the one whose message, over the border, it needs. Actions count from 1;
     0 stands for none, and the last border too.
     """
-    stages, nodes = schedule.num_stages, dependency_graph(schedule).nodes
+    stages, nodes = schedule.num_stages, dependency_graph(schedule)
     lines = []
     for (event,), previous, inputs in nodes:
         kind, stage, *_ = event.action

@@ -9,7 +9,7 @@ from penstock.schedule import Schedule, simulate
 
 @given(named_tables() | valid_tables())
 def test_a_node_has_the_node_before_it_on_its_rank_and_those_that_send_to_it_all_earlier(table: Schedule) -> None:
-    timeline, nodes = simulate(table), dependency_graph(table).nodes
+    timeline, nodes = simulate(table), dependency_graph(table)
     actions = {number: {event.action for event in node.cell} for number, node in enumerate(nodes, 1)}
     rows: list[list[object]] = [[] for _ in timeline.rows]
 

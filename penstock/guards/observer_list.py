@@ -1,6 +1,6 @@
 """The list of a pipeline's observers, in the order in which they look on: a new check of a step is added here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from penstock.engine.activation_memory import MemoryObserver
@@ -20,11 +20,9 @@ from penstock.guards.reachable_objects import SharedObject
 from penstock.guards.shared_state import SharedStateCheck
 from penstock.guards.token_mixing import TokenMixingCheck
 from penstock.guards.unregistered_uses import RemoteParameterUseCheck
-from penstock.partition.attributes import AttributeSnapshot
 from penstock.plan.microbatch_costs import MicrobatchSamples
 from penstock.plan.recut import RecentSteps
 from penstock.stage.hooks import NoDataParallelHooks
-from penstock.stage.rank_parameters import RankParameters
 
 
 class PipelineObservers(NamedTuple):
@@ -64,8 +62,8 @@ def make_observers(
     monitor = NonFiniteMonitor(control, stages, engine.parameters, names) if options.on_nonfinite else None
 
     observers: list[Observer | None] = [
-        UninitialisedCheck(engine.parameters) if engine.parameters.has_unset else None,
-        AttributeCheck(config.cuttable.attributes) if config.cuttable else None,
+        StartCheck(engine.parameters.check_initialised) if engine.parameters.has_unset else None,
+        StartCheck(config.cuttable.attributes.check_unchanged_since_cut) if config.cuttable else None,
         FrozenStageCheck(engine.stages, names, table.name) if table.forward_only else None,
         shared_tensors,
         BatchComparison(position, table.placement) if has_several_readers(position, table.placement) else None,
@@ -100,25 +98,13 @@ def _make_loss_checks(engine: Engine, config: PipelineConfig) -> LossChecks | No
     return checks
 
 
-class UninitialisedCheck(Observer):
-    """Refuses a step with a parameter that has no value yet, of a model that was built on the meta device."""
+class StartCheck(Observer):
+    """Refuses a step at whose start `check` raises."""
 
-    def __init__(self, parameters: RankParameters) -> None:
-        self._parameters = parameters
-
-    def start(self, step: ObservedStep) -> Sequence[float]:
-        """Raise as `RankParameters.check_initialised`."""
-        self._parameters.check_initialised()
-        return ()
-
-
-class AttributeCheck(Observer):
-    """Refuses a step whose model has other attributes than when it was cut."""
-
-    def __init__(self, attributes: AttributeSnapshot) -> None:
-        self._attributes = attributes
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
 
     def start(self, step: ObservedStep) -> Sequence[float]:
-        """Raise as `AttributeSnapshot.check_unchanged_since_cut`."""
-        self._attributes.check_unchanged_since_cut()
+        """Raise as the check does."""
+        self._check()
         return ()

@@ -25,8 +25,8 @@ class Node(NamedTuple):
 @pause_garbage_collection()
 def dependency_graph(table: Table) -> list[Node]:
     """Return the nodes of `table`, each after those that it waits for. The model has no skips. Raises as `simulate`."""
-    timeline, home, microbatches = simulate(table), table.placement, table.microbatches
-    cells = [cell for rank in range(timeline.ranks) for cell in timeline.cells(rank)]
+    home, microbatches = table.placement, table.microbatches
+    cells = list(simulate(table).all_cells())
     cells.sort(key=lambda cell: cell[0].start)  # every action takes 1: none starts before what it needs
 
     makers = {kind: [[0] * (microbatches * table.slices) for _ in home] for kind in Kind}  # stage -> number -> node

@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from penstock.schedule.table import Action, Kind
-from penstock.timing.events import Event, TimelineEvents
+from penstock.timing.events import TimelineEvents
 
 ROUNDING = 1e-9  # of a time: sizes and waits that differ by less are equal
 
@@ -39,7 +39,7 @@ def imbalance_before_actions(step: TimelineEvents, in_between: Collection[Action
 def _stage_sizes(step: TimelineEvents) -> dict[int, float]:
     """Return stage -> its time for a microbatch; without a stage of which only pairs are known."""
     durations = defaultdict[tuple[Kind, int], list[float]](list)
-    for cell in _cells(step):
+    for cell in step.all_cells():
         if len(cell) == 1:
             durations[cell[0].action[:2]].append(cell[0].end - cell[0].start)
     means = {key: fmean(values) for key, values in durations.items()}
@@ -58,8 +58,8 @@ def _ends_with_even_stages(step: TimelineEvents, factors: Mapping[int, float]) -
     """Return when every action ends if those of each stage take `factors` times as long."""
     previous = {cell[0].action: earlier for rank in range(step.ranks) for earlier, cell in pairwise([(), *step.cells(rank)])}
     ends: dict[Action, float] = {}
-    for cell in sorted(_cells(step), key=lambda cell: (cell[0].start, cell[0].end)):
-        earlier = [*previous[cell[0].action], *_remote_needs(step, cell)]
+    for cell in sorted(step.all_cells(), key=lambda cell: (cell[0].start, cell[0].end)):
+        earlier = [*previous[cell[0].action], *step.remote_needs(cell)]
         known = [event for event in earlier if event.action in ends]  # a measured rank's clock may be behind
         ready = max((event.end for event in known), default=step.start)
         even_ready = max((ends[event.action] for event in known), default=step.start)
@@ -76,15 +76,6 @@ def _waits(step: TimelineEvents, ends: Mapping[Action, float]) -> Iterator[tuple
     for rank in range(step.ranks):
         free = step.start
         for cell in step.cells(rank):
-            needed = max((ends[event.action] for event in _remote_needs(step, cell)), default=free)
+            needed = max((ends[event.action] for event in step.remote_needs(cell)), default=free)
             yield cell[0].action, max(0.0, needed - free)
             free = max(free, *(ends[event.action] for event in cell))
-
-
-def _remote_needs(step: TimelineEvents, cell: Collection[Event]) -> Iterator[Event]:
-    """Yield the events on other ranks that `cell` needs."""
-    return (needed for event in cell for needed in step.needed_events(event) if needed.rank != event.rank)
-
-
-def _cells(step: TimelineEvents) -> Iterator[tuple[Event, ...]]:
-    return (cell for rank in range(step.ranks) for cell in step.cells(rank))

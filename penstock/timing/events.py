@@ -98,6 +98,10 @@ class TimelineEvents:
         for event in row:
             yield (event, next(row)) if event.action in firsts else (event,)
 
+    def all_cells(self) -> Iterator[tuple[Event, ...]]:
+        """Yield the cells of all ranks, rank by rank."""
+        return (cell for rank in range(self.ranks) for cell in self.cells(rank))
+
     @cached_property
     def _first_actions_of_pairs(self) -> frozenset[Action]:
         return frozenset(first for first, _ in self.overlaps)
@@ -108,10 +112,13 @@ class TimelineEvents:
         for options in dependencies(event.action, self.stage_chains, self.skips, self.slices):
             yield from [at[action] for action in options if action in at]
 
+    def remote_needs(self, cell: Iterable[Event]) -> Iterator[Event]:
+        """Yield the events on other ranks that must end before `cell` starts."""
+        return (needed for event in cell for needed in self.needed_events(event) if needed.rank != event.rank)
+
     def last_remote_need(self, cell: Iterable[Event]) -> Event | None:
-        """Return the event to end last of those that `cell` needs from other ranks; None if it needs none."""
-        elsewhere = (needed for event in cell for needed in self.needed_events(event) if needed.rank != event.rank)
-        return max(elsewhere, key=lambda event: event.end, default=None)
+        """Return the event to end last of `remote_needs`; None if there is none."""
+        return max(self.remote_needs(cell), key=lambda event: event.end, default=None)
 
     @cached_property
     def _at(self) -> dict[Action, Event]:

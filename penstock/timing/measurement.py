@@ -282,7 +282,7 @@ def factors_in_all_steps(timelines: Sequence[Timeline]) -> tuple[float, ...]:
 
 def _durations(timeline: Timeline) -> Iterator[tuple[Event, float]]:
     """Yield every event with its seconds; each of a pair has half of theirs."""
-    for cell in (cell for rank in range(timeline.ranks) for cell in timeline.cells(rank)):
+    for cell in timeline.all_cells():
         yield from ((event, (event.end - event.start) / len(cell)) for event in cell)
 
 

@@ -21,7 +21,7 @@ def replay(
     moved: dict[Action, Event] = {}
     for event in sorted(timeline.events, key=lambda event: (event.start, event.end)):
         previous_on_rank = previous[event.action]
-        needed = [need for need in timeline.needed_events(event) if need.rank != event.rank and need.action in moved]
+        needed = [need for need in timeline.remote_needs([event]) if need.action in moved]
         starts = [moved[need.action].end for need in needed]
         last_need = max(needed, key=lambda need: need.end, default=None)
 

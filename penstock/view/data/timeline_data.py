@@ -122,7 +122,7 @@ def action_starts(timeline: Timeline, rank: int) -> Iterator[ActionStart]:
 
 def _messages(timeline: Timeline, receiver: Event, idle_since: float) -> list[Message]:
     """Return the messages that `receiver` needed from other ranks; its rank was idle from `idle_since`."""
-    remote = [source for source in timeline.needed_events(receiver) if source.rank != receiver.rank]
+    remote = list(timeline.remote_needs([receiver]))
     if timeline.message_costs:
         return [Message(source, timeline.arrivals[source.action, receiver.action.stage].time) for source in remote]
     last_end = max((source.end for source in remote), default=idle_since)

@@ -267,3 +267,32 @@ class PartitionSearch:
             moved = (*starts[: low + 1], *shifted, *starts[high + 1 :])
             if all(start < next_start for start, next_start in pairwise((*moved, len(self.chain.layers)))):
                 yield moved, partition.skipped_choices
+
+
+class Candidate(NamedTuple):
+    """A table with its best known partition."""
+
+    search: PartitionSearch
+    best: EvaluatedPartition
+
+    @property
+    def penalized_seconds(self) -> float:
+        """Seconds of a step, plus a penalty if memory does not fit, since the search may still make the candidate fit."""
+        return self.best.seconds * (1 + 4 * self.best.excess_bytes / sum(self.search.limits.memory_bytes))
+
+    @property
+    def sort_key(self) -> tuple[float, ...]:
+        """The sort key of plans: those that fit, then by time, recomputation, number of stages and memory."""
+        best, memory = self.best, sum(choice.peak_bytes for choice in self.best.choices)
+        return best.excess_bytes, float(f"{best.seconds:.6g}"), best.recompute_seconds, len(best.starts), memory
+
+    def improve(self, action_budget: int, random: Random) -> "Candidate":
+        """Return the candidate with a better partition, if one is found while `action_budget` actions are timed."""
+        return self._replace(best=self.search.improve(self.best, action_budget, random))
+
+    def with_best_partition_of(self, candidates: Sequence["Candidate"]) -> "Candidate":
+        """Return this candidate with the partition of another table of as many stages, if that is better."""
+        own_starts = self.best.starts
+        partitions = {candidate.best.starts for candidate in candidates if len(candidate.best.starts) == len(own_starts)}
+        evaluated = [self.best, *map(self.search.evaluate, partitions - {own_starts})]
+        return self._replace(best=min(evaluated, key=lambda partition: partition[:2]))

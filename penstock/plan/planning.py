@@ -12,7 +12,7 @@ from penstock.partition.balance import balanced_starts
 from penstock.plan import argument_checks
 from penstock.plan.argument_checks import nothing_fits_message
 from penstock.plan.model_profile import LayerCost, ModelProfile, as_profile
-from penstock.plan.partition_search import EvaluatedPartition, Limits, PartitionSearch, StageStarts
+from penstock.plan.partition_search import Candidate, Limits, PartitionSearch, StageStarts
 from penstock.plan.result import Plan
 from penstock.plan.schedule_timer import ScheduleTimer
 from penstock.plan.search.table_search import search
@@ -41,35 +41,6 @@ TABLE_SEARCHES = {  # (effort of the search, candidates that it makes tables for
     "normal": (("quick", 2), ("quick", 1)),
     "long": (("quick", 3), ("normal", 1), ("long", 1)),
 }
-
-
-class Candidate(NamedTuple):
-    """A table with its best known partition."""
-
-    search: PartitionSearch
-    best: EvaluatedPartition
-
-    @property
-    def penalized_seconds(self) -> float:
-        """Seconds of a step, plus a penalty if memory does not fit, since the search may still make the candidate fit."""
-        return self.best.seconds * (1 + 4 * self.best.excess_bytes / sum(self.search.limits.memory_bytes))
-
-    @property
-    def sort_key(self) -> tuple[float, ...]:
-        """The sort key of plans: those that fit, then by time, recomputation, number of stages and memory."""
-        best, memory = self.best, sum(choice.peak_bytes for choice in self.best.choices)
-        return best.excess_bytes, float(f"{best.seconds:.6g}"), best.recompute_seconds, len(best.starts), memory
-
-    def improve(self, action_budget: int, random: Random) -> "Candidate":
-        """Return the candidate with a better partition, if one is found while `action_budget` actions are timed."""
-        return self._replace(best=self.search.improve(self.best, action_budget, random))
-
-    def with_best_partition_of(self, candidates: Sequence["Candidate"]) -> "Candidate":
-        """Return this candidate with the partition of another table of as many stages, if that is better."""
-        own_starts = self.best.starts
-        partitions = {candidate.best.starts for candidate in candidates if len(candidate.best.starts) == len(own_starts)}
-        evaluated = [self.best, *map(self.search.evaluate, partitions - {own_starts})]
-        return self._replace(best=min(evaluated, key=lambda partition: (partition.excess_bytes, partition.seconds)))
 
 
 class ReplicaTask(NamedTuple):
@@ -337,7 +308,7 @@ def _with_teacher(candidates: Sequence[Candidate], task: ReplicaTask, random: Ra
 
     def least(candidate: Candidate) -> tuple[float, float]:
         chain = chains[candidate.search.timer.microbatches]
-        return candidate.best.excess_bytes, min_seconds_with_teacher(*candidate, chain)
+        return candidate.best.excess_bytes, min_seconds_with_teacher(candidate, chain)
 
     found: list[Candidate] = []
     for candidate in sorted(candidates, key=least)[:MAX_WITH_TEACHER]:
@@ -345,7 +316,7 @@ def _with_teacher(candidates: Sequence[Candidate], task: ReplicaTask, random: Ra
             break
         chain = chains[candidate.search.timer.microbatches]
         limits = task.limits.for_first_ranks(len(candidate.best.choices))
-        found.append(Candidate(*partition_with_teacher(*candidate, chain, limits, random)))
+        found.append(partition_with_teacher(candidate, chain, limits, random))
         found.sort(key=lambda candidate: candidate.sort_key)
     return found
 

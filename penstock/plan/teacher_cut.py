@@ -10,7 +10,7 @@ from random import Random
 from penstock.errors import PenstockError
 from penstock.partition.balance import balanced_starts
 from penstock.plan.model_profile import ModelProfile
-from penstock.plan.partition_search import EvaluatedPartition, Limits, PartitionSearch, StageStarts
+from penstock.plan.partition_search import Candidate, Limits, PartitionSearch, StageStarts
 from penstock.plan.schedule_timer import ScheduleTimer
 from penstock.plan.stage_costs import LayerChain
 from penstock.schedule.schedule import Schedule
@@ -21,8 +21,6 @@ from penstock.timing.teacher_tables import v_of_teacher, with_teacher
 ROUNDS = 2  # of an order for some cuts, and cuts for this order
 ACTION_BUDGET = 150_000  # that are timed to improve the cuts of an order
 
-SearchedPartition = tuple[PartitionSearch, EvaluatedPartition]
-
 
 def limits_beside_teacher(limits: Limits, teacher: ModelProfile) -> Limits:
     """Return the limits of a model beside an even share of the teacher's parameters on each rank."""
@@ -31,41 +29,39 @@ def limits_beside_teacher(limits: Limits, teacher: ModelProfile) -> Limits:
     return limits._replace(memory_bytes=tuple(max(1.0, memory - share) for memory in limits.memory_bytes))
 
 
-def min_seconds_with_teacher(search: PartitionSearch, best: EvaluatedPartition, chain: LayerChain) -> float:
-    """Return the seconds that a step of `best` takes at least, with the teacher of `chain`, if its cut stays."""
+def min_seconds_with_teacher(candidate: Candidate, chain: LayerChain) -> float:
+    """Return the seconds that a step of a model takes at least with the teacher of `chain`, if the model's cut stays."""
+    search, best = candidate
     work = search.timer.microbatches * sum(chain.layer_seconds)
     return max(best.seconds, work / sum(search.limits.speeds or [1.0] * len(best.choices)))
 
 
-def partition_with_teacher(
-    search: PartitionSearch, best: EvaluatedPartition, chain: LayerChain, limits: Limits, random: Random
-) -> SearchedPartition:
-    """Return the best table and cuts with a teacher that are found from a model's table and its `best` cut.
+def partition_with_teacher(candidate: Candidate, chain: LayerChain, limits: Limits, random: Random) -> Candidate:
+    """Return the best table and cuts with a teacher that are found from a model's table and its best cut.
 
     `chain`: the layers of both. `limits`: of both.
     """
-    table, found = search.timer.schedule, list[SearchedPartition]()
+    table, best, found = candidate.search.timer.schedule, candidate.best, list[Candidate]()
     for placement in _placements(table, len(chain.layers) - chain.num_model_layers):
         starts, skipped = (*best.starts, *_even_starts(chain, len(placement))), best.skipped_choices
         costs = costs_with_teacher(UNIT_COSTS, table.stages, len(placement), _relative_size(chain))
         for _ in range(ROUNDS):
-            evaluated = list[SearchedPartition]()
+            evaluated = list[Candidate]()
             for with_forwards in _orders(table, placement, costs):
                 both = PartitionSearch(chain, ScheduleTimer(with_forwards), limits)
-                evaluated.append((both, both.evaluate(starts, skipped)))
-                if not evaluated[-1][1].excess_bytes:
+                evaluated.append(Candidate(both, both.evaluate(starts, skipped)))
+                if not evaluated[-1].best.excess_bytes:
                     break
-            both, partition = min(evaluated, key=_sort_key)
-            partition = both.improve(partition, ACTION_BUDGET, random)
-            found.append((both, partition))
+            both, partition = min(evaluated, key=_sort_key).improve(ACTION_BUDGET, random)
+            found.append(Candidate(both, partition))
             if _sort_key(found[-1]) > _sort_key(min(found, key=_sort_key)):
                 break
             starts, skipped, costs = partition.starts, partition.skipped_choices, both.simulation_costs(partition)
     return min(found, key=_sort_key)
 
 
-def _sort_key(found: SearchedPartition) -> tuple[float, float]:
-    return found[1].excess_bytes, found[1].seconds
+def _sort_key(candidate: Candidate) -> tuple[float, float]:
+    return candidate.best.excess_bytes, candidate.best.seconds
 
 
 def _placements(table: Schedule, num_layers: int) -> Iterator[Sequence[int]]:

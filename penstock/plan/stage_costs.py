@@ -68,11 +68,9 @@ class LayerChain:
         return self._cached_stage_cost(start, end)
 
     def _compute_stage_cost(self, start: int, end: int) -> StageCost:
-        forward, backward_input, backward_weight, activation, keep, parameters, split, keys_and_values, frozen = (
-            self._prefix_sums[field][end] - self._prefix_sums[field][start] for field in _SUMMED_FIELDS
-        )
+        sums = {field: until_layer[end] - until_layer[start] for field, until_layer in self._prefix_sums.items()}
         end_bytes = self.layers[end - 1].ends
-        activation += end_bytes
+        activation, forward = sums.pop("activation") + end_bytes, sums["forward"]
         loss_bytes = end_bytes if end == self.num_model_layers else 0.0  # the loss is not recomputed
 
         # Recomputing the stage keeps its input; recomputing block by block keeps the input of every layer.
@@ -93,19 +91,7 @@ class LayerChain:
         if start >= self.num_model_layers:
             del policies[1:]
 
-        return StageCost(
-            forward,
-            backward_input,
-            backward_weight,
-            keep,
-            parameters,
-            input_bytes,
-            self._input_bytes[end],
-            tuple(policies),
-            split,
-            keys_and_values,
-            frozen,
-        )
+        return StageCost(**sums, input=input_bytes, output=self._input_bytes[end], policies=tuple(policies))
 
 
 _SUMMED_FIELDS = tuple(field for field in LayerCost._fields[1:] if field not in ("output", "ends"))

@@ -5,18 +5,18 @@ chunk there is what `torch.save` writes: a zip archive with a pickle, which desc
 """
 
 import math
-import mmap
 import os
 import pickle
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.files.disk import fsync, open_regular_file
+from penstock.checkpoint.files.disk import fsync, memory_map, open_regular_file
 from penstock.checkpoint.files.pickled import Items, Name, parse_pickle
 from penstock.checkpoint.files.torch_archive import (
     DTYPES,
@@ -64,7 +64,7 @@ class DcpFiles:
         self.tensors: dict[str, StoredTensor] = {}
         self.values: dict[str, Location] = {}
         self._sizes: dict[Path, int] = {}  # of files, in bytes
-        self._mapping: tuple[Path | None, Any] = None, None  # of the file that was read last
+        self._map = lru_cache(1)(memory_map)  # one file at a time: each holds a descriptor
         with read_errors_as_damage(path), open_regular_file(path) as file:
             data = file.read(MAX_METADATA_BYTES + 1)
             if len(data) > MAX_METADATA_BYTES:
@@ -143,12 +143,6 @@ class DcpFiles:
         location = self.values[name]
         with read_errors_as_damage(location.file):
             return TorchArchive(self._map(location.file), location).value()
-
-    def _map(self, path: Path) -> mmap.mmap:
-        if path != self._mapping[0]:
-            with open_regular_file(path) as file:
-                self._mapping = path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._mapping[1]
 
 
 # -- the metadata ---------------------------------------------------------------------------------------------------------

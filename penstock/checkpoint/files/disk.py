@@ -8,6 +8,7 @@ import ctypes
 import errno
 import hashlib
 import io
+import mmap
 import os
 import stat
 import sys
@@ -105,6 +106,12 @@ def open_regular_file(path: Path, follow: bool = False) -> Iterator[io.BufferedR
     with os.fdopen(os.open(path, flags), "rb") as file:
         _check_is_regular_file(os.fstat(file.fileno()), path)  # it may have been replaced since `stat`
         yield file
+
+
+def memory_map(path: Path, follow: bool = False) -> mmap.mmap:
+    """Return a read-only mapping of the regular file `path`, which holds a descriptor. Raises as `open_regular_file`."""
+    with open_regular_file(path, follow) as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _check_is_regular_file(status: os.stat_result, path: Path) -> None:

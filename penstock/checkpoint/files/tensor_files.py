@@ -8,16 +8,16 @@ memory, and maps a file so that all of it counts as this process's memory.
 import ctypes
 import json
 import math
-import mmap
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.files.disk import CHECKSUM_CLASSES, checksum_kind_for, errors_as_damaged, fsync, open_regular_file
+from penstock.checkpoint.files.disk import CHECKSUM_CLASSES, checksum_kind_for, errors_as_damaged, fsync, memory_map
 from penstock.errors import MismatchError
 
 MAX_SHARD_BYTES = 2**30  # of tensors in one file: a rank writes several, so that ranks can share the work of reading them
@@ -133,7 +133,7 @@ class TensorFiles(Mapping[str, Tensor]):
         self.locations = {name: stored for file in files for name, stored in _read_locations(file, file in paths)}
         self.shapes = {name: stored.shape for name, stored in self.locations.items()}
         self.nbytes = sum(stored.nbytes for stored in self.locations.values())
-        self._last_mapping: tuple[Path | None, Any] = None, None  # the file that was read last, and its mapping
+        self._map = lru_cache(1)(memory_map)  # one file at a time: each holds a descriptor
 
     def __getitem__(self, name: str) -> Tensor:
         return self.mapped_tensor(name).clone()
@@ -152,23 +152,16 @@ class TensorFiles(Mapping[str, Tensor]):
         path, begin, dtype, shape = self.locations[name]
         if not shape.numel():
             return torch.empty(shape, dtype=dtype, device="cpu")
-        if path != self._last_mapping[0]:  # one file at a time: each holds a descriptor
-            self._last_mapping = path, _memory_map(path, path in self.paths)
-        data = self._last_mapping[1]
+        data = self._map(path, path in self.paths)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is read-only
             return torch.frombuffer(data, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
 
 
-def _memory_map(path: Path, follow: bool) -> mmap.mmap:
-    with open_regular_file(path, follow) as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
 def _read_locations(path: Path, follow: bool) -> Iterator[tuple[str, TensorLocation]]:
     """Yield name and location of each tensor in one file. Raises DamagedFileError unless they fill it without gaps."""
     with errors_as_damaged(path, "is no safetensors file that Penstock can read, or is damaged"):
-        data = _memory_map(path, follow)
+        data = memory_map(path, follow)
         begin = 8 + int.from_bytes(data[:8], "little")
         if begin > min(len(data), MAX_HEADER_BYTES):
             raise ValueError("its header is longer than the file")

@@ -5,7 +5,7 @@ process' copy of what another rank trains: no optimizer steps that copy, and its
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from torch import Tensor, nn
 
@@ -28,31 +28,24 @@ class RemoteParameterUseCheck(Observer):
     def __init__(self, rank: int, stages: Collection[int], remote_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self._location = f"rank {rank}: stage {' or '.join(map(str, sorted(stages)))}"
         self._remote = [(name, weakref.ref(parameter)) for name, parameter in remote_parameters]
-        self._records: Sequence[GradientRecord] = ()
+        self._records = list[GradientRecord]()
 
     def compare(self, step: ObservedStep, rows: Rows) -> None:
-        """Record gradients in the first step of a kind."""
-        self._records = self.record_gradients() if step.call.is_training else ()
+        """Record the gradients of the remote parameters that still exist, in the first step of a kind."""
+        remote = self._remote if step.call.is_training else ()
+        alive = [(name, parameter) for name, reference in remote if (parameter := reference()) is not None]
+        self._records = [(name, parameter, parameter.grad, _version(parameter.grad)) for name, parameter in alive]
 
     def end(self, step: ObservedStep) -> float:
-        """Raise as `check_gradients_unchanged`."""
-        self.check_gradients_unchanged(self._records)
-        return 0.0
-
-    def record_gradients(self) -> list[GradientRecord]:
-        """Return the gradients of the remote parameters that still exist. Called before a step's first backward."""
-        alive = [(name, parameter) for name, reference in self._remote if (parameter := reference()) is not None]
-        return [(name, parameter, parameter.grad, _version(parameter.grad)) for name, parameter in alive]
-
-    def check_gradients_unchanged(self, records: Sequence[GradientRecord]) -> None:
         """Raise MismatchError if one of the gradients has been added to since."""
-        for name, parameter, grad, version in records:
+        for name, parameter, grad, version in self._records:
             if parameter.grad is not grad or _version(grad) != version:
                 raise MismatchError(
                     f"{self._location} uses the parameter {name} from where it is not registered (a plain list, a closure, the "
                     "loss), so its gradient would be lost: register it (self.layer = embedding), or pass the tensor on; a "
                     "tied parameter must be registered in both stages, and be used from there only"
                 )
+        return 0.0
 
 
 def _version(grad: Tensor | None) -> int:

@@ -82,7 +82,7 @@ def list_schedule(
     homes = _ranks_of_stages(placement, ranks, stages_per_rank)
     if len(homes) * microbatches > MAX_CELLS:
         raise ScheduleError(f"{name} has {len(homes)} stages x {microbatches} microbatches: give {MAX_CELLS:,} at most")
-    limits = _limits_by_rank(limit, homes, ranks, microbatches)
+    limits = _limits_by_rank(limit, homes, ranks)
     scheduler = _ListScheduler(name, homes, ranks, microbatches, priority, limits, costs or Costs(), split_backwards)
     scheduler.run()
     return from_rows(name, scheduler.rows, homes)
@@ -106,7 +106,7 @@ def _ranks_of_stages(placement: Placement, ranks: int, stages_per_rank: int | No
     return homes
 
 
-def _limits_by_rank(limit: int | Sequence[int] | None, homes: Sequence[int], ranks: int, microbatches: int) -> list[int] | None:
+def _limits_by_rank(limit: int | Sequence[int] | None, homes: Sequence[int], ranks: int) -> list[int] | None:
     """Return the limit of each rank. Raises ScheduleError if one is below the number of stages on its rank."""
     if limit is None:
         return None

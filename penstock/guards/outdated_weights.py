@@ -141,9 +141,14 @@ class TensorsSharedBetweenPipelines(Observer):
         _pipelines.add(self)
 
     def start(self, step: ObservedStep) -> Sequence[float]:
-        """Raise as `check_not_trained_on_another_rank`, before a training step."""
-        if step.call.is_training:
-            self.check_not_trained_on_another_rank()
+        """Raise MismatchError, before a training step, if another pipeline has trained a layer on another rank."""
+        for reference, name, tensor, steps in self._remote_elsewhere if step.call.is_training else ():
+            pipeline, weight = reference(), tensor()
+            if pipeline is not None and weight is not None and weight.requires_grad and pipeline.steps != steps:
+                raise MismatchError(
+                    f"another pipeline has {name} on another rank, and has trained since this one was built: neither sees what "
+                    "the other does. Cut both so that a shared layer is on one rank, or go on with pipe.rebuild(..)"
+                )
         return ()
 
     def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
@@ -157,43 +162,26 @@ class TensorsSharedBetweenPipelines(Observer):
             if remote is not None and remote() is not None and remote() is tensor():
                 self._remote_elsewhere.append((weakref.ref(pipeline), name, tensor, pipeline.steps))
 
-    def check_not_trained_on_another_rank(self) -> None:
-        """Raise MismatchError if another pipeline has trained a layer on another rank. Called before a training step."""
-        for reference, name, tensor, steps in self._remote_elsewhere:
-            pipeline, weight = reference(), tensor()
-            if pipeline is not None and weight is not None and weight.requires_grad and pipeline.steps != steps:
-                raise MismatchError(
-                    f"another pipeline has {name} on another rank, and has trained since this one was built: neither sees what "
-                    "the other does. Cut both so that a shared layer is on one rank, or go on with pipe.rebuild(..)"
-                )
-
 
 # -- the model by itself --------------------------------------------------------------------------------------------------
 
 
 class OutdatedUseRefusal(Observer):
-    """After each training step, refuses to use `model` outside of its pipeline, as `refuse_outdated_use` does."""
+    """Refuses to read, copy or pickle `model` and other ranks' parameters after a training step: they are outdated."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def after(self, step: ObservedStep, numbers: Sequence[float]) -> None:
-        """Refuse from now on."""
-        if step.call.is_training:
-            refuse_outdated_use(self._model)
-
-
-def refuse_outdated_use(model: nn.Module) -> None:
-    """Refuse to read, copy or pickle `model` and other ranks' parameters: after a training step they are outdated.
-
-    Called after each. What was loaded before the step is outdated again.
-    """
-    if model in _written_models:
-        _written_models.discard(model)
-        for record in _records_of(slot.tensor for slot in tensor_slots(model)):
-            if not record.is_local:
-                record.begin_anew()
-    _install_refusal(model)
+        """Refuse from now on. What was loaded before the step is outdated again."""
+        if not step.call.is_training:
+            return
+        if self._model in _written_models:
+            _written_models.discard(self._model)
+            for record in _records_of(slot.tensor for slot in tensor_slots(self._model)):
+                if not record.is_local:
+                    record.begin_anew()
+        _install_refusal(self._model)
 
 
 def _install_refusal(model: nn.Module) -> None:

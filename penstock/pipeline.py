@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from penstock.engine.optimizers import optimizer_list
 from penstock.engine.report import StepResult
 from penstock.errors import format_count
 from penstock.generate import GenerationOptions, generate_text
-from penstock.guards.nonfinite import NonFinitePolicy
+from penstock.guards.nonfinite import step_with_monitor
 from penstock.guards.outdated_weights import allow_outdated_use
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.sampler import PipelineSamplers
@@ -207,7 +208,7 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
         self._recut_call = RECUT_CALL if parts.original.cuttable is not None else ""
         self._run_step = self._engine.step
         if options.on_nonfinite is not None and self._observers.monitor is not None:
-            self._run_step = NonFinitePolicy(self._engine, self._observers.monitor, options.on_nonfinite).step
+            self._run_step = partial(step_with_monitor, self._engine, self._observers.monitor, options.on_nonfinite)
 
         # Its options, as far as users read them.
         config = parts.config

@@ -314,32 +314,28 @@ def _nonfinite_inputs(batch: Mapping[str, Sequence[Any]]) -> Iterator[str]:
 # -- what becomes of the step ---------------------------------------------------------------------------------------------
 
 
-class NonFinitePolicy:
-    """Runs the training steps of `engine`, and raises or skips the step, as `on_nonfinite` says."""
+def step_with_monitor(engine: Engine, monitor: NonFiniteMonitor, on_nonfinite: OnNonfinite, call: Call) -> StepResult:
+    """Run one step as `Engine.step`; if something of a training step is not finite, raise or skip, as `on_nonfinite` says.
 
-    def __init__(self, engine: Engine, monitor: NonFiniteMonitor, on_nonfinite: OnNonfinite) -> None:
-        self._engine, self._monitor, self._on_nonfinite = engine, monitor, on_nonfinite
+    Raises NonFiniteError, the same on every rank, once all have ended the step.
+    """
+    if not call.is_training:
+        return engine.step(call)
+    engine.discard_step_state()  # reads the stages' parameters
+    check_gradients = call.scaler is None or not call.scaler.is_enabled()  # a scaler expects them to overflow
 
-    def step(self, call: Call) -> StepResult:
-        """Run one step as `Engine.step`. Raises NonFiniteError, the same on every rank, once all have ended the step."""
-        engine = self._engine
-        if not call.is_training:
-            return engine.step(call)
-        engine.discard_step_state()  # reads the stages' parameters
-        check_gradients = call.scaler is None or not call.scaler.is_enabled()  # a scaler expects them to overflow
+    with StepRollback(engine.stages.values(), engine.device) as rollback:
+        with monitor.watch_step(check_gradients, engine.clock_skew.offset):
+            result = engine.step(call)
+        origin = monitor.origin
+        if origin is None:
+            return result
 
-        with StepRollback(engine.stages.values(), engine.device) as rollback:
-            with self._monitor.watch_step(check_gradients, engine.clock_skew.offset):
-                result = engine.step(call)
-            origin = self._monitor.origin
-            if origin is None:
-                return result
+        prefix = f"step {call.steps_before}: something is not finite"
+        if on_nonfinite == "raise" or origin.cause == STATE:  # skipping helps no parameter
+            raise NonFiniteError(f"{prefix}, {CAUSE_TEXTS[origin.cause]}: {origin.text}")
+        rollback.restore()
 
-            prefix = f"step {call.steps_before}: something is not finite"
-            if self._on_nonfinite == "raise" or origin.cause == STATE:  # skipping helps no parameter
-                raise NonFiniteError(f"{prefix}, {CAUSE_TEXTS[origin.cause]}: {origin.text}")
-            rollback.restore()
-
-        if engine.position.world.rank == 0:
-            warn_user(f"{prefix}, and the step is skipped: {origin.text}", RuntimeWarning)
-        return result._replace(nonfinite=origin.text)
+    if engine.position.world.rank == 0:
+        warn_user(f"{prefix}, and the step is skipped: {origin.text}", RuntimeWarning)
+    return result._replace(nonfinite=origin.text)

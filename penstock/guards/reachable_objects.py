@@ -187,11 +187,8 @@ class _Walk:
             id(submodule) in self._all_registered for submodule in module.modules() if submodule is not module
         )
         runs_in_a_stage = id(module) in self._all_registered
-        if runs_in_a_stage:
-            modules = [*module.named_modules()]
-        else:
-            modules = [("", module)] if is_around_layers else [*module.named_modules()]
-        for name, submodule in modules:
+        is_looked_at_alone = is_around_layers and not runs_in_a_stage
+        for name, submodule in [("", module)] if is_looked_at_alone else [*module.named_modules()]:
             submodule_path = f"{path}.{name}" if name else path
             self._record(stage, submodule, submodule_path)
             yield from self._children_of_module(stage, submodule, submodule_path, not runs_in_a_stage and not is_around_layers)

@@ -13,7 +13,7 @@ they are needed. Where every stage leaves values of its own, as hooks that colle
 import inspect
 import random
 import warnings
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -216,7 +216,7 @@ class SharedStateCheck(Observer):
         `numbers`: what `end` has returned on every rank. No further step is observed once each stage has run one shape twice.
         """
         if any(numbers):
-            self._compare_ranks(self._control)
+            self._compare_ranks()
         if self._training is None:
             return
         has_repeated = all(_repeats(shapes) for (training, _), shapes in self._shapes.items() if training == self._training)
@@ -255,9 +255,10 @@ class SharedStateCheck(Observer):
 
     # -- after the step, if a rank has seen a change -------------------------------------------------------------------
 
-    def _compare_ranks(self, control: ControlGroup) -> None:
+    def _compare_ranks(self) -> None:
         """Raise as `after`; warn on rank 0, once, where each stage changes entries of its own."""
-        reports_by_rank: list[dict[str, ObjectReport]] = control.all_gather_value(self._reports(), "to compare shared objects")
+        control, reason = self._control, "to compare shared objects"
+        reports_by_rank: list[dict[str, ObjectReport]] = control.all_gather_value(self._reports(), reason)
         findings = list[Finding]()
         for label in dict.fromkeys(label for reports in reports_by_rank for label in reports):
             reports_of_object = {rank: reports[label] for rank, reports in enumerate(reports_by_rank) if label in reports}
@@ -267,7 +268,7 @@ class SharedStateCheck(Observer):
         by_loss = [finding for finding in findings if LOSS_PATH in finding.reader_path]
         reads: list[list[bool]] = []
         if by_loss:
-            reads = control.all_gather_value([self._loss_reads(finding) for finding in by_loss], "to compare shared objects")
+            reads = control.all_gather_value([self._loss_reads(finding) for finding in by_loss], reason)
         for finding, *read_by_rank in zip(by_loss, *reads, strict=True):
             if not any(read_by_rank):
                 findings.remove(finding)
@@ -313,10 +314,7 @@ class SharedStateCheck(Observer):
             readers,
             key=lambda stage: (LOSS_PATH in paths[stage], self._placement[stage] == self._placement[writer], stage),
         )
-        num_writers = defaultdict[str, int](int)
-        for entries in changes.values():
-            for entry in entries:
-                num_writers[entry] += 1
+        num_writers = Counter(entry for entries in changes.values() for entry in entries)
         replaced = {entry for entries in changes.values() for entry, is_replaced in entries.items() if is_replaced}
         replaced |= {entry for entry in num_writers if not entry.startswith("[")}  # not what stages append to a list
         is_collected = reader in changes and not any(num_writers[entry] > 1 for entry in replaced)

@@ -4,7 +4,8 @@ import sys
 import types
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from operator import is_
 from typing import Any
@@ -83,3 +84,37 @@ def restore_elements(container: Any, former: Mapping[Any, Any]) -> None:
     current = elements(container)
     if current.keys() != former.keys() or not all(map(is_, current.values(), former.values())):
         replace_elements(container, former)
+
+
+class SavedAttributes:
+    """The attributes that objects have now, with the elements of lists, dicts, sets and deques, to restore them.
+
+    `left_alone`: names that are neither saved nor restored.
+    """
+
+    def __init__(self, owners: Sequence[Any], left_alone: frozenset[str] = frozenset()) -> None:
+        self.owners, self._left_alone = owners, left_alone
+        self._values = [
+            (vars(owner), {name: value for name, value in vars(owner).items() if name not in left_alone}) for owner in owners
+        ]
+        containers = [value for _, values in self._values for value in values.values() if isinstance(value, CONTAINERS)]
+        self._elements = [(container, elements(container)) for container in containers]
+
+    def restore(self) -> None:
+        """Give the objects these attributes again. New ones are gone."""
+        for attributes, values in self._values:
+            for name in attributes.keys() - values.keys() - self._left_alone:
+                del attributes[name]
+            attributes.update(values)
+        for container, former in self._elements:
+            restore_elements(container, former)
+
+
+@contextmanager
+def preserve_attributes(owners: Iterable[Any]) -> Iterator[None]:
+    """Restore the attributes of objects afterwards, as `SavedAttributes`."""
+    saved = SavedAttributes([*owners])
+    try:
+        yield
+    finally:
+        saved.restore()

@@ -17,23 +17,6 @@ tensor_snapshot      what a tensor was at an earlier time
 outdated_weights     parts of a model, or of two pipelines, that other ranks have trained since
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
-
-
-@contextmanager
-def preserve_attributes(items: Iterable[Any]) -> Iterator[None]:
-    """Restore the attributes of objects afterwards: those that were set have their values again, new ones are gone."""
-    saved = [(item, dict(vars(item))) for item in items]
-    try:
-        yield
-    finally:
-        for item, attributes in saved:
-            for name in vars(item).keys() - attributes.keys():
-                delattr(item, name)
-            vars(item).update(attributes)
-
 
 def is_power_of_two_or_zero(count: int) -> bool:
     """Whether `count` is 0, 1, 2, 4, 8, ..: when to make a check that is too expensive for every step."""

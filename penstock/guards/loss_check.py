@@ -1,8 +1,8 @@
 """What steps show of a loss: whether it is a mean or a sum over rows, as declared, and whether microbatches weigh alike."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -21,8 +21,8 @@ from penstock.engine.loss import (
 )
 from penstock.engine.observers import ObservedStep, Observer
 from penstock.errors import warn_user
-from penstock.guards import is_power_of_two_or_zero, preserve_attributes
-from penstock.python_objects import CONTAINERS, elements, restore_elements
+from penstock.guards import is_power_of_two_or_zero
+from penstock.python_objects import preserve_attributes
 from penstock.randomness import preserve_generator_state
 from penstock.rows import rows_dim_of, unwrap
 from penstock.stage.stage import Stage
@@ -160,20 +160,11 @@ class UnequalWeightsCheck:
         )
 
 
-@contextmanager
-def _preserve_loss(loss_fn: Any) -> Iterator[None]:
-    """Restore the attributes of a loss afterwards, those of its submodules, and what its lists, dicts and sets hold."""
+def _attribute_owners(loss_fn: Any) -> list[Any]:
+    """Return the objects whose attributes a loss may change: itself and its submodules, or that of which it is a method."""
     owner = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     owner = owner.__self__ if isinstance(owner, MethodType) else owner
-    owners = list(owner.modules()) if isinstance(owner, nn.Module) else [owner] if hasattr(owner, "__dict__") else []
-    values = [value for item in owners for value in vars(item).values() if isinstance(value, CONTAINERS)]
-    contents = [(value, elements(value)) for value in values]
-    try:
-        with preserve_attributes(owners):
-            yield
-    finally:
-        for value, content in contents:
-            restore_elements(value, content)
+    return list(owner.modules()) if isinstance(owner, nn.Module) else [owner] if hasattr(owner, "__dict__") else []
 
 
 class RowwiseLossCheck:
@@ -224,7 +215,7 @@ class RowwiseLossCheck:
             self.is_done = True
             half = (2 if samples > 3 else 1) * self._rows_per_sample
             device = next(iter(tensors(output))).device
-            with preserve_generator_state(device), _preserve_loss(self._loss_fn):
+            with preserve_generator_state(device), preserve_attributes(_attribute_owners(self._loss_fn)):
                 first, second = self._copy_first_rows((output, target), num_rows, (half, half))
                 (both,) = self._copy_first_rows((output, target), num_rows, (2 * half,))
                 repeated = map_tensors(Tensor.clone, first)

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.batch.pieces import Layout
 from penstock.engine.observers import ObservedStep, Observer, StepFunctions
 from penstock.errors import MismatchError
-from penstock.guards import preserve_attributes
+from penstock.python_objects import preserve_attributes
 from penstock.randomness import GeneratorAccess, default_generator, list_generators, use_generator_states
 from penstock.schedule.table import Action, Kind
 from penstock.stage.attention import AttentionContext, attend, attention_context

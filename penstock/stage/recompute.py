@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.python_objects import CONTAINERS, MODULE_ATTRIBUTES, elements, module_attributes, restore_elements
+from penstock.python_objects import MODULE_ATTRIBUTES, SavedAttributes
 from penstock.randomness import GeneratorAccess, list_generators, use_generator_states
 from penstock.stage.attention import AttentionContext, current_context
 from penstock.stage.backward.parameter_slot import replace_temporarily
@@ -40,7 +40,7 @@ class ForwardRecomputer:
         slots, generators, owners = state
         changed_buffers: dict[str, Tensor] = {}  # name -> the value before the forward
         generator_states = [generator.read() for generator in generators]
-        attributes = _Attributes(owners)
+        attributes = SavedAttributes(owners, MODULE_ATTRIBUTES)
 
         def make_contexts() -> tuple[Any, Any]:
             return (
@@ -124,12 +124,12 @@ def _record_changed_buffers(slots: Sequence[TensorSlot], changed: dict[str, Tens
 def _use_former_state(
     slots: Sequence[TensorSlot],
     changed: dict[str, Tensor],
-    attributes: "_Attributes",
+    attributes: SavedAttributes,
     generators: Sequence[GeneratorAccess],
     generator_states: Sequence[Any],
 ) -> Iterator[None]:
     """Run the second forward inside. All state is that from before the first forward; buffers are copies."""
-    current_attributes = _Attributes(attributes.owners)
+    current_attributes = SavedAttributes(attributes.owners, MODULE_ATTRIBUTES)
     attributes.restore()
     try:
         buffers = _current_buffers(slots)
@@ -156,23 +156,3 @@ def _tensor_slots(module: nn.Module, owners: Sequence[nn.Module]) -> list[Tensor
         if isinstance(value, Tensor)
     ]
     return buffer_slots(module) + attributes
-
-
-class _Attributes:
-    """The attributes that modules have now, with the elements of lists, dicts, sets and deques, to restore them."""
-
-    def __init__(self, owners: Sequence[nn.Module]) -> None:
-        self.owners = owners
-        self._values = [(vars(owner), module_attributes(owner)) for owner in owners]
-        containers = [value for _, values in self._values for value in values.values() if isinstance(value, CONTAINERS)]
-        self._elements = [(container, elements(container)) for container in containers]
-
-    def restore(self) -> None:
-        """Give the modules these attributes again."""
-        for attributes, values in self._values:
-            for name in attributes.keys() - values.keys() - MODULE_ATTRIBUTES:
-                del attributes[name]
-            attributes.update(values)
-
-        for container, former in self._elements:
-            restore_elements(container, former)

@@ -54,7 +54,7 @@ class Stage:
     `loss_fn`: `loss_fn(output, target)` is the loss, on the last stage.
     `layer_numbers`, `recompute`: see `ModuleRunner`.
     `connections`: the stages it exchanges messages with, by default those of a chain.
-    `later_keywords`: keywords of the step that stages after this one take (see `arguments.py`).
+    `later_keywords`: keywords of the step that stages after this one take (see `forward_arguments.py`).
     `in_order`: see `BackwardSplitter`.
     `data_parallel`: how data parallelism replicates or shards the stage.
     `is_frozen`: it has no backward, and its outputs no graph; none of its parameters is trained.

@@ -30,7 +30,7 @@ from penstock.errors import MismatchError
 from penstock.python_objects import preserve_attributes
 from penstock.randomness import GeneratorAccess, default_generator, list_generators, use_generator_states
 from penstock.schedule.table import Action, Kind
-from penstock.stage.attention import AttentionContext, attend, attention_context
+from penstock.stage.attention import TIME, AttentionContext, attend, attention_context
 from penstock.stage.backward.parameter_slot import replace_temporarily
 from penstock.stage.stage import Stage
 from penstock.torch_private import buffer_slots, is_compiled, storage_key, strip_compiled_prefix
@@ -40,7 +40,6 @@ MAX_TOKENS = 256  # of the piece: enough for a layer to mix them, and little bes
 MIN_TOKENS = 4  # with fewer, a traced model cannot run half of them, a single one
 MAX_READINGS = 16  # of messages in which several dimensions are as long as the tokens are many
 ATTENTION = "ps.attention"
-TIME = 2  # the dimension of queries, keys and values that has the tokens
 
 
 class TokenMixingCheck(Observer):

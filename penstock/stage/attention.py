@@ -16,6 +16,7 @@ from penstock.errors import MismatchError
 from penstock.randomness import RandomnessByPosition
 from penstock.torch_private import safe_softmax
 
+TIME = 2  # the dimension of queries, keys and values that has the tokens
 LOOKS_AHEAD = "looks at later tokens too (causal=False), which a slice does not have"
 CHECKPOINTS = (
     "is run again in the backward by a checkpoint inside of the model, which cannot be done slice by slice: give "

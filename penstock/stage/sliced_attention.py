@@ -21,12 +21,11 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.errors import MismatchError
-from penstock.stage.attention import CHECKPOINTS, LOOKS_AHEAD, AttentionContext, WeightsPart, attend
+from penstock.stage.attention import CHECKPOINTS, LOOKS_AHEAD, TIME, AttentionContext, WeightsPart, attend
 from penstock.stage.backward.autograd_edges import gradient_edge
 from penstock.torch_private import DisableTorchFunction, causal_bias, saved_tensor_hooks, tensor_version
 
 RUNNER = "penstock.stage.module_runner"  # the module that calls layers
-TIME = 2  # the dimension of queries, keys and values that has the tokens
 
 
 class SequenceSlice(NamedTuple):

@@ -46,8 +46,7 @@ _ENTRY = ValueRule(
 _SETTING = ValueRule(" or ".join(TRANSFORMERS_FILES), lambda value: value in TRANSFORMERS_FILES)
 _STATE = PackedStateRule(("dict", "items"))
 _GROUP = {"options": PackedStateRule(("dict",)), "names": [_TEXT]}
-_OPTIONAL = ("scaler",)
-_MISSING_IN_OLD_CHECKPOINTS = ("scaler",)
+_OPTIONAL = ("scaler",)  # may be None, and is missing in older checkpoints
 _MANIFEST = {
     "format": _TEXT,
     "step": _COUNT,
@@ -85,8 +84,7 @@ def _tensor_names(value: Any, rule: Any, location: str) -> Iterator[str]:
             for key, item_value in value.items():
                 yield from _tensor_names(key, name, f"a name in {location}")
                 yield from _tensor_names(item_value, item, f"{location}.{key}")
-        elif name not in value:
-            if name not in _MISSING_IN_OLD_CHECKPOINTS:
-                raise ValueError(f"{location} has no {name!r}")
-        elif value[name] is not None or name not in _OPTIONAL:
+        elif name not in value and name not in _OPTIONAL:
+            raise ValueError(f"{location} has no {name!r}")
+        elif name not in _OPTIONAL or value.get(name) is not None:
             yield from _tensor_names(value[name], item, f"{location}.{name}")

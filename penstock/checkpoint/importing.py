@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,7 +170,7 @@ def _tensor_recipes(pipe: Pipeline, stored_name_of: Mapping[str, str]) -> dict[s
     ):
         recipes = _transformers_recipes(pipe._engine.parameters.origin, stored_name_of)
     if recipes is None:
-        recipes = {name: TensorRecipe([name], _single_tensor) for name in stored_name_of}
+        recipes = {name: TensorRecipe([name], itemgetter(0)) for name in stored_name_of}
     recipes = {
         name: TensorRecipe([stored_name_of[renamed] for renamed in recipe.stored_names], recipe.convert)
         for name, recipe in recipes.items()
@@ -244,7 +245,7 @@ def _transformers_recipes(origin: UncutModelClassAndConfig, stored_names: Iterab
     for target_name, patterns in pieces.items():
         converter = converter_of.get(next(iter(patterns.values())) or "")
         if converter is None:
-            recipes[target_name] = TensorRecipe(list(patterns), _single_tensor)
+            recipes[target_name] = TensorRecipe(list(patterns), itemgetter(0))
             continue
         for target in converter.target_patterns:
             name = target_name.replace(converter.target_patterns[0], target)
@@ -252,11 +253,6 @@ def _transformers_recipes(origin: UncutModelClassAndConfig, stored_names: Iterab
                 list(patterns), partial(_convert_with_transformers, converter, model, target_name, patterns, name)
             )
     return recipes
-
-
-def _single_tensor(tensors: list[Tensor]) -> Tensor:
-    """Return the only tensor in the list."""
-    return tensors[0]
 
 
 def _convert_with_transformers(

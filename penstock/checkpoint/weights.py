@@ -71,8 +71,8 @@ def export(
     with same_error_on_all_ranks(control, f"export to {path}"):
         check_same_path(control, "checkpoint.export", path)
         optimizers = optimizer_list(optimizer, "export()", pipe.topology.world_size)
-        if format not in get_args(Format) or (optimizers and format != "dcp") or (format == "dcp" and path.is_file()):
-            raise MismatchError(_format_problem(path, format))
+        if problem := _format_problem(path, format, bool(optimizers)):
+            raise MismatchError(problem)
         check_same_counts(control, optimizers, (), "export")
         check_replicas_equal(control, pipe, optimizers)
         if format == "dcp":
@@ -88,13 +88,13 @@ def export(
         )
 
 
-def _format_problem(path: Path, format: str) -> str:
-    """Return why this path, format and optimizer cannot be."""
+def _format_problem(path: Path, format: str, with_optimizer: bool) -> str:
+    """Return why this path, format and optimizer cannot be; "" if they can."""
     if format not in get_args(Format):
         return f"format={format!r} is no format: use {' or '.join(map(repr, get_args(Format)))}"
     if format == "dcp":
-        return f"{path} is a file, and torch.distributed.checkpoint has folders: give another path"
-    return "files of safetensors hold no optimizer: give format='dcp', or save a checkpoint"
+        return f"{path} is a file, and torch.distributed.checkpoint has folders: give another path" * path.is_file()
+    return "files of safetensors hold no optimizer: give format='dcp', or save a checkpoint" * with_optimizer
 
 
 def export_checkpoint(folder: str | Path, path: str | Path, max_shard_size: int | str = "5GB") -> Path:

@@ -18,6 +18,7 @@ from penstock.errors import PenstockError
 
 FORMAT = "penstock layers 1"
 COSTS_FILE = "costs.json"  # its name in the folder of a run
+TIMES = ("forward", "backward_input", "backward_weight", "split")  # the costs of a layer that are seconds
 
 
 class LayerCost(NamedTuple):

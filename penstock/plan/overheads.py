@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from penstock import comms
 from penstock.pipeline import Pipeline
 from penstock.plan.measuring import measure
-from penstock.plan.model_profile import LayerCost, ModelProfile, ProfileSample
+from penstock.plan.model_profile import TIMES, LayerCost, ModelProfile, ProfileSample
 from penstock.schedule.table import Kind
 from penstock.timing.measurement import Measurement
 
@@ -32,11 +32,7 @@ class Overheads(NamedTuple):
         )
 
     def _subtract_from_layer(self, layer: LayerCost) -> LayerCost:
-        times = {
-            kind: max(0.0, getattr(layer, kind) - getattr(self.empty_layer, kind))
-            for kind in (*LayerCost._fields[1:4], "split")
-        }
-        return layer._replace(**times)
+        return layer._replace(**{name: max(0.0, getattr(layer, name) - getattr(self.empty_layer, name)) for name in TIMES})
 
 
 class ScalarMultiply(nn.Module):

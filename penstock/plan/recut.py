@@ -25,7 +25,7 @@ from penstock.engine.step import Engine
 from penstock.errors import MismatchError, PenstockError
 from penstock.partition import CuttableModel
 from penstock.partition.balance import SECONDS, Balance, balanced_starts
-from penstock.plan.model_profile import LayerCost, ModelProfile
+from penstock.plan.model_profile import TIMES, LayerCost, ModelProfile
 from penstock.plan.partition_search import Limits, PartitionSearch
 from penstock.plan.schedule_timer import ScheduleTimer
 from penstock.plan.stage_costs import LayerChain
@@ -225,7 +225,7 @@ def fastest_cut(measured: Measurement, balance: Balance, table: Schedule | None 
         for _ in range(start, end)
     ]
     layers = [
-        layer._replace(**{name: slices * speed * getattr(layer, name) for name in (*LayerCost._fields[1:4], "split")})
+        layer._replace(**{name: slices * speed * getattr(layer, name) for name in TIMES})
         for layer, speed in zip(sample.layers, speed_of_layer, strict=True)
     ]
 

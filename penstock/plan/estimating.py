@@ -73,8 +73,9 @@ def _estimate_layer_cost(unit: RecordedUnit, speed: float) -> LayerCost:
     operations = forward.get_total_flops(), inputs, backward_operations - inputs
     size = sum(saved_bytes.values())
     trained, frozen = parameter_bytes(unit.module)
-    times, output_bytes = (count / speed for count in operations), sum(tensor.nbytes for tensor in output)
-    return LayerCost._make((unit.name, *times, size, size, trained, output_bytes, 0.0, 0.0, 0.0, frozen))
+    output_bytes = sum(tensor.nbytes for tensor in output)
+    f, i, w = (count / speed for count in operations)
+    return LayerCost(unit.name, f, i, w, activation=size, keep=size, parameters=trained, output=output_bytes, frozen=frozen)
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

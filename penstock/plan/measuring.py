@@ -140,9 +140,8 @@ def _measure_units(units: Sequence[RecordedUnit], device: torch.device | None, r
             weights = min(in_two[-1], backward)
             longer = max(0.0, sum(in_two) - forward - backward)
             with _stage_of_unit(unit, device) as unit_stage:
-                *sizes, keys_and_values, frozen = _measure_bytes(unit_stage)
-            costs = (unit.name, forward, backward - weights, weights, *sizes, longer, keys_and_values, frozen)
-            layer_costs.append(LayerCost._make(costs))
+                sizes = _measure_bytes(unit_stage)
+            layer_costs.append(LayerCost(unit.name, forward, backward - weights, weights, split=longer, **sizes))
     return layer_costs
 
 
@@ -290,10 +289,8 @@ class _KeyValueGradientBytes(AttentionContext):
         return super().attend(query, key, value, *args)
 
 
-def _measure_bytes(unit: _UnitStage) -> tuple[float, ...]:
-    """Return bytes of the activation, what W keeps, trained parameters, the output, what it shares with the first, keys and
-    values, frozen parameters.
-    """
+def _measure_bytes(unit: _UnitStage) -> dict[str, float]:
+    """Return the costs of a layer that are bytes, by the names of `LayerCost`."""
     stage = unit.stage
     measured = MemoryMeasurement({MIDDLE_STAGE: stage})
     acts = measured.wrap_actions(
@@ -315,7 +312,15 @@ def _measure_bytes(unit: _UnitStage) -> tuple[float, ...]:
     size = measured.sizes.get(MIDDLE_STAGE, ActivationSize(0, 0))  # none of a compiled layer
     trained, frozen = parameter_bytes(stage.module)
     shared = kept_output.freed_bytes()
-    return max(0, size.act - shared), size.keep, trained, carried, shared, counter.num_bytes, frozen
+    return {
+        "activation": max(0, size.act - shared),
+        "keep": size.keep,
+        "parameters": trained,
+        "output": carried,
+        "ends": shared,
+        "keys_and_values": counter.num_bytes,
+        "frozen": frozen,
+    }
 
 
 def parameter_bytes(module: nn.Module) -> tuple[int, int]:

@@ -111,6 +111,17 @@ class SavedAttributes:
 
 
 @contextmanager
+def preserve_training_flags(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore, afterwards, whether each of the modules and their submodules trains."""
+    flags = [(submodule, submodule.training) for module in modules for submodule in module.modules()]
+    try:
+        yield
+    finally:
+        for submodule, flag in flags:
+            submodule.training = flag
+
+
+@contextmanager
 def preserve_attributes(owners: Iterable[Any]) -> Iterator[None]:
     """Restore the attributes of objects afterwards, as `SavedAttributes`."""
     saved = SavedAttributes([*owners])

@@ -12,6 +12,7 @@ from penstock.errors import MismatchError
 from penstock.partition.attributes import AttributeChange
 from penstock.partition.graph_inputs import GraphInputs
 from penstock.partition.graph_stage import SEED_NUMBER
+from penstock.python_objects import preserve_training_flags
 from penstock.torch_private import OpOverload, mutated_arguments
 
 DEVICE_ATTRIBUTE = "penstock.device"  # what a graph reads of the stage that runs it
@@ -73,14 +74,10 @@ def eliminate_unused_nodes(graph: fx.Graph) -> None:
 
 def train_then_eval(model: nn.Module) -> Iterator[bool]:
     """Put the model into training mode, then into evaluation mode; afterwards restore the mode of each submodule."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
+    with preserve_training_flags([model]):
         for training in (True, False):
             model.train(training)
             yield training
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _train_eval_mismatch_error(model: nn.Module) -> MismatchError:

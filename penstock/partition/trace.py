@@ -30,6 +30,7 @@ from penstock.partition.traced_values import (
     record_unused_reads,
     value_key,
 )
+from penstock.python_objects import preserve_training_flags
 from penstock.torch_private import TensorSlot, buffer_slots, tensor_version, tree_map_only
 
 ADVICE = "give example_args, so that it can be exported; or a list with one module for each stage"
@@ -53,21 +54,10 @@ def trace_graph(model: nn.Module, units: Mapping[str, nn.Module]) -> ModelGraph:
 def _trace_again(
     units: Collection[str], model: nn.Module, is_training: bool, templates: Templates, kinds: Mapping[Key, Kind]
 ) -> fx.Graph:
-    with _training_flags(model, is_training):
-        return _trace(model, units, {}, templates, kinds)
-
-
-@contextmanager
-def _training_flags(model: nn.Module, is_training: bool) -> Iterator[None]:
-    """Set the flags alone, since a `train()` of the user's own may change weights, which a step that runs needs."""
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in flags:
+    with preserve_training_flags([model]):
+        for module in model.modules():  # not by `train()`: a user's own may change weights, which a step that runs needs
             module.training = is_training
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
+        return _trace(model, units, {}, templates, kinds)
 
 
 class _Value(fx.Proxy):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock.partition.graph_stage import GraphStage
+from penstock.python_objects import preserve_training_flags
 from penstock.randomness import default_generator, mix_in
 from penstock.stage.recompute import ForwardRecomputer, Recompute
 from penstock.torch_private import (
@@ -167,11 +168,7 @@ class ModuleRunner:
 @contextmanager
 def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Put all `modules` into evaluation mode; afterwards restore the mode of each submodule."""
-    modes = [(submodule, submodule.training) for module in modules for submodule in module.modules()]
-    try:
+    with preserve_training_flags(modules):
         for module in modules:
             module.eval()
         yield
-    finally:
-        for submodule, training in modes:
-            submodule.training = training

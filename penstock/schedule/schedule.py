@@ -9,7 +9,7 @@ from os import PathLike
 
 from penstock.errors import ScheduleError
 from penstock.schedule.proof import verify
-from penstock.schedule.table import AHEAD_MARK, FROZEN_MARK, PLACEMENTS, TEACHER_MARK, Action, Cell, Table, actions_of
+from penstock.schedule.table import AHEAD_MARK, FROZEN_MARK, TEACHER_MARK, Action, Cell, Table, actions_of, named_placement
 
 MAX_CSV_BYTES = 2**25  # of a file
 MAX_TABLE_CELLS, MAX_TABLE_ROWS = 500_000, 10_000
@@ -93,9 +93,7 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
     if placement is None:
         placement = _placement_from_rows(name, table, stages)
     elif isinstance(placement, str):
-        if placement not in PLACEMENTS:
-            raise ScheduleError(f"unknown placement {placement!r}: use {' or '.join(PLACEMENTS)}, or the rank of every stage")
-        placement = PLACEMENTS[placement](stages, len(table))
+        placement = named_placement(placement, stages, len(table))
     teachers = marks[TEACHER_MARK] | marks[AHEAD_MARK]
     if len(teachers) > 1:
         raise ScheduleError(f"{name} has teachers from stages {', '.join(map(str, sorted(teachers)))} on: mark one at most")

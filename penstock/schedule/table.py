@@ -200,6 +200,13 @@ def v_placement(num_stages: int, ranks: int) -> tuple[int, ...]:
 PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"loop": loop_placement, "V": v_placement}
 
 
+def named_placement(name: str, num_stages: int, ranks: int) -> tuple[int, ...]:
+    """Return stage -> rank. Raises ScheduleError unless `name` is one of PLACEMENTS."""
+    if name not in PLACEMENTS:
+        raise ScheduleError(f"unknown placement {name!r}: use {' or '.join(PLACEMENTS)}, or the rank of every stage")
+    return PLACEMENTS[name](num_stages, ranks)
+
+
 @dataclass(frozen=True)
 class Table:
     """The ordered actions of every rank, and the rank of every stage. Frozen, hashable, comparable."""

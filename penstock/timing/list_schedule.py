@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from penstock.errors import ScheduleError, is_whole_number
 from penstock.schedule.catalog import MAX_CELLS
 from penstock.schedule.schedule import Placement, Schedule, from_rows
-from penstock.schedule.table import PLACEMENTS, Action, Kind, pause_garbage_collection, receiving_stages
+from penstock.schedule.table import Action, Kind, named_placement, pause_garbage_collection, receiving_stages
 from penstock.timing.costs import Costs
 from penstock.timing.events import Channel
 
@@ -91,9 +91,7 @@ def list_schedule(
 def _ranks_of_stages(placement: Placement, ranks: int, stages_per_rank: int | None) -> tuple[int, ...]:
     """Return stage -> rank. Raises ScheduleError for a placement that no pipeline of these ranks can have."""
     if isinstance(placement, str):
-        if placement not in PLACEMENTS:
-            raise ScheduleError(f"unknown placement {placement!r}: use {' or '.join(PLACEMENTS)}, or the rank of every stage")
-        return PLACEMENTS[placement](ranks * (stages_per_rank or STAGES_PER_RANK[placement]), ranks)
+        return named_placement(placement, ranks * (stages_per_rank or STAGES_PER_RANK.get(placement, 1)), ranks)
     homes = tuple(placement or ())
     if stages_per_rank is not None and homes:
         raise ScheduleError("the placement has the rank of every stage: leave out stages_per_rank")

@@ -27,6 +27,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from penstock import torch_private
 from penstock.comms.abort import abort_group
@@ -49,7 +50,7 @@ OF_PIPELINE = " of pipeline "  # in the name of a call: between the method and t
 class PendingTransfer(NamedTuple):
     """A tensor on its way to or from another rank."""
 
-    work: Any
+    work: dist.Work
     tensor: torch.Tensor  # must stay, unchanged, until `work` is done
     peer: int
     purpose: str
@@ -60,7 +61,7 @@ class PendingTransfer(NamedTuple):
             self.work.wait()
 
 
-Rows = tuple[torch.Tensor, list[Any]]  # of an exchange, by rank; the works of their receives
+Rows = tuple[torch.Tensor, list[dist.Work | RuntimeError]]  # of an exchange, by rank; their receives, or why there is none
 _NO_ROWS: Rows = torch.empty(0, device="cpu"), []
 _groups_count = itertools.count()  # numbers the shared control groups of this process, the same on every rank
 
@@ -105,7 +106,7 @@ class ControlGroup:
         self._call_has_begun = False  # a row of this call has arrived from every rank
 
         self._group: Any = None  # the Gloo group of all ranks
-        self._pending_sends: list[tuple[Any, torch.Tensor]] = []  # the sends of the last row
+        self._pending_sends: list[tuple[dist.Work, torch.Tensor]] = []  # the sends of the last row
         self._row: list[float] = []  # this rank's numbers in the current exchange
         self._row_value = b""  # and its value
         self._arriving = _NO_ROWS  # its rows by rank, the works of its receives
@@ -280,7 +281,7 @@ class ControlGroup:
         rows = torch.zeros(self.topology.world_size, ROW_LENGTH, dtype=torch.float64, device="cpu")
         self._posted = rows, [self._post_receive(rows, peer) for peer in self._peers]
 
-    def _post_receive(self, rows: torch.Tensor, peer: int) -> Any:
+    def _post_receive(self, rows: torch.Tensor, peer: int) -> dist.Work | RuntimeError:
         """Post a receive into the row of `peer`; return its work, or the RuntimeError that it raised."""
         try:
             return self._group.recv([rows[peer]], peer, ROW_TAG)

@@ -96,7 +96,7 @@ def _explain_failure(topology: Topology, awaited: str, peer: int) -> Iterator[No
         raise explain_failure(topology.store, None, range(topology.world_size), status) from None
 
 
-def _wait_for_transfer(work: Any, topology: Topology, peer: int) -> None:
+def _wait_for_transfer(work: dist.Work, topology: Topology, peer: int) -> None:
     """Wait until the transfer is done. Raises RuntimeError once `peer` has ended without finishing it."""
     wait_for_work(
         work,

@@ -155,7 +155,9 @@ def new_nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) 
     return dist.ProcessGroupNCCL(store, rank, size, torch_private.nccl_options(timeout))
 
 
-def wait_for_work(work: Any, topology: Topology, rank_has_failed: Callable[[], bool], was_aborted: Callable[[], bool]) -> None:
+def wait_for_work(
+    work: dist.Work, topology: Topology, rank_has_failed: Callable[[], bool], was_aborted: Callable[[], bool]
+) -> None:
     """Wait on the host until `work`, an operation of a group, is done.
 
     Raises RuntimeError if it `was_aborted` (aborted work counts as completed), or if it is not done although `rank_has_failed`.
@@ -170,7 +172,7 @@ def wait_for_work(work: Any, topology: Topology, rank_has_failed: Callable[[], b
     work.wait()
 
 
-def _poll_work(work: Any, seconds: float, rank_has_failed: Callable[[], bool] = lambda: False) -> bool:
+def _poll_work(work: dist.Work, seconds: float, rank_has_failed: Callable[[], bool] = lambda: False) -> bool:
     """Return True once `work` is done; False after `seconds`, or once `rank_has_failed`."""
     for _ in poll(seconds):
         if work.is_completed():

@@ -129,7 +129,7 @@ class _LastBackward:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.all_reduces: list[Any] = []  # works to wait for
+        self.all_reduces: list[dist.Work] = []  # works to wait for
         self._presence: GradientPresenceReduce | None = None
 
         self._reached_ids: set[int] = set()  # of the parameters

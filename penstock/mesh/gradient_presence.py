@@ -1,7 +1,6 @@
 """Find which gradients exist on any replica: on the CPU if the group has it, so that no rank waits for its GPU."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ class GradientPresenceReduce:
     def __init__(self, has_gradient: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> None:
         flags_device = "cpu" if "cpu" in group_device_types(group) else device
         self._flags = torch.tensor(has_gradient, dtype=torch.uint8, device=flags_device)
-        self._work: Any = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=group, async_op=True)
+        self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def on_any_replica(self) -> list[bool]:
         """Wait for the all-reduce; return for each parameter whether any replica has a gradient."""

@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.comms.abort import abort_backend
@@ -105,7 +106,7 @@ class PostedMessage:
         self.spec = spec
         self.head: Tensor | None = None  # its first bytes, if it may be replaced
         self.tensors: list[Tensor] = []
-        self.works: list[Any] = []  # to wait for before the tensors are read
+        self.works: list[dist.Work] = []  # to wait for before the tensors are read
 
 
 class GroupReceiver:
@@ -222,8 +223,8 @@ class PendingSends:
 
     def __init__(self, failure: SendFailure) -> None:
         self.failure = failure
-        self._sending: list[tuple[Any, Tensor]] = []  # by NCCL
-        self._copies: list[tuple[Any, Tensor]] = []  # of this step's messages
+        self._sending: list[tuple[dist.Work, Tensor]] = []  # by NCCL
+        self._copies: list[tuple[dist.Work, Tensor]] = []  # of this step's messages
         self._copy_budget = MAX_COPIED_BYTES_PER_STEP
         self._thread: TaskThread | None = None
 
@@ -251,7 +252,7 @@ class PendingSends:
         self._copy_budget = MAX_COPIED_BYTES_PER_STEP
 
 
-def _wait_and_publish_failure(work: Any, data: Tensor, group: Any, message: object, failure: SendFailure) -> None:
+def _wait_and_publish_failure(work: dist.Work, data: Tensor, group: Any, message: object, failure: SendFailure) -> None:
     """Wait until `data` is sent; publish this rank's own error. A lost receiver is reported by ranks that wait for it."""
     try:
         work.wait()

@@ -255,7 +255,7 @@ class _Graph:
 
         # 2. The rank's own order, and that of each stage of the teacher.
         chains = [chain for row in cells for chain in _chains_of_row(row)]
-        chains += [chain for row in forwards for chain in _by_stage(row)]
+        chains += [[act for act in row if act.stage == stage] for row in forwards for stage in {act.stage for act in row}]
         before = [pair for chain in chains for pair in pairwise(chain)]
 
         # 3. The losses that free the outputs in whose place others wait.
@@ -368,11 +368,3 @@ def _chains_of_row(row: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
         sums = [(action, cell) for cell in row for action in actions_of(cell) if action.kind in (Kind.B, Kind.W)]
         for stage in {action.stage for action, _ in sums}:
             yield [cell for action, cell in sums if action.stage == stage]
-
-
-def _by_stage(row: Iterable[Action]) -> Iterator[Sequence[Action]]:
-    """Yield the actions of each stage."""
-    by_stage = defaultdict[int, list[Action]](list)
-    for action in row:
-        by_stage[action.stage].append(action)
-    yield from by_stage.values()

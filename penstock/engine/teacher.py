@@ -32,8 +32,7 @@ from penstock.stage.connections import StageConnections, stage_connections
 from penstock.stage.hooks import DataParallelHooks
 from penstock.stage.stage import Stage
 from penstock.timing.costs import UNIT_COSTS
-from penstock.timing.teacher_stages import costs_with_teacher, teacher_ranks, with_passed_inputs
-from penstock.timing.teacher_tables import with_teacher
+from penstock.timing.teacher_stages import costs_with_teacher, teacher_ranks, with_even_teacher, with_passed_inputs
 
 
 class Teacher(NamedTuple):
@@ -64,7 +63,7 @@ class Teacher(NamedTuple):
     def add_forwards(self, table: Schedule, ahead: bool) -> Schedule:
         """Return a table of the model with the forwards of the teacher's stages."""
         costs = costs_with_teacher(UNIT_COSTS, table.stages, self.table.stages, self.size)
-        return with_passed_inputs(with_teacher(table, self.table.placement, ahead, costs), costs)
+        return with_passed_inputs(with_even_teacher(table, self.table.placement, ahead, self.size), costs)
 
     def make_stages(
         self,

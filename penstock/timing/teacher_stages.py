@@ -6,6 +6,7 @@ the teacher's first stage, and works from the beginning: the rank that reads the
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.timing.simulate import simulate
 from penstock.timing.teacher_tables import v_of_teacher, with_teacher
 
 LEAST_GAIN = 0.01  # of a step: a V has more messages
+MAX_CACHED_TABLES = 32  # of all pipelines of a process
 NUM_CELLS_EARLY = 2  # that a rank runs after it has passed on inputs, before they are needed
 
 
@@ -37,9 +39,18 @@ def teacher_ranks(
     return same
 
 
-def _makespan(schedule: Schedule, placement: Sequence[int], ahead: bool, costs: Costs, size: float) -> float:
-    costs = costs_with_teacher(costs, schedule.stages, len(placement), size)
-    return simulate(with_teacher(schedule, placement, ahead, costs), costs).makespan
+def _makespan(schedule: Schedule, placement: tuple[int, ...], ahead: bool, costs: Costs, size: float) -> float:
+    costs_of_both = costs_with_teacher(costs, schedule.stages, len(placement), size)
+    if costs is UNIT_COSTS:
+        return simulate(with_even_teacher(schedule, placement, ahead, size), costs_of_both).makespan
+    return simulate(with_teacher(schedule, placement, ahead, costs_of_both), costs_of_both).makespan
+
+
+@lru_cache(MAX_CACHED_TABLES)  # a pipeline compares tables, then runs one, and the next pipeline often has equal ones
+def with_even_teacher(schedule: Schedule, placement: tuple[int, ...], ahead: bool, size: float) -> Schedule:
+    """Return `with_teacher` by unit costs of the model, for a teacher of that `size` that is cut evenly."""
+    costs = costs_with_teacher(UNIT_COSTS, schedule.stages, len(placement), size)
+    return with_teacher(schedule, placement, ahead, costs)
 
 
 def costs_with_teacher(costs: Costs, num_stages: int, num_teacher_stages: int, size: float = 1.0) -> Costs:

@@ -10,7 +10,7 @@ from slow_cases import slow_except
 
 from penstock.schedule import Costs, Schedule, ScheduleError, build, from_rows, names, simulate, verify, with_teacher
 from penstock.timing import teacher_tables
-from penstock.timing.teacher_stages import costs_with_teacher, teacher_ranks, with_passed_inputs
+from penstock.timing.teacher_stages import costs_with_teacher, teacher_ranks, with_even_teacher, with_passed_inputs
 
 
 def without_teacher(table: Schedule) -> tuple[tuple[object, ...], ...]:
@@ -87,6 +87,12 @@ def test_a_v_needs_layers_and_messages_that_are_fast() -> None:
     assert teacher_ranks(table, max_stages=7) == table.placement
     assert teacher_ranks(table, Costs(send=1)) == table.placement
     assert teacher_ranks(build("1f1b", 1, 4)) == (0,)
+
+
+def test_pipelines_with_equal_tables_place_a_teacher_that_is_cut_evenly_once() -> None:
+    tables = [with_even_teacher(build("1f1b", 2, 4), (0, 1), True, 0.5) for _ in range(2)]
+    assert tables[0] is tables[1]
+    assert tables[0] == with_teacher(build("1f1b", 2, 4), (0, 1), True, costs_with_teacher(Costs(), 2, 2, 0.5))
 
 
 @pytest.mark.costly

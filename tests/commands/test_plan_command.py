@@ -113,10 +113,10 @@ def test_search_writes_a_table_that_keeps_the_limit(costs, tmp_path, capsys):
 
 @pytest.mark.costly
 def test_search_orders_a_teacher_too(costs, tmp_path, capsys):
-    SearchCommand(costs, ranks=4, stages=4, microbatches=4, teacher=0.5, effort="quick", csv=tmp_path / "found.csv").run()
+    SearchCommand(costs, ranks=2, stages=2, microbatches=4, teacher=0.5, effort="quick", csv=tmp_path / "found.csv").run()
     assert "the best published table, " in capsys.readouterr().out
     table = Schedule.from_csv(tmp_path / "found.csv")
-    assert (table.placement, table.teacher, table.ahead) == ((0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3), 4, True)
+    assert (table.placement, table.teacher, table.ahead) == ((0, 1, 1, 0, 0, 1), 2, True)
 
 
 @pytest.mark.costly

@@ -34,10 +34,10 @@ SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
 WAYS = ("ddp", "fsdp")
 MESHES = {"pp2 dp2": (2, 2, 1), "pp2 tp2": (2, 1, 2), "dp2 tp2": (1, 2, 2), "pp2 dp2 tp2": (2, 2, 2)}
 RUNS = {  # schedule and way on each mesh, to the number of steps
-    "pp2 dp2": {(schedule, way): 10 if schedule == "zb-v" else 2 for schedule in SCHEDULES for way in WAYS},
+    "pp2 dp2": {(schedule, way): 2 for schedule in SCHEDULES for way in WAYS},
     "pp2 tp2": {(schedule, "ddp"): 2 for schedule in SCHEDULES},
-    "dp2 tp2": {("1f1b", "ddp"): 2, ("zb-v", "fsdp"): 2},
-    "pp2 dp2 tp2": {("interleaved-1f1b", "ddp"): 2, ("zb-v", "fsdp"): 2},
+    "dp2 tp2": {("1f1b", "ddp"): 2, ("zb-v", "ddp"): 10, ("zb-v", "fsdp"): 10},
+    "pp2 dp2 tp2": {("interleaved-1f1b", "ddp"): 2, ("zb-v", "ddp"): 10, ("zb-v", "fsdp"): 10},
 }
 
 
@@ -146,6 +146,7 @@ REPLICAS = (
     *(("zb-h1", way, 2, 8, 0.5, 2) for way in WAYS),
     *((schedule, "ddp", 4, ROWS, 0.0, 3) for schedule in SPLIT),
 )
+QUICK_REPLICAS = tuple(case for case in REPLICAS if case[0] == "zb-v" or case[4])
 
 
 @pytest.mark.slow
@@ -164,13 +165,14 @@ def test_where_sums_have_the_same_order_the_bits_are_the_same(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_replicas_draw_random_numbers_as_if_their_microbatches_were_of_one_pipeline(way: str) -> None:
     [expected] = on_ranks(replicas, 1, "1f1b", way, 4, 8, 0.5, 2, (1, 1, 1))
-    for ours in cases_on_ranks(replicas, 4, REPLICAS)["zb-h1", way, 2, 8, 0.5, 2]:
+    for ours in cases_on_ranks(replicas, 4, QUICK_REPLICAS)["zb-h1", way, 2, 8, 0.5, 2]:
         close(ours, expected)
 
 
-@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize("schedule", slow_except(["zb-v"], SPLIT))
 def test_with_split_backwards_replicas_stay_equal_to_the_bit(schedule: str) -> None:
-    everyone = cases_on_ranks(replicas, 4, REPLICAS)[schedule, "ddp", 4, ROWS, 0.0, 3]
+    case = schedule, "ddp", 4, ROWS, 0.0, 3
+    everyone = cases_on_ranks(replicas, 4, group_of(case, QUICK_REPLICAS, REPLICAS))[case]
     for first, second in ((0, 1), (2, 3)):  # ranks 0 and 1 are replicas, as 2 and 3 are
         assert everyone[first][1]
         assert_same(everyone[first][1], everyone[second][1])
@@ -250,11 +252,13 @@ def unused_output(way: str, seed: int | None, recompute: Any) -> tuple[dict, lis
 
 
 UNUSED_OUTPUT = tuple(product(WAYS, (0, None), (None, "block")))
+QUICK_UNUSED = tuple(case for case in UNUSED_OUTPUT if (case[1] is None) == (case[2] is None))
 
 
-@pytest.mark.parametrize(("way", "seed", "recompute"), UNUSED_OUTPUT)
+@pytest.mark.parametrize(("way", "seed", "recompute"), slow_except(QUICK_UNUSED, UNUSED_OUTPUT))
 def test_what_makes_an_output_that_no_stage_uses_has_no_gradient(way: str, seed: int | None, recompute: Any) -> None:
-    for ours, calls in cases_on_ranks(unused_output, 2, UNUSED_OUTPUT)[way, seed, recompute]:
+    case = way, seed, recompute
+    for ours, calls in cases_on_ranks(unused_output, 2, group_of(case, QUICK_UNUSED, UNUSED_OUTPUT))[case]:
         assert {name for name, gradient in ours.items() if gradient is None} == {"unused.weight", "unused.bias"}
         assert calls == ["hook", "hook"]
 
@@ -345,9 +349,9 @@ def own_way(shape: Shape | None, schedule: str = "", way: Any = None) -> dict[st
     return gradients(pipe)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", slow_except(["zb-h1"], ["1f1b", "zb-h1"]))
 def test_a_function_may_say_how_replicas_are_held_equal(schedule: str) -> None:
-    for ways in cases_on_ranks(own_ways, 4, (("1f1b",), ("zb-h1",)))[schedule,]:
+    for ways in on_ranks(own_ways, 4, schedule):
         close(ways, [own_way(None)] * 3)
 
 
@@ -685,11 +689,12 @@ def chosen(way: str, schedule: str, shape: Shape | None = (2, 2, 1)) -> list[dic
 
 
 CHOSEN = tuple(product(WAYS, ("1f1b", "zb-h1")))
+QUICK_CHOSEN = ("ddp", "1f1b"), ("fsdp", "zb-h1")
 
 
-@pytest.mark.parametrize(("way", "schedule"), CHOSEN)
+@pytest.mark.parametrize(("way", "schedule"), slow_except(QUICK_CHOSEN, CHOSEN))
 def test_replicas_need_not_use_the_same_parameters(way: str, schedule: str) -> None:
-    for found in cases_on_ranks(chosen, 4, CHOSEN)[way, schedule]:
+    for found in cases_on_ranks(chosen, 4, group_of((way, schedule), QUICK_CHOSEN, CHOSEN))[way, schedule]:
         close(found, chosen("", "", None))
 
 

@@ -186,6 +186,7 @@ def test_dragging_in_the_picture_makes_the_same_deadlock_and_its_cycle_is_drawn_
     assert studio.execute_script("return page.view") == view
 
 
+@pytest.mark.slow
 def test_a_drag_in_the_picture_can_be_given_up_and_beside_the_actions_it_pans(studio):
     before = row(studio, 0)
     drag_in_picture(studio, "0F2", "0B0", 0.8, Keys.ESCAPE)
@@ -209,6 +210,7 @@ def load_run(studio, folder):
     settle(studio)
 
 
+@pytest.mark.slow
 def test_over_a_measured_run_the_predicted_row_is_dragged(studio, tmp_path):
     load_run(studio, tmp_path)
     before = row(studio, 0).split()

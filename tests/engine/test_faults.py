@@ -214,7 +214,7 @@ def rank_is_refused_by_its_system(how):
 
 
 SYSTEM_REFUSES = {
-    "to open channels": "could not open the channel 0-1",
+    "to open channels": "could not open the channel (0-1|1-0)",  # the first that finds no descriptor
     "to send": "could not send the output of 1F0",
     "to send, in a thread": "could not send the output of 1F0",
     "to receive": "could not receive the output of 0F0",

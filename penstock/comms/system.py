@@ -2,8 +2,11 @@
 
 import ctypes
 import errno
+import json
+import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -77,7 +80,7 @@ def explain_error(error: BaseException) -> str:
         return f"no file descriptor is free{_descriptor_limit()}: raise `ulimit -n`"
     if number == errno.ENFILE:
         return "no file descriptor is free on this machine: raise `sysctl fs.file-max`"
-    return f"{type(error).__name__}: {' '.join(error_text(error).split())}"
+    return ": ".join(filter(None, [type(error).__name__, " ".join(error_text(error).split())]))
 
 
 def error_text(error: BaseException) -> str:
@@ -86,6 +89,20 @@ def error_text(error: BaseException) -> str:
         return str(error).encode(errors="backslashreplace").decode()
     except Exception as second_error:
         return f"it cannot say what it is ({type(second_error).__name__})"
+
+
+def report_error_to_torchrun(error: BaseException, began_here: bool) -> None:
+    """Write the error that ends this rank for the table that torchrun prints last, unless the script's `@record` has done so.
+
+    torchrun calls the rank with the earliest time, in whole seconds, the root cause. So a rank where the error did not begin
+    rounds its time up.
+    """
+    path, text = os.environ.get("TORCHELASTIC_ERROR_FILE"), explain_error(error)
+    if path:
+        seconds = math.floor(time.time()) if began_here else math.ceil(time.time())
+        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(seconds)}}  # torch prints the second
+        with suppress(OSError), open(path, "x") as file:
+            json.dump({"message": message}, file)
 
 
 def print_notice(text: str) -> None:

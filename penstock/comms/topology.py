@@ -30,7 +30,7 @@ from penstock.comms.heartbeat import HeartbeatThread, PeerMonitor
 from penstock.comms.process import Activity
 from penstock.comms.rendezvous import agree_on_run_id, wait_for_all
 from penstock.comms.status import RankStatus, diagnose, end_of_wait, error_of, publish, read, status_of_end
-from penstock.comms.system import batch_thread_policy, keep_freed_memory, read_torchrun_integer
+from penstock.comms.system import batch_thread_policy, keep_freed_memory, read_torchrun_integer, report_error_to_torchrun
 from penstock.comms.time_limits import DEFAULT_TIMEOUT
 from penstock.comms.wait_errors import has_timed_out
 from penstock.errors import LostRankError, PenstockError
@@ -189,8 +189,10 @@ def shutdown() -> None:
     if _context is None or _context.pid != os.getpid():
         return
     if _context.topology is not None:
-        error = getattr(sys, "last_value", None)  # the exception that ended the program, if any
-        _context.publish_end(status_of_end(_context.topology.rank, error))
+        error, rank = getattr(sys, "last_value", None), _context.topology.rank  # the exception that ended the program, if any
+        _context.publish_end(status_of_end(rank, error))
+        if error is not None:
+            report_error_to_torchrun(error, began_here=rank in (getattr(error, "ranks", ()) or (rank,)))
     _context.close()
     _context = None
 

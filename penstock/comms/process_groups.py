@@ -1,4 +1,4 @@
-"""The process groups that pipelines open. Closing them after a failure ends the waits of other ranks.
+"""The process groups that pipelines open. After a failure these, and the transports, are closed, which ends all waits.
 
 This works around two properties of NCCL (docs/howto/gpu.md). The first use of a communicator, or of a pair of ranks, waits on
 the host for the other side; so each is used once when it is opened. And NCCL's waits only order streams, without a timeout or a

@@ -1,4 +1,4 @@
-"""Errors of waits and of this system, as Penstock's: the one place that reads what torch, Gloo and NCCL say."""
+"""The error of a wait that ends because another rank failed. Only this file reads what torch, Gloo, NCCL and the system say."""
 
 from contextlib import ContextDecorator
 

@@ -2,7 +2,7 @@
 
 step               one step: cut, send a row, agree, run, average, report
 observers          the base class of checks and measurements; numbers that ranks compare (the list: guards/observer_list.py)
-actions            what F, B, I and W do in a step; where gradients are scaled
+actions            what F, B, I and W do in a step, and the error of one; where gradients are scaled
 clock              when every action ran, on a clock that all ranks share
 activation_memory  the bytes that a microbatch keeps alive
 profiling          actions and messages as ranges in torch.profiler's traces

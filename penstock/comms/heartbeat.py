@@ -151,5 +151,6 @@ class MonitoredRank:
         elif self._missed_beats >= SUSPENDED_AFTER_MISSED_BEATS and not publish_suspended(self.store, range(self.num_ranks)):
             is_silent = not state and self._missed_beats >= SILENT_AFTER_MISSED_BEATS  # of another machine
             if is_silent and not read_and_find_ended(self.store, [self.rank]):
-                text = f"has given no heartbeat for {self._missed_beats * HEARTBEAT_SECONDS:g} s"
+                seconds = self._missed_beats * HEARTBEAT_SECONDS
+                text = f"has given no heartbeat for {seconds:g} s (does its machine run, and is the network up?)"
                 publish_loss(self.store, self.rank, "silent", text)

@@ -4,8 +4,8 @@
     raised    raised an error of its own in a call         the error's message
     waited    failed in a call because a wait failed       `for the output of 0F1 from rank 0`
     left      ended its program                            `has finished`, or `ended with ValueError: ..`
-    gone      ended without a record                       `is gone`
-    stopped   is suspended                                 `is stopped (SIGSTOP)`
+    gone      ended without a record                       `is gone (..)`
+    stopped   is suspended                                 `is stopped (SIGSTOP; ..)`
     silent    is on another machine, and does not beat     `has given no heartbeat for 120 s`
 
 Records of the first two kinds are in the store of the process groups that the call used, as the next call has new groups. The
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["raised", "waited", "left", "gone", "stopped", "silent"]
 LOST: tuple[Kind, ...] = ("gone", "stopped", "silent")
+GONE = "is gone (its output and its exit code may say why)"
+PAUSE_ADVICE = "to pause a job, stop all its processes"  # they go on where they were: heartbeats are counted, not seconds
 HANGING_KEY = "status-hanging"  # set once a rank is stopped or silent: its connections stay open, so waits must be aborted
 
 
@@ -49,7 +51,7 @@ class RankStatus(NamedTuple):
     activity: str = ""  # at the last heartbeat, of a rank that is lost, or of the one for which a wait ended by its timeout
 
     def sentence(self) -> str:
-        """Return the status of a rank that left or is lost as text: `rank 2 is gone, last seen in 2F3 of step 17`."""
+        """Return the status of a rank that left or is lost as text: `rank 2 is gone (..), last seen in 2F3 of step 17`."""
         return f"rank {self.rank} {self.text}" + (f", last seen {self.activity}" if self.activity else "")
 
 
@@ -62,7 +64,9 @@ def status_of_error(rank: int, error: BaseException, timeout: timedelta, job_sto
         activity = "" if error.peer is None else _last_activity(job_store, error.peer)
         return status._replace(timeout=timeout.total_seconds(), activity=activity)
     if not isinstance(error, PenstockError):
-        return RankStatus(rank, "raised", f"rank {rank} ended: {error!r}", time.time(), PenstockError.__name__)
+        notes = [] if isinstance(error, Exception) else getattr(error, "__notes__", [])  # the action in which a program ended
+        text = f"{', '.join([f'rank {rank}', *notes])}: {explain_error(error)}"
+        return RankStatus(rank, "raised", text, time.time(), PenstockError.__name__)
     nearest = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)  # other ranks have no others
     return RankStatus(rank, "raised", str(error), time.time(), nearest.__name__)
 
@@ -96,7 +100,7 @@ def read_and_find_ended(store: "Store", ranks: Collection[int]) -> dict[int, Ran
     statuses = read(store, ranks)
     ended = ranks_in_state(store, set(ranks) - statuses.keys(), ENDED)
     for rank in ended:
-        publish_loss(store, rank, "gone", "is gone")
+        publish_loss(store, rank, "gone", GONE)
     return statuses | read(store, ended)
 
 
@@ -104,7 +108,7 @@ def publish_suspended(store: "Store", ranks: Collection[int]) -> bool:
     """Write the statuses of those of `ranks` that are suspended; return whether there are any."""
     suspended = ranks_in_state(store, ranks, SUSPENDED)
     for rank in suspended:
-        publish_loss(store, rank, "stopped", "is stopped (SIGSTOP)")
+        publish_loss(store, rank, "stopped", f"is stopped (SIGSTOP; {PAUSE_ADVICE})")
     return bool(suspended)
 
 
@@ -210,7 +214,7 @@ def diagnose(
     if cause := lost or {rank: left[rank] for rank in absent & left.keys()}:
         return list(cause.values()), witness
     activities = {} if witness is None else dict.fromkeys(witness.peers, witness.activity)
-    unknown = RankStatus(0, "silent", "does not answer") if timed_out else RankStatus(0, "gone", "is gone")
+    unknown = RankStatus(0, "silent", "does not answer") if timed_out else RankStatus(0, "gone", GONE)
     return [unknown._replace(rank=rank, activity=activities.get(rank, "")) for rank in sorted(absent)], witness
 
 

@@ -1,6 +1,9 @@
-"""The actions F, B, I and W of one step. A loss's gradient is scaled here: B or I of the last stage begins with its share."""
+"""The actions F, B, I and W of one step, and the error of one, with its rank, stage and microbatch.
 
-from collections.abc import Callable, Mapping, Sequence
+A loss's gradient is scaled here: B or I of the last stage begins with its share.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,15 +29,17 @@ from penstock.errors import MismatchError, NonFiniteError, PenstockError, StageE
 from penstock.mesh.context_parallel import ContextParallelAttention
 from penstock.randomness import mix_in
 from penstock.recent import RecentDict
+from penstock.schedule.program import Transfer
 from penstock.schedule.table import Action, Kind
 from penstock.stage.attention import attention_context
 from penstock.stage.sliced_attention import SequenceSlice
 from penstock.stage.stage import Stage
 from penstock.torch_private import tensor_version
-from penstock.trees import map_tensors
+from penstock.trees import map_tensors, tensors
 
 ActionFunction = Callable[..., Any]  # (action, values that arrived) -> messages
 ActionFunctions = Mapping[Kind, ActionFunction]
+MAX_DESCRIBED_TENSORS = 3  # of a message, in an error
 MAX_SEEDS = 64  # that are kept: microbatches of unequal weights have one each
 
 
@@ -305,8 +310,13 @@ MICROBATCHES_IN_FLIGHT = (
 )
 
 
-def error_with_location(error: Exception, rank: int, action: Action) -> PenstockError:
-    """Return `error` with rank, stage, action and microbatch, in one line; a WaitError if a peer's line broke inside."""
+def error_with_location(
+    error: Exception, rank: int, action: Action, inputs: Iterable[tuple[Transfer, Any]] = ()
+) -> PenstockError:
+    """Return `error` with rank, stage, action and microbatch, in one line; a WaitError if a peer's line broke inside.
+
+    `inputs`: what other stages sent. A RuntimeError of a forward is followed by their shapes: torch names no stage.
+    """
     if is_transport_error(error):
         return WaitError(f"in {action} for ranks of another group (dp, cp, tp)", None, error)
     error_class = type(error) if isinstance(error, PenstockError) else StageError
@@ -316,4 +326,18 @@ def error_with_location(error: Exception, rank: int, action: Action) -> Penstock
     if "modified by an inplace operation" in text:  # torch's words
         text += MICROBATCHES_IN_FLIGHT
     message = text if isinstance(error, PenstockError) else f"{type(error).__name__}: {text}"
-    return error_class(f"rank {rank}, stage {action.stage}, action {action}, microbatch {action.microbatch}: {message}")
+    if isinstance(error, RuntimeError) and action.kind is Kind.F:
+        message += "".join([f"; the {transfer} is {_describe_tensors(value)}" for transfer, value in inputs])
+    return error_class(f"rank {rank}, {describe_location(action)}: {message}")
+
+
+def describe_location(action: Action) -> str:
+    """Return where an error was raised: `stage 2, action 2F3, microbatch 3`."""
+    return f"stage {action.stage}, action {action}, microbatch {action.microbatch}"
+
+
+def _describe_tensors(tree: Any) -> str:
+    """Return the shapes and dtypes of a message's tensors."""
+    described = [f"a {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor" for tensor in tensors(tree)]
+    more = [f"{len(described) - MAX_DESCRIBED_TENSORS} more"] if len(described) > MAX_DESCRIBED_TENSORS else []
+    return " and ".join(described[:MAX_DESCRIBED_TENSORS] + more) or "no tensor"

@@ -1,4 +1,4 @@
-r"""One step of one rank, from the user's call to the loss. Read this first: it is the story, top to bottom.
+r"""One step of one rank, from the user's call to the loss, or to the error of all ranks. Read this first: it is the story.
 
     rank 0   cut  send row  0F0  agree         0F1             0B0 ..           0B1  average  report
                          \/          \           \            /                /
@@ -39,7 +39,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.comms.preemption import preempted
 from penstock.comms.transport.channels import Channels
 from penstock.comms.wait_errors import WaitError
-from penstock.engine.actions import FirstForward, SeedCache, StepActions, error_with_location
+from penstock.engine.actions import FirstForward, SeedCache, StepActions, describe_location, error_with_location
 from penstock.engine.clock import ActionClock, make_clock, measure_own_clock_skew
 from penstock.engine.observers import ObservedStep, Observer, Observers, StepFunctions
 from penstock.engine.optimizers import read_grad_scale
@@ -221,13 +221,13 @@ class Engine:
         local_values: dict[Transfer, Any] = {}  # between two stages of this rank
         waits_for_parameters = self._has_replicas  # each stage asks its own
         messages: Any = first_forward.take_messages() if first_forward else None  # of the first line, which has run
+        values: list[Any] = []  # the inputs of a line
         try:
             for action, receives, inputs, outputs in lines:
                 for transfer in receives:
                     incoming[transfer.source].post_receive(transfer)
 
                 if messages is None:
-                    values = []
                     for transfer in inputs:
                         is_remote = transfer.source != transfer.destination
                         values.append(receive(transfer) if is_remote else local_values.pop(transfer))
@@ -238,7 +238,7 @@ class Engine:
                     messages = actions[action.kind](action, values)
                     mark(now())
                     activity.now = step_name, action, False
-                    del values
+                    values = []
 
                 for transfer, value in zip(outputs, messages, strict=True) if outputs else ():
                     if transfer.source != transfer.destination:
@@ -249,8 +249,11 @@ class Engine:
                 messages = value = None  # frees their memory
         except (WaitError, ResourceError):
             raise
+        except (KeyboardInterrupt, SystemExit) as error:  # they end the program
+            error.add_note(f"in {describe_location(action)}")
+            raise
         except Exception as error:
-            raise error_with_location(error, self.position.world.rank, action) from error
+            raise error_with_location(error, self.position.world.rank, action, zip(inputs, values, strict=False)) from error
 
     def _exchange_results(self, step: ObservedStep) -> StepResult:
         """Exchange losses, times and what observers tell. The host waits for its GPU here, with NCCL for the first time."""

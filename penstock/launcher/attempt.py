@@ -17,6 +17,9 @@ from penstock.launcher.rank_main import EarlyExitError, RankResult
 T = TypeVar("T")
 UNGUARDED_EXIT_CODE = 86  # of a rank that would launch ranks while it imports the program
 SIGNALS_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # not caused by a crash
+FAULT_HANDLER_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGBUS, signal.SIGILL)
+HINTS: dict[int, str] = dict.fromkeys(FAULT_HANDLER_SIGNALS, " (PYTHONFAULTHANDLER=1 prints where)")
+HINTS[signal.SIGKILL] = " (out of memory? see dmesg)"
 MAX_ERROR_CHARACTERS = 400
 
 
@@ -71,11 +74,12 @@ def exit_result(rank: int, exitcode: int | None) -> RankResult:
         text = f'{problem}: put what launches under `if __name__ == "__main__":`'
         return RankResult.of_error(rank, PenstockError(text))
     if exitcode is None or exitcode >= 0:
-        return RankResult(None, RankStatus(rank, "gone", f"ended with exit code {exitcode} before it was done", error="exit"))
+        text = f"ended with exit code {exitcode} before it was done (its output may say why; os._exit() prints nothing)"
+        return RankResult(None, RankStatus(rank, "gone", text, error="exit"))
     names = {known_signal.value: known_signal.name for known_signal in signal.Signals}
     name = names.get(-exitcode, f"signal {-exitcode}")  # a real-time signal has no name
     crash = "" if -exitcode in SIGNALS_FROM_OUTSIDE else name
-    hint = " (out of memory?)" if -exitcode == signal.SIGKILL else ""
+    hint = HINTS.get(-exitcode, "")
     return RankResult(None, RankStatus(rank, "gone", f"was killed by {name}{hint}", error=crash))
 
 
@@ -132,8 +136,8 @@ def _attempt_with_lost_ranks(
 
     if witness is None or not isinstance(error, LostRankError) or not set(witness.peers) <= set(failed_ranks):
         text, traceback = _sentences(cause), ""
-    elif error.wait:
-        activities = dict(zip(error.ranks, error.activities, strict=True))
+    elif error.wait:  # the traceback of a rank that waited says no more
+        activities, traceback = dict(zip(error.ranks, error.activities, strict=True)), ""
         text = f"{_sentences([status._replace(activity=activities.get(status.rank, '')) for status in cause])}: {error.wait}"
     else:
         text = f"{error}; {_sentences(cause)}"

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from penstock.comms.preemption import catches_preemption, preempted
 from penstock.comms.system import print_notice
 from penstock.comms.wait_errors import convert_errors
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, format_count
 from penstock.launcher.attempt import (
     UNGUARDED_EXIT_CODE,
     Attempt,
@@ -71,7 +71,10 @@ def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0
     _check_arguments(function, ranks, restarts, least)
     call, attempts, num_ranks = pickle_call(function, args), list[Attempt](), ranks
     while True:
-        values, attempt = _run_attempt(call, num_ranks, len(attempts), may_restart=len(attempts) < restarts)
+        try:
+            values, attempt = _run_attempt(call, num_ranks, len(attempts), may_restart=len(attempts) < restarts)
+        except KeyboardInterrupt:  # from a wait in here, which is not where the user's program was
+            raise KeyboardInterrupt(f"Ctrl-C has ended {format_count(num_ranks, 'rank')}") from None
         attempts.append(attempt)
         if attempt.error is None:
             return LaunchResults(values, attempts)
@@ -123,7 +126,9 @@ def _raise_last_error(attempts: Sequence[Attempt]) -> NoReturn:
     assert last_attempt.error is not None
     if isinstance(last_attempt.error, SystemExit) and isinstance(last_attempt.error.code, int):  # Python prints no other word
         ranks = "".join(f"rank {rank}" for rank in last_attempt.failed_ranks) or "several ranks"
-        print_notice(f"{ranks} called sys.exit({last_attempt.error.code}) before the function was done")
+        notes = getattr(last_attempt.error, "__notes__", ()) if last_attempt.failed_ranks else ()
+        place = "".join([f", {note}" for note in notes])
+        print_notice(f"{ranks} called sys.exit({last_attempt.error.code}) before the function was done{place}")
     if times := count_same_failures(attempts):
         moment = "before the first step" if last_attempt.steps_done is None else f"after {last_attempt.steps_done} steps"
         note = f"the same error ended {times} attempts {moment}: not tried again"

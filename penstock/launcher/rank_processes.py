@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.comms.preemption import forward_signals_to, stop_forwarding_to
 from penstock.comms.process import ALIVE, SUSPENDED, ProcessRecord, read_parent_process, read_process
-from penstock.comms.status import RankStatus
+from penstock.comms.status import PAUSE_ADVICE, RankStatus
 from penstock.comms.system import explain_error
 from penstock.comms.time_limits import (
     ERROR_REPORT_SECONDS,
@@ -176,6 +176,7 @@ class _SuspendedRankKiller:
             self._checks_suspended[rank] = self._checks_suspended[rank] + 1 if record.state() == SUSPENDED else 0
             if self._checks_suspended[rank] == KILL_SUSPENDED_AFTER_CHECKS:
                 seconds = KILL_SUSPENDED_AFTER_CHECKS * HEARTBEAT_SECONDS
-                self.statuses[rank] = RankStatus(rank, "stopped", f"was stopped by a signal for {seconds:g} s, and was ended")
+                text = f"was stopped by a signal for {seconds:g} s, and was ended ({PAUSE_ADVICE})"
+                self.statuses[rank] = RankStatus(rank, "stopped", text)
                 with suppress(ProcessLookupError):
                     os.kill(record.pid, signal.SIGKILL)

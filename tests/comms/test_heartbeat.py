@@ -172,7 +172,8 @@ def test_a_rank_of_another_machine_is_lost_once_it_has_missed_many_looks_in_a_ro
     assert store.check([HANGING_KEY])
     wait = RankStatus(0, "waited", "for the output of 1F0 from rank 1", peers=[1])
     diagnosis = explain_failure(store, torch.distributed.PrefixStore("call", store), range(2), wait)
-    last_seen = "rank 1 has given no heartbeat for 120 s, last seen in 1F0 of step 3"
+    hint = "does its machine run, and is the network up?"
+    last_seen = f"rank 1 has given no heartbeat for 120 s ({hint}), last seen in 1F0 of step 3"
     assert str(diagnosis) == f"{last_seen}: rank 0 waited for the output of 1F0 from rank 1"
 
 
@@ -280,7 +281,7 @@ def test_under_torchrun_a_stopped_rank_is_named_with_its_step(tmp_path):
         step = int((tmp_path / "step-1").read_text())
         words = (tmp_path / "error-0").read_text()
         moment = r"(?:(?:in|after) 1[FB][01] of|at the beginning of|after)"
-        last_seen = re.match(rf"rank 1 is stopped \(SIGSTOP\), last seen {moment} step (\d+): ", words)
+        last_seen = re.match(rf"rank 1 is stopped \(SIGSTOP; to pause a job, .*\), last seen {moment} step (\d+): ", words)
         assert last_seen is not None, words
         assert int(last_seen[1]) <= step + 1
 

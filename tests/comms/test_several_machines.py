@@ -152,7 +152,7 @@ def test_a_rank_killed_on_one_of_three_machines_is_named_on_the_others(tmp_path)
     for rank in range(2):
         output = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         assert output["kind"] == "LostRankError"
-        assert output["text"].startswith("rank 2 is gone: rank ")
+        assert output["text"].startswith("rank 2 is gone (its output and its exit code may say why): rank ")
         assert f"LostRankError: {output['text']}" in ended[rank].output
 
 

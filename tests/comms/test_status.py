@@ -42,8 +42,16 @@ LEFT, LEFT_BY_ERROR = status_of_end(2, None), status_of_end(2, ValueError("own")
             "rank 2 does not answer, last seen in 2F0 of step 1: rank 1 waited for the output of (2,): no answer within 5 s "
             "(init_distributed(timeout=..))",
         ),
-        ([wait(0, 1), wait(1, 2)], [3], (2,), "rank 2 is gone: rank 1 waited for the output of (2,): the connection is closed"),
-        ([wait(0), wait(1), wait(2)], [], (3,), "rank 3 is gone: rank 0 waited for the output of (): the connection is closed"),
+        (
+            [wait(0, 1), wait(1, 2)], [3], (2,),
+            "rank 2 is gone (its output and its exit code may say why): "
+            "rank 1 waited for the output of (2,): the connection is closed",
+        ),
+        (
+            [wait(0), wait(1), wait(2)], [], (3,),
+            "rank 3 is gone (its output and its exit code may say why): "
+            "rank 0 waited for the output of (): the connection is closed",
+        ),
         (
             [wait(0), wait(1), wait(2)], [3], (),
             "the ranks lost each other: rank 0 waited for the output of (): the connection is closed",

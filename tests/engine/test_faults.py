@@ -59,6 +59,8 @@ class FaultyLayer(nn.Module):
     def forward(self, hidden):
         if self.fault == "forward":
             raise ValueError("boom in the\nforward")
+        if self.fault == "sys.exit":
+            sys.exit(3)
         if self.fault == "nonfinite":
             raise ps.NonFiniteError("the layer's own")
         if self.fault == "foreign":
@@ -137,7 +139,7 @@ def rank_fails_and_goes_on(where, fault, is_first=False):
     error = None
     try:
         pipe.step(inputs, target=target)
-    except ps.PenstockError as caught:
+    except (ps.PenstockError, SystemExit) as caught:
         error = caught
     faulty.fault = loss_fn.fault = None
     pipe.zero_grad()
@@ -150,19 +152,20 @@ def expected_numbers():
 
 
 NOT_COMPUTED = "rank 2, stage 2, action 2F0, microbatch 0: RuntimeError: "  # said by the stage that cannot take what comes
+SHAPES = "mat1 and mat2 shapes cannot be multiplied (2x5 and 12x12); the output of 1F0 is a (2, 5) float32 tensor"
 STEP_FAULTS = {  # rank, what it does, whether in the first step -> the error
     (0, "forward"): "StageError: rank 0, stage 0, action 0F0, microbatch 0: ValueError: boom in the forward",
     (2, "forward"): "StageError: rank 2, stage 2, action 2F0, microbatch 0: ValueError: boom in the forward",
     (0, "backward"): "StageError: rank 0, stage 0, action 0B0, microbatch 0: RuntimeError: boom in the backward",
     (2, "backward"): "StageError: rank 2, stage 2, action 2B0, microbatch 0: RuntimeError: boom in the backward",
     (3, "loss"): "StageError: rank 3, stage 3, action 3F0, microbatch 0: KeyError: 'boom in the loss'",
-    (1, "shape"): f"StageError: {NOT_COMPUTED}mat1 and mat2 shapes cannot be multiplied (2x5 and 12x12)",
+    (1, "shape"): f"StageError: {NOT_COMPUTED}{SHAPES}",
     (1, "dtype"): f"StageError: {NOT_COMPUTED}mat1 and mat2 must have the same dtype",
-    (1, "shape", True): f"StageError: {NOT_COMPUTED}mat1 and mat2 shapes cannot be multiplied (2x5 and 12x12)",
+    (1, "shape", True): f"StageError: {NOT_COMPUTED}{SHAPES}",
     (1, "dtype", True): f"StageError: {NOT_COMPUTED}mat1 and mat2 must have the same dtype",
     (1, "nonfinite"): "StageError: rank 1, stage 1, action 1F0, microbatch 0: the layer's own",
 }
-ALL_FAULTS = (*STEP_FAULTS, (1, "foreign"))
+ALL_FAULTS = (*STEP_FAULTS, (1, "foreign"), (2, "sys.exit"))
 
 
 @pytest.mark.parametrize("fault", STEP_FAULTS)
@@ -180,6 +183,14 @@ def test_an_error_of_a_class_from_elsewhere_is_the_nearest_of_the_family_on_the_
     assert {text for _, text, *_ in everyone} == {
         "rank 1, stage 1, action 1F0, microbatch 0: of a class that only this rank's program knows"
     }
+
+
+def test_a_rank_that_exits_in_an_action_is_named_with_it_on_the_others():
+    everyone = cases_on_ranks(rank_fails_and_goes_on, RANKS, ALL_FAULTS)[2, "sys.exit"]
+    assert [(name, text) for name, text, *_ in everyone[:2]] == [
+        ("PenstockError", "rank 2, in stage 2, action 2F0, microbatch 0: SystemExit: 3")
+    ] * 2
+    assert [(name, text) for name, text, *_ in everyone[2:]] == [("SystemExit", "3"), (everyone[0][0], everyone[0][1])]
 
 
 def no_descriptors(*_):
@@ -231,6 +242,21 @@ def test_what_a_ranks_own_system_refuses_is_told_there_and_on_all_ranks_at_once(
     (text,) = {text for text, _ in everyone}
     assert re.fullmatch(rf"rank 1 {words}: no file descriptor is free \(limit \d+\): raise `ulimit -n`", text)
     assert_as_one_process([numbers for _, numbers in everyone], expected_numbers())
+
+
+def rank_exits_in_an_action():
+    pipe, faulty = build()
+    if pipe.topology.rank == 1:
+        faulty.fault = "sys.exit"
+    inputs, target = data("mlp", 16)
+    pipe.step(inputs, target=target)
+
+
+def test_a_program_that_a_ranks_exit_ends_says_which_rank_and_in_which_action(capfd):
+    with pytest.raises(SystemExit, match="3"):
+        ps.launch(rank_exits_in_an_action, RANKS)
+    exited = "rank 1 called sys.exit(3) before the function was done, in stage 1, action 1F0, microbatch 0"
+    assert capfd.readouterr().err == f"penstock: {exited}\n"
 
 
 def rank_disagrees(option, value):
@@ -306,12 +332,13 @@ def rank_loses_one(where, fault, folder):
     slow_except([(0, "killed"), (1, "stopped"), (2, "exit")], product([0, 1, 2], ["killed", "exit", "stopped"])),
 )
 def test_a_rank_that_dies_or_stops_is_named_by_all_others_with_the_action_waited_for(where, fault, tmp_path, request):
-    verb = r"is stopped \(SIGSTOP\)" if fault == "stopped" else "is gone"
+    stop = r"\(SIGSTOP; to pause a job, stop all its processes\)"
+    verb = f"is stopped {stop}" if fault == "stopped" else r"is gone \(its output and its exit code may say why\)"
     last_seen = rf", last seen in {where}F\d of step 2"
     end = {
-        "killed": r"was killed by SIGKILL \(out of memory\?\)",
-        "exit": "ended with exit code 3 before it was done",
-        "stopped": rf"({verb}|was stopped by a signal for 3 s, and was ended)",
+        "killed": r"was killed by SIGKILL \(out of memory\? see dmesg\)",
+        "exit": r"ended with exit code 3 before it was done \(its output may say why; os\._exit\(\) prints nothing\)",
+        "stopped": rf"({verb}|was stopped by a signal for 3 s, and was ended \(to pause a job, stop all its processes\))",
     }[fault]  # as the process that launched the ranks says it
     waited = r"the .* of \d[FB]\d from rank \d|rank \d to begin step\(\), before \d[FB]\d"  # of whoever noticed first
     if request.config.getoption("--over-nccl") == "ahead":

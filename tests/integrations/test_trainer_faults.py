@@ -76,10 +76,10 @@ def errors(folder: Path) -> dict[str, str]:
 
 
 def test_what_one_rank_raises_in_a_data_set_or_by_ctrl_c_is_a_sentence_on_the_other(errors):
-    assert errors["gap 0"] == "rank 1 ended: OSError('a row cannot be read')"
+    assert errors["gap 0"] == "rank 1: OSError: a row cannot be read"
     assert errors["gap 1"] == "a row cannot be read"
     assert errors["interrupted 0"] == "KeyboardInterrupt()"
-    assert errors["interrupted 1"] == "rank 0 ended: KeyboardInterrupt()"
+    assert errors["interrupted 1"] == "rank 0: KeyboardInterrupt"
     assert errors["killed 0"].startswith("rank 1 ")
     assert "\n" not in errors["killed 0"]
 

@@ -135,6 +135,7 @@ def test_under_torchrun_too_they_are_told_of_one_that_has_finished(tmp_path):
     assert output
     for line in output:
         assert line.endswith("F0, but rank 1 has finished: every rank must make the same calls")
+    assert "traceback : LostRankError: rank 0 waited for rank 1" in ended.stderr.partition("Root Cause")[2]
 
 
 UNGUARDED = """
@@ -251,6 +252,17 @@ def test_a_ctrl_c_while_a_rank_starts_leaves_none_behind(monkeypatch):
     ):
         pass
     assert [process.is_there for process in begun] == [False]
+
+
+def test_ctrl_c_is_told_in_words_and_without_what_the_launcher_waited_in(monkeypatch):
+    def waits(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "_run_attempt", waits)
+    with pytest.raises(KeyboardInterrupt, match=r"^Ctrl-C has ended 4 ranks$") as raised:
+        ps.launch(rank_comes, 4)
+    assert [entry.name for entry in raised.traceback][1:] == ["launch"]
+    assert raised.value.__suppress_context__
 
 
 def test_where_no_file_descriptor_is_free_ranks_are_not_started_and_no_folder_is_blamed(monkeypatch):

@@ -41,6 +41,10 @@ ActionFunction = Callable[..., Any]  # (action, values that arrived) -> messages
 ActionFunctions = Mapping[Kind, ActionFunction]
 MAX_DESCRIBED_TENSORS = 3  # of a message, in an error
 MAX_SEEDS = 64  # that are kept: microbatches of unequal weights have one each
+MICROBATCHES_IN_FLIGHT = (
+    " In a pipeline other microbatches run between a microbatch's forward and its backward, so no forward and no hook may "
+    "change a weight or a buffer that a backward needs: change weights after the step, as an optimizer does"
+)
 
 
 @dataclass
@@ -146,9 +150,10 @@ class StepActions:
         has_backward = self.call.is_training and counts
 
         is_split = action[1:] in agreed.program.split_backwards
-        inputs = self.batch.inputs_of(action) if action.stage == 0 else values
         if self._has_teacher:
             inputs = self.inputs_of(action, values)
+        else:
+            inputs = self.batch.inputs_of(action) if action.stage == 0 else values
         output = self._forward(action, number, piece, inputs, has_backward, is_split)
         if stage.auxiliary_losses and piece.lengths:
             raise MismatchError(
@@ -302,12 +307,6 @@ def flatten_gradients(messages: Sequence[Any]) -> Sequence[Tensor | None]:
 def messages_of(stage: Stage, output: Any) -> Sequence[Any]:
     """Return a stage's output as one message for each destination."""
     return output if len(stage.connections.destinations) > 1 else (output,)
-
-
-MICROBATCHES_IN_FLIGHT = (
-    " In a pipeline other microbatches run between a microbatch's forward and its backward, so no forward and no hook may "
-    "change a weight or a buffer that a backward needs: change weights after the step, as an optimizer does"
-)
 
 
 def error_with_location(

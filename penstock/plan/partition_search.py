@@ -295,4 +295,4 @@ class Candidate(NamedTuple):
         own_starts = self.best.starts
         partitions = {candidate.best.starts for candidate in candidates if len(candidate.best.starts) == len(own_starts)}
         evaluated = [self.best, *map(self.search.evaluate, partitions - {own_starts})]
-        return self._replace(best=min(evaluated, key=lambda partition: partition[:2]))
+        return self._replace(best=min(evaluated, key=lambda partition: (partition.excess_bytes, partition.seconds)))

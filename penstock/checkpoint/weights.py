@@ -92,9 +92,11 @@ def _format_problem(path: Path, format: str, with_optimizer: bool) -> str:
     """Return why this path, format and optimizer cannot be; "" if they can."""
     if format not in get_args(Format):
         return f"format={format!r} is no format: use {' or '.join(map(repr, get_args(Format)))}"
-    if format == "dcp":
-        return f"{path} is a file, and torch.distributed.checkpoint has folders: give another path" * path.is_file()
-    return "files of safetensors hold no optimizer: give format='dcp', or save a checkpoint" * with_optimizer
+    if format == "dcp" and path.is_file():
+        return f"{path} is a file, and torch.distributed.checkpoint has folders: give another path"
+    if format == "safetensors" and with_optimizer:
+        return "files of safetensors hold no optimizer: give format='dcp', or save a checkpoint"
+    return ""
 
 
 def export_checkpoint(folder: str | Path, path: str | Path, max_shard_size: int | str = "5GB") -> Path:

@@ -97,12 +97,14 @@ def report_error_to_torchrun(error: BaseException, began_here: bool) -> None:
     torchrun calls the rank with the earliest time, in whole seconds, the root cause. So a rank where the error did not begin
     rounds its time up.
     """
-    path, text = os.environ.get("TORCHELASTIC_ERROR_FILE"), explain_error(error)
-    if path:
-        seconds = math.floor(time.time()) if began_here else math.ceil(time.time())
-        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(seconds)}}  # torch prints the second
-        with suppress(OSError), open(path, "x") as file:
-            json.dump({"message": message}, file)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    text, now = explain_error(error), time.time()
+    seconds = math.floor(now) if began_here else math.ceil(now)
+    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(seconds)}}  # torch prints the second
+    with suppress(OSError), open(path, "x") as file:
+        json.dump({"message": message}, file)
 
 
 def print_notice(text: str) -> None:

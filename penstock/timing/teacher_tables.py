@@ -158,10 +158,10 @@ def _fastest(
 ) -> _Candidate | None:
     """Return the fastest table that is found; None if there is none. `max_added`: see `_Candidate`. `goal`: that is enough."""
     graph = _Graph(table, cells, forwards, costs, max_added)
-    if (order := graph.sort(dict.fromkeys(graph.seconds, 0.0))) is None:
+    if (order := graph.topological_order(dict.fromkeys(graph.seconds, 0.0))) is None:
         return None
-    tails = graph.longest_ways(reversed(order), graph.followers)
-    heads = graph.longest_ways(order, graph.inputs)
+    tails = graph.longest_paths(reversed(order), graph.followers)
+    heads = graph.longest_paths(order, graph.inputs)
     goal = max(goal, graph.least_end(heads, tails)) * (1 + ROUNDING)
 
     starts = graph.place({cell: -tail for cell, tail in tails.items()})
@@ -222,7 +222,7 @@ def _teacher_placement(schedule: Schedule, stages: int | Sequence[int] | str | N
     return schedule.placement[-int(stages) :]
 
 
-Ways = Mapping[Cell, Sequence[tuple[Cell, float]]]  # cell -> others, each with the time of the message between
+Edges = Mapping[Cell, Sequence[tuple[Cell, float]]]  # cell -> others, each with the time of the message between
 Starts = dict[Cell, float]
 
 
@@ -270,8 +270,8 @@ class _Graph:
             self.inputs[second].append((first, 0.0))
 
         self.followers: dict[Cell, list[tuple[Cell, float]]] = {cell: [] for cell in self.seconds}
-        for cell, ways in self.inputs.items():
-            for maker, message in ways:
+        for cell, edges in self.inputs.items():
+            for maker, message in edges:
                 self.followers[maker].append((cell, message))
 
     def _time(self, cell: Cell) -> float:
@@ -284,11 +284,11 @@ class _Graph:
             return 0.0
         return sum(self._message_costs[low, high])
 
-    def longest_ways(self, order: Iterable[Cell], ways: Ways) -> dict[Cell, float]:
-        """Return the longest time along `ways` that ends with each cell, its own included. `order`: others of a way first."""
+    def longest_paths(self, order: Iterable[Cell], inputs: Edges) -> dict[Cell, float]:
+        """Return the time of the longest path to each cell, its own included. `order`: cells, each behind its `inputs`."""
         longest: dict[Cell, float] = {}
         for cell in order:
-            before = max((longest[other] + message for other, message in ways[cell]), default=0.0)
+            before = max((longest[other] + message for other, message in inputs[cell]), default=0.0)
             longest[cell] = self.seconds[cell] + before
         return longest
 
@@ -308,13 +308,15 @@ class _Graph:
         """Return when the last cell ends."""
         return max((start + self.seconds[cell] for cell, start in starts.items()), default=0.0)
 
-    def sort(self, priorities: Mapping[Cell, float], ways: Ways | None = None, back: Ways | None = None) -> list[Cell] | None:
+    def topological_order(
+        self, priorities: Mapping[Cell, float], inputs: Edges | None = None, followers: Edges | None = None
+    ) -> list[Cell] | None:
         """Return the cells, each behind its inputs, else those of a lower priority first; None if they wait for each other.
 
-        `ways`, `back`: for the same with other inputs, and followers.
+        `inputs`, `followers`: those to sort by, by default the graph's.
         """
-        ways, back = ways or self.inputs, back or self.followers
-        waits_for = {cell: len(others) for cell, others in ways.items()}
+        inputs, followers = inputs or self.inputs, followers or self.followers
+        waits_for = {cell: len(others) for cell, others in inputs.items()}
         numbers = {cell: number for number, cell in enumerate(waits_for)}
         ready = [(priorities[cell], numbers[cell], cell) for cell, count in waits_for.items() if not count]
         heapify(ready)
@@ -322,19 +324,19 @@ class _Graph:
         while ready:
             _, _, cell = heappop(ready)
             order.append(cell)
-            for follower, _ in back[cell]:
+            for follower, _ in followers[cell]:
                 waits_for[follower] -= 1
                 if not waits_for[follower]:
                     heappush(ready, (priorities[follower], numbers[follower], follower))
         return order if len(order) == len(waits_for) else None
 
-    def place(self, priorities: Mapping[Cell, float], ways: Ways | None = None, back: Ways | None = None) -> Starts:
-        """Return the start of each cell, placed in the order of `sort`: as early as its inputs and a gap of its rank permit."""
-        ways, starts = ways or self.inputs, Starts()
+    def place(self, priorities: Mapping[Cell, float], inputs: Edges | None = None, followers: Edges | None = None) -> Starts:
+        """Return the start of each cell, placed in topological order: as early as its inputs and a gap of its rank permit."""
+        inputs, starts = inputs or self.inputs, Starts()
         rows: list[list[tuple[float, float]]] = [[] for _ in range(self.table.ranks)]  # (start, end), ascending
-        for cell in self.sort(priorities, ways, back) or ():
+        for cell in self.topological_order(priorities, inputs, followers) or ():
             seconds, row = self.seconds[cell], rows[self.rank_of[cell]]
-            start = max((starts[other] + self.seconds[other] + message for other, message in ways[cell]), default=0.0)
+            start = max((starts[other] + self.seconds[other] + message for other, message in inputs[cell]), default=0.0)
             at = bisect(row, (start, inf))
             start = max(start, row[at - 1][1]) if at else start
             while at < len(row) and row[at][0] < start + seconds * (1 - ROUNDING):

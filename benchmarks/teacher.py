@@ -129,7 +129,7 @@ def measured_costs(alone: Sequence[Any], ahead: Sequence[Any]) -> tuple[ps.sched
 
 def simulated(table: ps.schedule.Schedule, costs: ps.schedule.Costs, size: float, forward: float) -> dict[str, float]:
     """Return the seconds of each kind of step at these `costs` of the model. `forward`: of as small a part of the teacher."""
-    placement = teacher_ranks(table, size=size)
+    placement = teacher_ranks(table, forward_ratio=size)
     model_forward = costs.action_costs(table.stages)[ps.schedule.Kind.F]
     times = costs_with_teacher(costs, table.stages, len(placement), forward * table.stages / sum(model_forward))
     orders = costs_with_teacher(ps.schedule.Costs(), table.stages, len(placement), size)  # as the pipeline assumes

@@ -40,7 +40,7 @@ class Teacher(NamedTuple):
 
     table: Schedule  # the stages that it has, without actions
     reader: int  # the rank that reads the inputs
-    size: float  # in times the model
+    forward_ratio: float  # the time of its forward, in times the model's
     partition: ModelPartition
     all_stages: AllStages
     modules: Mapping[int, nn.Module]  # in evaluation mode, on this rank's device
@@ -62,8 +62,8 @@ class Teacher(NamedTuple):
 
     def add_forwards(self, table: Schedule, ahead: bool) -> Schedule:
         """Return a table of the model with the forwards of the teacher's stages."""
-        costs = costs_with_teacher(UNIT_COSTS, table.stages, self.table.stages, self.size)
-        return with_passed_inputs(with_even_teacher(table, self.table.placement, ahead, self.size), costs)
+        costs = costs_with_teacher(UNIT_COSTS, table.stages, self.table.stages, self.forward_ratio)
+        return with_passed_inputs(with_even_teacher(table, self.table.placement, ahead, self.forward_ratio), costs)
 
     def make_stages(
         self,
@@ -175,10 +175,11 @@ def build_teacher(
     cutting = cuts, options.example_args, options.example_kwargs
     check_can_be_cut(model, table, *cutting)
     cuttable = partition.as_cuttable(model, *cutting, options.rows_dim or 0)
-    size = _size_of_teacher(modules_of(model), list(trained_stages.values()), schedule.stages)
-    size = control.all_gather_value(size, "to compare the teacher with the model")[0]
+    forward_ratio = _parameter_count_ratio(modules_of(model), list(trained_stages.values()), schedule.stages)
+    forward_ratio = control.all_gather_value(forward_ratio, "to compare the teacher with the model")[0]
     if given is None and cuttable is not None and cuts is None:
-        table = replace(table, placement=teacher_ranks(schedule, size=size, max_stages=len(cuttable.unit_order)))
+        placement = teacher_ranks(schedule, forward_ratio=forward_ratio, max_stages=len(cuttable.unit_order))
+        table = replace(table, placement=placement)
 
     # 2. Cut.
     model_partition = partition_model(control, position, table, cuttable or model, plan_layers)
@@ -197,18 +198,18 @@ def build_teacher(
         index: move_stage_to_device(module, position.pipeline.device).eval()
         for index, module in model_partition.modules.items()
     }
-    return Teacher(table, schedule.placement[0], size, model_partition, all_stages, modules)
+    return Teacher(table, schedule.placement[0], forward_ratio, model_partition, all_stages, modules)
 
 
-def _size_of_teacher(teacher: Sequence[nn.Module], trained_stages: Sequence[nn.Module], num_stages: int) -> float:
+def _parameter_count_ratio(teacher: Sequence[nn.Module], trained_stages: Sequence[nn.Module], num_stages: int) -> float:
     """Return how long the teacher's forward takes, in times the model's, taken from the numbers of their parameters.
 
     1 if one has none, or if this rank was not given all stages.
     """
     if len(trained_stages) < num_stages or len(teacher) not in (1, num_stages):
         return 1.0
-    teacher_size, model_size = map(_count_parameters, (teacher, trained_stages))
-    return teacher_size / model_size if teacher_size and model_size else 1.0
+    teacher_count, model_count = map(_count_parameters, (teacher, trained_stages))
+    return teacher_count / model_count if teacher_count and model_count else 1.0
 
 
 def _count_parameters(modules: Sequence[nn.Module]) -> int:

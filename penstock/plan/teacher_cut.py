@@ -44,7 +44,7 @@ def partition_with_teacher(candidate: Candidate, chain: LayerChain, limits: Limi
     table, best, found = candidate.search.timer.schedule, candidate.best, list[Candidate]()
     for placement in _placements(table, len(chain.layers) - chain.num_model_layers):
         starts, skipped = (*best.starts, *_even_starts(chain, len(placement))), best.skipped_choices
-        costs = costs_with_teacher(UNIT_COSTS, table.stages, len(placement), _relative_size(chain))
+        costs = costs_with_teacher(UNIT_COSTS, table.stages, len(placement), _forward_ratio(chain))
         for _ in range(ROUNDS):
             evaluated = list[Candidate]()
             for with_forwards in _orders(table, placement, costs):
@@ -83,7 +83,7 @@ def _even_starts(chain: LayerChain, num_stages: int) -> StageStarts:
     return tuple(first + start for start in balanced_starts(chain.layer_seconds[first:], num_stages))
 
 
-def _relative_size(chain: LayerChain) -> float:
+def _forward_ratio(chain: LayerChain) -> float:
     """Return the time of the teacher's forward, in times the model's."""
     forwards = [layer.forward for layer in chain.layers]
     model_forward = sum(forwards[: chain.num_model_layers])

@@ -22,44 +22,44 @@ NUM_CELLS_EARLY = 2  # that a rank runs after it has passed on inputs, before th
 
 
 def teacher_ranks(
-    schedule: Schedule, costs: Costs = UNIT_COSTS, size: float = 1.0, max_stages: int | None = None
+    schedule: Schedule, costs: Costs = UNIT_COSTS, forward_ratio: float = 1.0, max_stages: int | None = None
 ) -> tuple[int, ...]:
     """Return the rank of each stage of a teacher with which a step of `schedule` is shorter: the model's ranks, or a V.
 
-    `costs`, `size`: see `costs_with_teacher`. `max_stages`: that the teacher can be cut into. Compares steps that run the
-    teacher ahead; of equal ones those that run it for their own losses.
+    `costs`, `forward_ratio`: see `costs_with_teacher`. `max_stages`: that the teacher can be cut into. Compares steps that run
+    the teacher ahead; of equal ones those that run it for their own losses.
     """
     same, v = schedule.placement, v_of_teacher(schedule.placement)
     if v == same or (max_stages is not None and len(v) > max_stages):
         return same
     for ahead in (True, False):
-        with_same, with_v = (_makespan(schedule, placement, ahead, costs, size) for placement in (same, v))
+        with_same, with_v = (_makespan(schedule, placement, ahead, costs, forward_ratio) for placement in (same, v))
         if abs(with_v - with_same) > LEAST_GAIN * with_same:
             return same if with_same < with_v else v
     return same
 
 
-def _makespan(schedule: Schedule, placement: tuple[int, ...], ahead: bool, costs: Costs, size: float) -> float:
-    costs_of_both = costs_with_teacher(costs, schedule.stages, len(placement), size)
+def _makespan(schedule: Schedule, placement: tuple[int, ...], ahead: bool, costs: Costs, forward_ratio: float) -> float:
+    costs_of_both = costs_with_teacher(costs, schedule.stages, len(placement), forward_ratio)
     if costs is UNIT_COSTS:
-        return simulate(with_even_teacher(schedule, placement, ahead, size), costs_of_both).makespan
+        return simulate(with_even_teacher(schedule, placement, ahead, forward_ratio), costs_of_both).makespan
     return simulate(with_teacher(schedule, placement, ahead, costs_of_both), costs_of_both).makespan
 
 
 @lru_cache(MAX_CACHED_TABLES)  # a pipeline compares tables, then runs one, and the next pipeline often has equal ones
-def with_even_teacher(schedule: Schedule, placement: tuple[int, ...], ahead: bool, size: float) -> Schedule:
-    """Return `with_teacher` by unit costs of the model, for a teacher of that `size` that is cut evenly."""
-    costs = costs_with_teacher(UNIT_COSTS, schedule.stages, len(placement), size)
+def with_even_teacher(schedule: Schedule, placement: tuple[int, ...], ahead: bool, forward_ratio: float) -> Schedule:
+    """Return `with_teacher` by unit costs of the model, for a teacher of that `forward_ratio` that is cut evenly."""
+    costs = costs_with_teacher(UNIT_COSTS, schedule.stages, len(placement), forward_ratio)
     return with_teacher(schedule, placement, ahead, costs)
 
 
-def costs_with_teacher(costs: Costs, num_stages: int, num_teacher_stages: int, size: float = 1.0) -> Costs:
+def costs_with_teacher(costs: Costs, num_stages: int, num_teacher_stages: int, forward_ratio: float = 1.0) -> Costs:
     """Return the `costs` of a model's `num_stages` stages, and behind them those of a teacher that is cut evenly.
 
-    `size`: the time of the teacher's forward, in times the model's. Its messages are as the model's are on average.
+    `forward_ratio`: the time of the teacher's forward, in times the model's. Its messages are as the model's are on average.
     """
     forward = costs.action_costs(num_stages)[Kind.F]
-    teacher_forward = size * sum(forward) / num_teacher_stages
+    teacher_forward = forward_ratio * sum(forward) / num_teacher_stages
 
     def extend(cost: Any, teacher_cost: float | None = None) -> Any:
         if teacher_cost is None:

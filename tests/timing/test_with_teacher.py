@@ -72,7 +72,7 @@ def test_the_step_grows_by_little_of_what_the_teacher_takes(name: str, ahead: bo
 )
 def test_a_teacher_in_a_v_works_from_the_beginning(name: str, size: float, ahead: float, now: float, own: float) -> None:
     table = build(name, ranks=4, microbatches=8)
-    placement = teacher_ranks(table, size=size)
+    placement = teacher_ranks(table, forward_ratio=size)
     assert placement == ((3, 2, 1, 0, 3, 2, 1, 0) if name == "zb-v" else (3, 2, 1, 0, 0, 1, 2, 3))
     costs = costs_with_teacher(Costs(), table.stages, len(placement), size)
     assert simulate(table).makespan == own
@@ -116,7 +116,7 @@ def test_inputs_are_passed_on_before_they_are_needed(name: str, ahead: bool) -> 
 
 @pytest.mark.costly
 def test_costs_of_a_teacher_follow_the_models() -> None:
-    costs = costs_with_teacher(Costs([1, 3], 1, 2, send=[0.5], act=[1, 2], keep=1, backward=[4, 5]), 2, 4, size=2)
+    costs = costs_with_teacher(Costs([1, 3], 1, 2, send=[0.5], act=[1, 2], keep=1, backward=[4, 5]), 2, 4, forward_ratio=2)
     assert costs.forward == [1, 3, 2, 2, 2, 2]
     assert costs.backward == [4, 5, 0, 0, 0, 0]
     assert costs.send == [0.5] * 5

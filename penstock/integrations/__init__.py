@@ -2,7 +2,7 @@
 
 `transformers`  Trainer and TrainingArguments; only this folder imports transformers
 `chrome_trace`  reads the events of a Chrome trace as a stream
-`trace_marks`   collects a rank's events that matter: ranges, operations, kernels
+`trace_events`  collects a rank's events that matter: ranges, operations, kernels
 `rank_trace`    reads the actions, receives and profiler steps of one rank
 `clocks`        aligns ranks' clocks by their messages
 `trace_delays`  finds pauses, blocked collectives, and work between steps

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.integrations.chrome_trace import PROFILE, open_trace
-from penstock.integrations.trace_marks import ONLY_STAGE, Marks, Range, start_of, within
+from penstock.integrations.trace_events import ONLY_STAGE, Range, TraceEvents, start_of, within
 from penstock.schedule import Action, Kind
 
 _FILE_RANK = re.compile(r"rank[-_]?(\d{1,6})")
@@ -55,61 +55,61 @@ class RankTrace:
     is_inferred: bool = False
     is_counted: bool = False  # a microbatch is the index of its range in a step
     actions: list[TimedAction] = field(default_factory=list)  # sorted by time
-    marks: Marks = field(default_factory=lambda: Marks(0.0))
+    events: TraceEvents = field(default_factory=lambda: TraceEvents(0.0))
     work_starts: list[float] = field(default_factory=list)  # of actions, receives and messages, sorted
     steps: dict[int, Range] = field(default_factory=dict)  # number of the profiler step -> its range
 
 
-def read_rank(path: Path, position: int, on_bytes: Callable[[int], object] = lambda count: None) -> RankTrace:
-    """Read the trace at `path`. `position` is taken as its rank if neither the trace nor its name says one.
+def read_rank_trace(path: Path, default_rank: int, on_bytes: Callable[[int], object] = lambda count: None) -> RankTrace:
+    """Read the trace at `path`. `default_rank` is taken as its rank if neither the trace nor its name says one.
 
     Raises PenstockError for a file that is no trace, is damaged, or has no action of a pipeline.
     """
-    header, events = open_trace(path, on_bytes)
-    trace, marks = _identify_rank(path, header, position), Marks(_base_seconds(header))
-    for event in events:
-        marks.add(event)
-    marks.sort()
-    trace.steps = marks.steps
+    header, json_events = open_trace(path, on_bytes)
+    trace, events = _identify_rank(path, header, default_rank), TraceEvents(_base_seconds(header))
+    for event in json_events:
+        events.add(event)
+    events.sort()
+    trace.steps = events.steps
 
-    if not marks.actions:
-        _number_calls(marks)
-        trace.is_counted = bool(marks.actions)
-    inferred_actions = list(_infer_actions(marks)) if marks.posts and not marks.actions else []
-    timed_actions = inferred_actions or list(_read_ranges(marks))
+    if not events.actions:
+        _number_calls(events)
+        trace.is_counted = bool(events.actions)
+    inferred_actions = list(_infer_actions(events)) if events.posts and not events.actions else []
+    timed_actions = inferred_actions or list(_read_ranges(events))
     if not timed_actions:
         raise PenstockError(
             f"{path} has no action of a pipeline, neither ranges (PP:2F3, Forward 3) nor backwards between sends and receives: "
             f"{PROFILE}, with ProfilerActivity.CPU"
         )
-    trace.is_inferred, trace.names_stages = bool(inferred_actions), not inferred_actions and not marks.lacks_stages
-    trace.marks = marks
+    trace.is_inferred, trace.names_stages = bool(inferred_actions), not inferred_actions and not events.lacks_stages
+    trace.events = events
     starts = [timed.host_start for timed in timed_actions]
     trace.work_starts = sorted(
-        [*starts, *(receive.start for receive in marks.receives), *(mark.start for mark, _ in marks.messages)]
+        [*starts, *(receive.start for receive in events.receives), *(span.start for span, _ in events.messages)]
     )
-    actions = timed_actions if marks.graph_launches else [_with_kernel_times(timed, marks) for timed in timed_actions]
+    actions = timed_actions if events.graph_launches else [_with_kernel_times(timed, events) for timed in timed_actions]
     trace.actions = sorted(actions, key=lambda timed: timed.start)
     return trace
 
 
-def _with_kernel_times(timed: TimedAction, marks: Marks) -> TimedAction:
+def _with_kernel_times(timed: TimedAction, events: TraceEvents) -> TimedAction:
     """Return the action from its first to its last kernel; unchanged if it has none."""
-    span = marks.on_device(Range(timed.start, timed.end))
+    span = events.on_device(Range(timed.start, timed.end))
     return timed._replace(start=span.start, end=span.end, sent=None) if span else timed
 
 
 # ---- which rank it is
 
 
-def _identify_rank(path: Path, header: str, position: int) -> RankTrace:
-    """Return an empty trace, with its rank from the header, else from the file's name, else `position`."""
+def _identify_rank(path: Path, header: str, default_rank: int) -> RankTrace:
+    """Return an empty trace, with its rank from the header, else from the file's name, else `default_rank`."""
     info = _header_value(header, "distributedInfo")
     info = info if isinstance(info, dict) else {}
     match = _FILE_RANK.search(path.name)
     rank = info.get("rank")
     if not isinstance(rank, int):
-        rank = int(match[1]) if match else position
+        rank = int(match[1]) if match else default_rank
     host, world_size = _header_value(header, "host_name"), info.get("world_size")
     return RankTrace(
         path,
@@ -147,21 +147,21 @@ def _header_value(header: str, key: str) -> Any:
 # ---- actions from ranges
 
 
-def _read_ranges(marks: Marks) -> Iterator[TimedAction]:
+def _read_ranges(events: TraceEvents) -> Iterator[TimedAction]:
     """Yield the actions that ranges name, without the waits at their beginning and the sends at their end."""
-    arrivals, last_end = sorted(marks.receives, key=_end), -math.inf
+    arrivals, last_end = sorted(events.receives, key=_end), -math.inf
     posts = defaultdict[Action | None, list[Range]](list)  # action -> when the receives of its message were posted or awaited
-    for span, receiver in marks.messages:
+    for span, receiver in events.messages:
         posts[receiver].append(span)
-    for span, actions in marks.actions:
-        launch = marks.graph_launches.get(span)
-        parts = [span] if len(actions) == 1 else _split_pair(span, marks)
+    for span, actions in events.actions:
+        launch = events.graph_launches.get(span)
+        parts = [span] if len(actions) == 1 else _split_pair(span, events)
         for action, part in zip(actions, parts, strict=True):
             action_posts = posts[action._replace(kind=Kind.F if action.kind is Kind.F else Kind.B)]
             last_post = action_posts[: bisect_right(action_posts, part.start, key=start_of)][-1:]
-            receives = [receive for post in last_post for receive in within(marks.receives, post) or [post]]
-            receives = receives or within(marks.receives, part)
-            if marks.lacks_stages:  # then messages arrive before the ranges of actions
+            receives = [receive for post in last_post for receive in within(events.receives, post) or [post]]
+            receives = receives or within(events.receives, part)
+            if events.lacks_stages:  # then messages arrive before the ranges of actions
                 receives = (
                     receives
                     or arrivals[bisect_right(arrivals, last_end, key=_end) : bisect_right(arrivals, part.start, key=_end)]
@@ -169,9 +169,9 @@ def _read_ranges(marks: Marks) -> Iterator[TimedAction]:
                 last_end = part.end
             receives = receives if action.kind is not Kind.W else []
             start = max([part.start, *(receive.end for receive in receives if receive.end <= part.end)])
-            sends = [send for send in within(marks.sends, part) if send.start >= start]
+            sends = [send for send in within(events.sends, part) if send.start >= start]
             end = sends[0].start if sends else part.end
-            sent = sends[-1].end if sends else _send_end(marks, part.end)
+            sent = sends[-1].end if sends else _send_end(events, part.end)
             host_start = part.start if launch is None else launch
             yield TimedAction(action, start, end, sent, host_start, tuple(receives))
 
@@ -180,55 +180,55 @@ def _end(span: Range) -> float:
     return span.end
 
 
-def _split_pair(span: Range, marks: Marks) -> list[Range]:
+def _split_pair(span: Range, events: TraceEvents) -> list[Range]:
     """Split the range of two actions that torch runs one after the other; the second begins with autograd's operations."""
-    backwards = within([operation for operation, _ in marks.backwards], span)
+    backwards = within([operation for operation, _ in events.backwards], span)
     if not backwards:
         middle = (span.start + span.end) / 2
         return [Range(span.start, middle), Range(middle, span.end)]
     begin = backwards[0].start
-    forwards = [operation.end for operation in within(marks.forward_operations, span) if operation.end <= begin]
+    forwards = [operation.end for operation in within(events.forward_operations, span) if operation.end <= begin]
     return [Range(span.start, max(forwards, default=begin)), Range(begin, span.end)]
 
 
-def _send_end(marks: Marks, end: float) -> float | None:
+def _send_end(events: TraceEvents, end: float) -> float | None:
     """Return the end of the send after an action that ended at `end`; None if another action comes first."""
-    index = bisect_left(marks.messages, end, key=start_of)
-    next_action = bisect_left(marks.actions, end, key=start_of)
-    if index == len(marks.messages) or marks.messages[index][1] is not None:
+    index = bisect_left(events.messages, end, key=start_of)
+    next_action = bisect_left(events.actions, end, key=start_of)
+    if index == len(events.messages) or events.messages[index][1] is not None:
         return None
-    send = marks.messages[index][0]
-    return send.end if next_action == len(marks.actions) or send.start < marks.actions[next_action][0].start else None
+    send = events.messages[index][0]
+    return send.end if next_action == len(events.actions) or send.start < events.actions[next_action][0].start else None
 
 
-def _number_calls(marks: Marks) -> None:
+def _number_calls(events: TraceEvents) -> None:
     """Number the calls that name no microbatch: the first of a kind in a profiler step is microbatch 0."""
-    for step in _profiler_steps(marks):
+    for step in _profiler_steps(events):
         last_end, counts = dict.fromkeys(Kind, -math.inf), dict.fromkeys(Kind, 0)
-        for span, kind in marks.calls:
+        for span, kind in events.calls:
             if step.start <= span.start < step.end and span.start >= last_end[kind]:  # else it is inside a call of its kind
-                marks.actions.append((span, (Action(kind, ONLY_STAGE, counts[kind]),)))
+                events.actions.append((span, (Action(kind, ONLY_STAGE, counts[kind]),)))
                 last_end[kind], counts[kind] = span.end, counts[kind] + 1
-    marks.actions.sort(key=start_of)
-    marks.lacks_stages = bool(marks.actions)
+    events.actions.sort(key=start_of)
+    events.lacks_stages = bool(events.actions)
 
 
-def _profiler_steps(marks: Marks) -> list[Range]:
+def _profiler_steps(events: TraceEvents) -> list[Range]:
     """Return the profiler's steps; without a `schedule=`, torch.profiler marks none, and the whole trace is one."""
-    return sorted(marks.steps.values()) or [Range(-math.inf, math.inf)]
+    return sorted(events.steps.values()) or [Range(-math.inf, math.inf)]
 
 
 # ---- actions without ranges
 
 
-def _infer_actions(marks: Marks) -> Iterator[TimedAction]:
+def _infer_actions(events: TraceEvents) -> Iterator[TimedAction]:
     """Infer the actions of a rank with one stage from its operations; microbatches count up in each profiler step."""
-    ranges, all_groups = list[tuple[Range, Action]](), list(_group_backwards(marks))
-    for step in _profiler_steps(marks):
+    ranges, all_groups = list[tuple[Range, Action]](), list(_group_backwards(events))
+    for step in _profiler_steps(events):
         groups = [group for group in all_groups if step.start <= group[0][0].start < step.end]
         for microbatch, group in enumerate(groups):
             backward = Range(group[0][0].start, max(operation.end for operation, _ in group))
-            linked_forwards = [marks.forwards[number] for _, number in group if number in marks.forwards]
+            linked_forwards = [events.forwards[number] for _, number in group if number in events.forwards]
             forwards = [operation for operation in linked_forwards if operation.end <= backward.start]
             if forwards:
                 forward = Range(min(forwards).start, max(operation.end for operation in forwards))
@@ -238,21 +238,21 @@ def _infer_actions(marks: Marks) -> Iterator[TimedAction]:
                 ]
     ranges.sort(key=start_of)
 
-    arrivals, last_end = sorted(receive.end for receive in marks.receives), -math.inf
+    arrivals, last_end = sorted(receive.end for receive in events.receives), -math.inf
     for (span, action), next_start in zip(ranges, [*(later.start for later, _ in ranges[1:]), math.inf], strict=False):
         new_arrivals = arrivals[bisect_right(arrivals, last_end) : bisect_right(arrivals, span.start)]
-        sends = within(marks.sends, Range(span.end, next_start))
+        sends = within(events.sends, Range(span.end, next_start))
         receives = tuple(Range(arrival, arrival) for arrival in new_arrivals)
         start = max(new_arrivals, default=span.start)  # includes the host's time until the first operation
         yield TimedAction(action, start, span.end, sends[-1].end if sends else None, start, receives)
         last_end = span.end
 
 
-def _group_backwards(marks: Marks) -> Iterator[list[tuple[Range, int]]]:
+def _group_backwards(events: TraceEvents) -> Iterator[list[tuple[Range, int]]]:
     """Yield autograd's operations in groups: a new one begins where a message was posted."""
     group: list[tuple[Range, int]] = []
-    for operation in marks.backwards:
-        if group and bisect_left(marks.posts, group[-1][0].end) < bisect_left(marks.posts, operation[0].start):
+    for operation in events.backwards:
+        if group and bisect_left(events.posts, group[-1][0].end) < bisect_left(events.posts, operation[0].start):
             yield group
             group = []
         group.append(operation)

@@ -16,7 +16,7 @@ from pathlib import Path
 from penstock.errors import PenstockError
 from penstock.integrations.chrome_trace import PROFILE, is_trace
 from penstock.integrations.clocks import clock_offsets
-from penstock.integrations.rank_trace import RankTrace, TimedAction, read_rank
+from penstock.integrations.rank_trace import RankTrace, TimedAction, read_rank_trace
 from penstock.integrations.trace_delays import describe_delays, find_delays
 from penstock.schedule import Action, Event, Kind, MeasuredTimeline, Schedule, ScheduleError, build, from_rows, names
 from penstock.view.reading import check_timeline
@@ -58,7 +58,7 @@ def read_record(
     stages, if no `placement` is given.
     """
     files = trace_files(paths)
-    traces = _select_pipeline([read_rank(file, position, on_bytes) for position, file in enumerate(files)], ranks)
+    traces = _select_pipeline([read_rank_trace(file, position, on_bytes) for position, file in enumerate(files)], ranks)
     _check_same_job(traces)
     _count_microbatches_by_step(traces)
     _set_stages(traces, placement, stages_per_rank)
@@ -71,7 +71,7 @@ def read_record(
     intervals = [[{timed.action: (timed.start, timed.end) for timed in row} for row in rows] for rows in steps.values()]
     offsets, error = clock_offsets(intervals, [trace.host for trace in traces])
     name = f"{_catalog_name(table)}, measured"
-    timelines, message_bytes = [], max(trace.marks.message_bytes for trace in traces)
+    timelines, message_bytes = [], max(trace.events.max_message_bytes for trace in traces)
     for key, rows in steps.items():
         events = tuple(_events(rank, row, offsets[rank]) for rank, row in enumerate(rows))
         between_steps = tuple(_seconds_before_step(trace, row) for trace, row in zip(traces, rows, strict=True))
@@ -80,7 +80,7 @@ def read_record(
             events,
             between_steps=between_steps,
             message_bytes=message_bytes,
-            pairs_send_together=traces[0].marks.is_of_torch_runtime,
+            pairs_send_together=traces[0].events.is_of_torch_runtime,
         )
         timelines.append(_check_timeline(timeline, key, traces))
     record = Record(tuple(timelines), unit="s", labels=tuple(map(_step_name, steps)))

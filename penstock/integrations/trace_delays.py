@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import median
 
 from penstock.integrations.rank_trace import RankTrace, TimedAction
-from penstock.integrations.trace_marks import CollectiveCall, Range, within
+from penstock.integrations.trace_events import CollectiveCall, Range, within
 from penstock.schedule import Action, Event, Improvement, Kind, Timeline
 from penstock.timing.causes import NOTABLE_SHARE
 from penstock.timing.replay import replay
@@ -113,12 +113,12 @@ def _blocked_collectives(step: Timeline, traces: Sequence[RankTrace], usual: Seq
     """Yield, for each rank, collectives that waited behind an earlier receive which their action did not need."""
     for rank, (trace, row) in enumerate(zip(traces, usual, strict=True)):
         receives = [(span, timed.action) for timed in row for span in timed.receives]
-        messages = [*receives, *((span, None) for span in trace.marks.transfers)]
+        messages = [*receives, *((span, None) for span in trace.events.transfers)]
         waits, reasons = defaultdict[Action, float](float), list[str]()
         for timed in row:
             for collective in _collectives_in(trace, [timed]) if messages else ():
                 for span, receiver in messages:
-                    if receiver != timed.action and span.end > timed.start and _blocks(span, collective):
+                    if receiver != timed.action and span.end > timed.start and _is_blocked_by(collective, span):
                         waits[timed.action] = max(
                             waits[timed.action], span.end - max(collective.posted, span.start, timed.start)
                         )
@@ -132,19 +132,19 @@ def _blocked_collectives(step: Timeline, traces: Sequence[RankTrace], usual: Seq
             yield Improvement("blocked", text, gain, timeline, rank)
 
 
-def _blocks(receive: Range, collective: CollectiveCall) -> bool:
-    """Return whether `collective` was posted during `receive`, and continued right after its end."""
-    if not receive.start <= collective.posted < receive.end:
+def _is_blocked_by(collective: CollectiveCall, message: Range) -> bool:
+    """Return whether `collective` was posted during `message`, and continued right after its end."""
+    if not message.start <= collective.posted < message.end:
         return False
     if collective.began > collective.posted:  # on a device
-        return 0 <= collective.began - receive.end <= CLOSE_SECONDS
-    delay = collective.end - receive.end
-    return 0 <= delay <= max(CLOSE_SECONDS, SHORT_REST_SHARE * (receive.end - collective.posted))
+        return 0 <= collective.began - message.end <= CLOSE_SECONDS
+    delay = collective.end - message.end
+    return 0 <= delay <= max(CLOSE_SECONDS, SHORT_REST_SHARE * (message.end - collective.posted))
 
 
 def _collectives_in(trace: RankTrace, row: RankStep) -> Iterator[CollectiveCall]:
     """Yield the collectives that began in the actions of `row`."""
-    collectives = trace.marks.collectives
+    collectives = trace.events.collectives
     for timed in row:
         begin = bisect_left(collectives, timed.start, key=lambda collective: collective.began)
         yield from collectives[begin : bisect_right(collectives, timed.end, key=lambda collective: collective.began)]
@@ -170,14 +170,14 @@ def _work_between_steps(record: Record, traces: Sequence[RankTrace]) -> Iterator
 
 def _loop_work(trace: RankTrace, steps: int) -> dict[str, float]:
     """Return the seconds a step that the rank's data loader and optimizer take."""
-    loader_seconds = sum(span.end - span.start for span in trace.marks.loader_calls)
-    optimizer = sum(step.span.end - step.span.start for step in trace.marks.optimizer)
+    loader_seconds = sum(span.end - span.start for span in trace.events.loader_calls)
+    optimizer = sum(step.span.end - step.span.start for step in trace.events.optimizer)
     return {"data loader": loader_seconds / steps, f"optimizer{_fusion(trace)}": optimizer / steps}
 
 
 def _fusion(trace: RankTrace) -> str:
     """Return the number of operations of an optimizer step, as text; empty if the optimizer is fused."""
-    steps = [step for step in trace.marks.optimizer if step.operations]
+    steps = [step for step in trace.events.optimizer if step.operations]
     if not steps or any(step.is_fused for step in steps):
         return ""
     return f" (not fused, {median(step.operations for step in steps):.0f} operations)"
@@ -188,15 +188,15 @@ def _fusion(trace: RankTrace) -> str:
 
 def _gap_shares(traces: Sequence[RankTrace], usual: Sequence[RankStep]) -> dict[str, float]:
     """Return the seconds between actions, over all ranks, by what ran: waits, sends, FSDP, kernels, other host code."""
-    shares = dict.fromkeys(("waiting for messages", "sending", *traces[0].marks.sharding, "device", "host"), 0.0)
+    shares = dict.fromkeys(("waiting for messages", "sending", *traces[0].events.sharding, "device", "host"), 0.0)
     for trace, row in zip(traces, usual, strict=True):
-        kernels = sorted(trace.marks.kernels.values())
+        kernels = sorted(trace.events.kernels.values())
         for previous, next_action in pairwise(row):
             gap = Range(previous.end, next_action.start)
             for name, ranges in (
                 ("waiting for messages", next_action.receives),
                 ("sending", [Range(previous.end, previous.sent)] if previous.sent else []),
-                *((name, within(ranges, gap)) for name, ranges in trace.marks.sharding.items()),
+                *((name, within(ranges, gap)) for name, ranges in trace.events.sharding.items()),
                 ("device", kernels[bisect_left(kernels, (gap.start,)) : bisect_left(kernels, (gap.end,))]),
             ):
                 for span in ranges:

@@ -58,7 +58,7 @@ class OptimizerStep:
         self.span, self.operations, self.is_fused = span, 0, False
 
 
-class Marks:
+class TraceEvents:
     """The events of a trace that matter. `sort` sorts them by start."""
 
     def __init__(self, base: float) -> None:
@@ -79,7 +79,7 @@ class Marks:
         self.transfers: list[Range] = []  # sends and receives on the device
         self.loader_calls: list[Range] = []  # `next()` of a data loader
         self.optimizer: list[OptimizerStep] = []
-        self.message_bytes = 0.0  # of the largest message
+        self.max_message_bytes = 0.0  # of the largest message
         self.lacks_stages = False
         self.is_of_torch_runtime = False
         self.sharding: dict[str, list[Range]] = {
@@ -137,12 +137,12 @@ class Marks:
             return
         self.transfers.append(span)
         if isinstance(elements, int):
-            self._add_message(elements, args.get("dtype"))
+            self._update_max_message_bytes(elements, args.get("dtype"))
 
-    def _add_message(self, elements: float, dtype: Any) -> None:
+    def _update_max_message_bytes(self, elements: float, dtype: Any) -> None:
         """Update the bytes of the largest message."""
         if 0 <= elements < MAX_ELEMENTS:
-            self.message_bytes = max(self.message_bytes, float(elements) * _BYTES.get(str(dtype).lower(), 0))
+            self.max_message_bytes = max(self.max_message_bytes, float(elements) * _BYTES.get(str(dtype).lower(), 0))
 
     def _add_call(self, name: str, span: Range) -> None:
         """Collect a forward or backward that a function of Megatron, DeepSpeed or torch runs."""
@@ -169,7 +169,7 @@ class Marks:
             self.steps[int(match[1])] = span
         elif name in ("gloo:recv", "nccl:recv"):
             self.receives.append(span)
-            self._add_shape(args)
+            self._add_message_size(args)
         elif (match := _COLLECTIVE.fullmatch(name)) and match[1] not in _TRANSFERS:
             self.collectives.append(CollectiveCall(match[1], span.start, *span))
         elif name.startswith("enumerate(DataLoader)#"):
@@ -179,10 +179,10 @@ class Marks:
         else:
             self._add_call(name, span)
 
-    def _add_shape(self, args: dict[str, Any]) -> None:
+    def _add_message_size(self, args: dict[str, Any]) -> None:
         """Collect the size of a message, which a trace with `record_shapes=True` has."""
         with contextlib.suppress(LookupError, TypeError, ValueError, OverflowError):
-            self._add_message(math.prod(args["Input Dims"][0]), args["Input type"][0])
+            self._update_max_message_bytes(math.prod(args["Input Dims"][0]), args["Input type"][0])
 
     def _add_operation(self, name: str, span: Range, args: dict[str, Any]) -> None:
         """Collect an operation on the CPU: of the optimizer, a send or receive, of autograd, or a forward."""

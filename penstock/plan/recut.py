@@ -155,17 +155,17 @@ def rank_speeds(measured: Measurement, balance: Balance) -> tuple[float, ...]:
 # -- the cut ---------------------------------------------------------------------------------------------------------------
 
 
-class MeasuredCut(NamedTuple):
+class FastestCut(NamedTuple):
     """The fastest cut found at the costs of the last steps; its `str` is a line to paste."""
 
     cuts: tuple[str, ...]  # the layer that each stage but the first begins with
-    seconds: float  # of a step, predicted
-    seconds_now: float  # of a step with the cut that ran, predicted in the same way; infinite for another number of stages
+    predicted_seconds: float  # of a step
+    predicted_seconds_now: float  # of a step with the cut that ran; infinite for another number of stages
 
     @property
     def gain(self) -> float:
         """The share of the step that would be saved."""
-        return 1 - self.seconds / self.seconds_now if self.seconds_now else 0.0
+        return 1 - self.predicted_seconds / self.predicted_seconds_now if self.predicted_seconds_now else 0.0
 
     @property
     def is_notable(self) -> bool:
@@ -177,7 +177,7 @@ class MeasuredCut(NamedTuple):
         if not self.is_notable:
             return f"no other cut would make the step {NOTABLE_SHARE:.0%} shorter, the best {max(0.0, self.gain):.1%}"
         names = ", ".join(f'"{name}"' for name in self.cuts)
-        return f"pipe.rebuild(cuts=[{names}]): {1e3 * self.seconds:.4g} ms, {self.gain:.1%} less"
+        return f"pipe.rebuild(cuts=[{names}]): {1e3 * self.predicted_seconds:.4g} ms, {self.gain:.1%} less"
 
 
 def choose_fastest_cut(
@@ -187,7 +187,7 @@ def choose_fastest_cut(
     cuttable: CuttableModel | None,
     cuts: Sequence[str],
     table: Schedule,
-) -> MeasuredCut:
+) -> FastestCut:
     """Return the cut for `table` that rank 0 finds, from the last steps of all ranks, which all call it. `cuts`: that ran.
 
     Raises MismatchError for stages that were given, PenstockError as `measurement_of_steps`.
@@ -206,10 +206,10 @@ def choose_fastest_cut(
         names = cuttable.unit_order
         balance = Balance(tuple(names), tuple(costs), (0, *map(names.index, cuts)), cost_kind)
         cut = fastest_cut(measured, balance, table)
-    return cast(MeasuredCut, control.all_gather_value(cut, "to choose the cut")[0])
+    return cast(FastestCut, control.all_gather_value(cut, "to choose the cut")[0])
 
 
-def fastest_cut(measured: Measurement, balance: Balance, table: Schedule | None = None) -> MeasuredCut:
+def fastest_cut(measured: Measurement, balance: Balance, table: Schedule | None = None) -> FastestCut:
     """Return the fastest cut found for `table`, by default the one that ran. Memory is not limited.
 
     `balance`: the layers with their costs, and the cut that ran. Raises MismatchError for more stages than layers.
@@ -237,9 +237,9 @@ def fastest_cut(measured: Measurement, balance: Balance, table: Schedule | None 
     )
     search = PartitionSearch(LayerChain(layers), ScheduleTimer(table), limits)
     found = [search.evaluate(tuple(balanced_starts([layer.seconds for layer in layers], table.num_stages)))]
-    seconds_now = math.inf
+    predicted_seconds_now = math.inf
     if table.num_stages == len(balance.starts):
         found.append(search.evaluate(balance.starts))
-        seconds_now = found[-1].seconds
+        predicted_seconds_now = found[-1].seconds
     best = min((search.improve(partition, SEARCHED_ACTIONS, Random(0)) for partition in found), key=lambda cut: cut.seconds)
-    return MeasuredCut(tuple(balance.names[start] for start in best.starts[1:]), best.seconds, seconds_now)
+    return FastestCut(tuple(balance.names[start] for start in best.starts[1:]), best.seconds, predicted_seconds_now)

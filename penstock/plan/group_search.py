@@ -5,8 +5,8 @@ Dynamic programming over every boundary between rows takes time with the square 
 1. Up to `MAX_BOUNDARIES` boundaries are tried, spread evenly over rows, tokens and growth of length. Of fewer rows that is all.
 2. All ends of groups are then moved together, each within a window of boundaries, in steps that shrink to one row. Where that
    gains, groups are also merged in one place and halved in another.
-3. Of more than `MAX_COARSE_GROUPS` groups, a half, a quarter, .. is searched first. Each of these stands for `parts` equal
-   groups. Then the longest are halved, and all ends are moved again.
+3. Of more than `MAX_COARSE_GROUPS` groups, a half, a quarter, .. is searched first. Each of these runs stands for
+   `groups_per_run` equal groups. Then the longest are halved, and all ends are moved again.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,11 +42,11 @@ class RunCosts:
     def __init__(self, lengths: Sequence[int], cost: Callable[[int, int], float] | None, tokens_limit: float = inf) -> None:
         self.lengths, self._cost, self._tokens_limit = np.array(lengths, np.int64), cost, tokens_limit
 
-    def __call__(self, starts: Integers, ends: Integers, parts: float = 1.0) -> Floats:
-        """Return the costs of rows start .. end - 1, each run as `parts` equal groups; inf for no row. Shapes broadcast."""
+    def __call__(self, starts: Integers, ends: Integers, groups_per_run: float = 1.0) -> Floats:
+        """Return the costs of rows start .. end - 1, each run as that many equal groups; inf for no row. Shapes broadcast."""
         starts, ends = np.broadcast_arrays(starts, ends)
         has_rows = ends > starts
-        groups = np.clip(ends - starts, 1.0, parts)
+        groups = np.clip(ends - starts, 1.0, groups_per_run)
         rows = np.maximum(1, np.ceil((ends - starts) / groups)).astype(np.int64)
         longest = np.where(has_rows, self.lengths[ends - 1], self.lengths[0])
         return np.where(has_rows, groups * self._evaluate(rows, longest), inf)
@@ -95,7 +95,7 @@ def best_group_ends(
     counts = [groups]
     while counts[-1] > MAX_COARSE_GROUPS and len(costs.lengths) > MAX_BOUNDARIES:
         counts.append(ceil(counts[-1] / 2))
-    boundaries = _boundaries(costs.lengths, fitting_ends)
+    boundaries = _candidate_boundaries(costs.lengths, fitting_ends)
     matrix = costs(boundaries[:, None], boundaries[None, :], groups / counts[-1])
     places = _best_ends_in_matrix(matrix, counts[-1])
     ends = list(fitting_ends) if places is None else boundaries[places].tolist()
@@ -104,12 +104,12 @@ def best_group_ends(
 
     for count in reversed(counts):
         if len(ends) <= count:
-            ends = _move_ends(costs, _halve_longest(ends, count), groups / count)
+            ends = _improve_ends(costs, _halve_longest(ends, count), groups / count)
         on_progress(count / sum(counts))
     return ends
 
 
-def _boundaries(lengths: Integers, fitting_ends: Sequence[int]) -> Integers:
+def _candidate_boundaries(lengths: Integers, fitting_ends: Sequence[int]) -> Integers:
     """Return the boundaries between rows to be tried, 0 and the number of rows included."""
     rows = len(lengths)
     if rows <= MAX_BOUNDARIES:
@@ -175,17 +175,18 @@ def _halve_longest(ends: list[int], groups: int) -> list[int]:
     return ends
 
 
-def _move_ends(costs: RunCosts, ends: list[int], parts: float) -> list[int]:
+def _improve_ends(costs: RunCosts, ends: list[int], groups_per_run: float) -> list[int]:
     """Return better ends: all move together in ever smaller steps, and some to other groups, while that gains."""
     groups, rows = len(ends), len(costs.lengths)
     window = max(MIN_WINDOW, int((WINDOW_COSTS / groups) ** 0.5 / 2))
     step = ceil(rows / groups / (2 * window))
     best_total = inf
     while True:
-        total, moved_ends = _best_ends_in_windows(costs, ends, step, window, parts)
-        transferred_ends = _transfer_ends(costs, moved_ends, parts)
+        total, moved_ends = _best_ends_in_windows(costs, ends, step, window, groups_per_run)
+        transferred_ends = _transfer_ends(costs, moved_ends, groups_per_run)
         if transferred_ends != moved_ends:
-            total, moved_ends = min((total, moved_ends), _best_ends_in_windows(costs, transferred_ends, step, window, parts))
+            in_windows = _best_ends_in_windows(costs, transferred_ends, step, window, groups_per_run)
+            total, moved_ends = min((total, moved_ends), in_windows)
         has_gained = total < (1 - MIN_GAIN) * best_total
         if total < best_total:
             best_total, ends = total, moved_ends
@@ -195,17 +196,17 @@ def _move_ends(costs: RunCosts, ends: list[int], parts: float) -> list[int]:
             step = max(1, step // window)
 
 
-def _transfer_ends(costs: RunCosts, ends: list[int], parts: float) -> list[int]:
+def _transfer_ends(costs: RunCosts, ends: list[int], groups_per_run: float) -> list[int]:
     """Return ends of which some were taken away where that costs little, and as many added where that saves more."""
     if len(ends) < 3:
         return ends
     bounds = np.array([0, *ends])
-    now = costs(bounds[:-1], bounds[1:], parts)
-    merged = costs(bounds[:-2], bounds[2:], parts)
+    now = costs(bounds[:-1], bounds[1:], groups_per_run)
+    merged = costs(bounds[:-2], bounds[2:], groups_per_run)
     losses = np.where(merged <= now.max(), merged - now[:-1] - now[1:], inf)
 
     middles = bounds[:-1, None] + (np.diff(bounds)[:, None] * np.arange(1, SPLITS_TRIED + 1)) // (SPLITS_TRIED + 1)
-    halves = costs(bounds[:-1, None], middles, parts) + costs(middles, bounds[1:, None], parts)
+    halves = costs(bounds[:-1, None], middles, groups_per_run) + costs(middles, bounds[1:, None], groups_per_run)
     gains = now - halves.min(axis=1)
 
     removed, halved = losses.argsort(), (-gains).argsort()
@@ -216,7 +217,7 @@ def _transfer_ends(costs: RunCosts, ends: list[int], parts: float) -> list[int]:
 
 
 def _best_ends_in_windows(
-    costs: RunCosts, ends: Sequence[int], step: int, window: int, parts: float
+    costs: RunCosts, ends: Sequence[int], step: int, window: int, groups_per_run: float
 ) -> tuple[float, list[int]]:
     """Return the best ends within `window` steps of `step` rows around `ends`, and their (sum + largest).
 
@@ -225,7 +226,7 @@ def _best_ends_in_windows(
     positions = np.array([0, *ends])[:, None] + step * np.arange(-window, window + 1)
     positions = np.clip(positions, 0, len(costs.lengths))
     positions[0], positions[-1] = 0, len(costs.lengths)
-    run_costs = costs(positions[:-1, :, None], positions[1:, None, :], parts).transpose(0, 2, 1)  # group, end, start
+    run_costs = costs(positions[:-1, :, None], positions[1:, None, :], groups_per_run).transpose(0, 2, 1)  # group, end, start
     largest = run_costs[:, window, window].max()
     bounds = largest * np.array(LARGEST_COST_FACTORS) if np.isfinite(largest) else np.array([inf])
 

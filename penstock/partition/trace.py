@@ -60,7 +60,7 @@ def _trace_again(
         return _trace(model, units, {}, templates, kinds)
 
 
-class _Value(fx.Proxy):
+class _ValueProxy(fx.Proxy):
     """A value in the graph.
 
     `value += operand` changes it in place in the graph too, where torch's own proxy would make another.
@@ -100,12 +100,12 @@ class _Value(fx.Proxy):
         object.__setattr__(self, name, value)
 
 
-class _Proxy(_Value):
+class _NodeProxy(_ValueProxy):
     def _key(self) -> Key:
         return self.node.meta[VALUE_KEY]
 
 
-class _Attribute(_Value, fx.proxy.Attribute):
+class _AttributeProxy(_ValueProxy, fx.proxy.Attribute):
     """An attribute, or a method that is called."""
 
     is_called = False
@@ -124,7 +124,7 @@ def _isinstance_of_values() -> Iterator[None]:
     original = builtins.isinstance
 
     def is_instance(value: Any, classes: Any) -> bool:
-        is_value = type(value) in (_Proxy, _Attribute)
+        is_value = type(value) in (_NodeProxy, _AttributeProxy)
         return original(value, classes) or (is_value and issubclass(value.class_(), classes))
 
     builtins.isinstance = is_instance
@@ -139,7 +139,7 @@ def _inplace_method(change: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in INPLACE_OPERATORS:
-    setattr(_Value, f"__{_name}__", _inplace_method(getattr(operator, _name)))
+    setattr(_ValueProxy, f"__{_name}__", _inplace_method(getattr(operator, _name)))
 
 
 class _UnitTracer(fx.Tracer):
@@ -147,7 +147,7 @@ class _UnitTracer(fx.Tracer):
         super().__init__(param_shapes_constant=True)
         self.units, self.kinds, self._templates, self._autocast = units, kinds, templates, _autocast_modes()
         self.changes: dict[Attribute, AttributeChange] = {}  # attributes that the forward has set
-        self._attributes: list[_Attribute] = []  # of values, which the forward has read
+        self._attributes: list[_AttributeProxy] = []  # of values, which the forward has read
         self._argument_classes: dict[str, type] = {}  # by name of a placeholder
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
@@ -157,13 +157,13 @@ class _UnitTracer(fx.Tracer):
         """Return what the forward gets of a node: a value in the graph, or the value itself if it is known."""
         kind = self.kinds.get(node.meta[VALUE_KEY])
         if not isinstance(kind, Constant):
-            return _Proxy(node, self)
+            return _NodeProxy(node, self)
         if kind.value is MISSING:
             raise KeyError(node.args[1])
         return kind.value
 
-    def attribute(self, value: _Value, name: str) -> _Attribute:
-        self._attributes.append(_Attribute(value, name))
+    def attribute(self, value: _ValueProxy, name: str) -> _AttributeProxy:
+        self._attributes.append(_AttributeProxy(value, name))
         return self._attributes[-1]
 
     def class_of(self, key: Key) -> type:
@@ -173,7 +173,7 @@ class _UnitTracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         """Return what stands in the graph for an argument."""
-        return a.node if type(a) in (_Proxy, _Attribute) else super().create_arg(a)  # `isinstance` would find a tensor
+        return a.node if type(a) in (_NodeProxy, _AttributeProxy) else super().create_arg(a)  # `isinstance` would find a tensor
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Return a node that records whether it is inside a `torch.no_grad()`."""

@@ -55,13 +55,13 @@ def idle_times(step: TimelineEvents) -> tuple[tuple[Idle, ...], ...]:
     """Return the idle periods of every rank with their causes, in order."""
     rows = [list(step.cells(rank)) for rank in range(step.ranks)]
     causes = [list(_causes_without_communication(row)) for row in rows]
-    in_between = [
+    between_fill_and_drain = [
         cell[0].action
         for row, row_causes in zip(rows, causes, strict=True)
         for cell, cause in zip(row, row_causes, strict=True)
         if cause is Cause.ORDER
     ]
-    imbalance = imbalance_before_actions(step, in_between)
+    imbalance = imbalance_before_actions(step, between_fill_and_drain)
     return tuple(tuple(_idle_times(step, *row, imbalance)) for row in zip(rows, causes, strict=True))
 
 

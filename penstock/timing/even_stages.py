@@ -16,19 +16,19 @@ from penstock.timing.events import TimelineEvents
 ROUNDING = 1e-9  # of a time: sizes and waits that differ by less are equal
 
 
-def imbalance_before_actions(step: TimelineEvents, in_between: Collection[Action]) -> dict[Action, float]:
+def imbalance_before_actions(step: TimelineEvents, between_fill_and_drain: Collection[Action]) -> dict[Action, float]:
     """Return action -> the part of the wait before it that is imbalance, in the time unit of `step`; no action with none.
 
-    Together they are what the waits before the actions `in_between` lose with even stages, where some get longer.
+    Together they are what the waits before the actions `between_fill_and_drain` lose with even stages, where some get longer.
     """
     sizes = _stage_sizes(step)
     mean = fmean(sizes.values()) if sizes else 0.0
-    if not in_between or all(abs(size - mean) <= ROUNDING * mean for size in sizes.values()):
+    if not between_fill_and_drain or all(abs(size - mean) <= ROUNDING * mean for size in sizes.values()):
         return {}
 
     even_ends = _ends_with_even_stages(step, {stage: mean / size for stage, size in sizes.items() if size})
     waits, even_waits = (dict(_waits(step, ends)) for ends in ({event.action: event.end for event in step.events}, even_ends))
-    savings = [(action, waits[action] - even_waits[action]) for action in in_between]
+    savings = [(action, waits[action] - even_waits[action]) for action in between_fill_and_drain]
     longer = sum(saving for _, saving in savings if saving > 0)
     total = sum(saving for _, saving in savings)
     if total <= ROUNDING * step.makespan:

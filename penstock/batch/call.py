@@ -221,7 +221,7 @@ class CallReader:
             pieces, lengths = self._cut(microbatches, "the batch")
             return _CutTree(pieces, microbatches.rows, lengths, "a list", shapes)
 
-        check_inputs(call, rank)
+        check_has_inputs(call, rank)
         batch, has_one_input = call.inputs, len(call.args) == 1 and not call.kwargs
         check_no_graph(call, batch, "inputs", rank)
         if self.forward is not None and call.options:
@@ -491,7 +491,7 @@ def check_list(value: Any, name: str, call: str) -> None:
         raise MismatchError(f"{call} got an empty list as {name}: give an entry for each microbatch, one or more")
 
 
-def check_inputs(call: Call, rank: int) -> None:
+def check_has_inputs(call: Call, rank: int) -> None:
     """Raise MismatchError if the first stage's rank was given nothing."""
     if call.kwargs or [argument for argument in call.args if argument is not None]:
         return

@@ -81,7 +81,7 @@ def take_entries(entries: Sequence[Any], name: str, layout: Layout) -> Microbatc
 
 
 def _count_entry_rows(entry: Any, what: str, layout: Layout) -> int | None:
-    sizes = _leaf_rows(entry, what, layout.rows_dim)
+    sizes = _distinct_row_counts(entry, what, layout.rows_dim)
     if sizes == {0}:
         raise _no_rows_error(entry, what)
     if len(sizes) > 1 or WITHOUT_ROWS_DIM in sizes:
@@ -145,15 +145,15 @@ def count_rows(batch: Any, what: str = "batch", rows_dim: int = 0) -> int | None
         _check_is_dense(batch, what)
         if batch.dim() > rows_dim:
             return batch.shape[rows_dim]
-    sizes = _leaf_rows(batch, what, rows_dim)
+    sizes = _distinct_row_counts(batch, what, rows_dim)
     if len(sizes) > 1 or WITHOUT_ROWS_DIM in sizes:
         shapes = describe_shapes(batch, what, rows_dim)
         raise MismatchError(f"the tensors of a batch must have the same number of rows: {shapes}; {rows_dim_hint(rows_dim)}")
     return next(iter(sizes), None)
 
 
-def _leaf_rows(batch: Any, what: str, rows_dim: int) -> set[int]:
-    """Return the different rows that tensors of `batch` have; WITHOUT_ROWS_DIM for one that lacks the dimension.
+def _distinct_row_counts(batch: Any, what: str, rows_dim: int) -> set[int]:
+    """Return the different numbers of rows of the tensors in `batch`; WITHOUT_ROWS_DIM for one that lacks the dimension.
 
     Raises MismatchError for tensors that are sparse, nested or on the meta device.
     """

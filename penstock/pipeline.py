@@ -204,7 +204,7 @@ class Pipeline(LastStep, PipelineParameters, PipelineSamplers, ModuleMisuseHints
         self._number, self.position, self.topology = parts.number, parts.position, parts.position.pipeline
         self._engine, self._observers, self._parameters = parts.engine, parts.observers, parts.engine.parameters
         self._original, self._first_attributes = parts.original, parts.first_attributes
-        self._memory, self._gradient_factor = parts.observers.memory, parts.observers.gradient_factor
+        self._memory, self._update_check = parts.observers.memory, parts.observers.update_check
         self._recut_call = RECUT_CALL if parts.original.cuttable is not None else ""
         self._run_step = self._engine.step
         if options.on_nonfinite is not None and self._observers.monitor is not None:

@@ -15,7 +15,7 @@ from penstock.engine.optimizers import (
 )
 from penstock.engine.pipeline_calls import PipelineCalls
 from penstock.errors import MismatchError
-from penstock.guards.gradient_factor import GradientFactorCheck
+from penstock.guards.unequal_updates import UnequalUpdatesCheck
 from penstock.mesh.position import MeshPosition
 from penstock.stage.rank_parameters import RankParameters
 
@@ -26,7 +26,7 @@ class PipelineParameters(PipelineCalls):
     position: MeshPosition
     _parameters: RankParameters
     _original: OriginalModel
-    _gradient_factor: GradientFactorCheck
+    _update_check: UnequalUpdatesCheck
     _empty_parameter: nn.Parameter  # see `parameters`
     _has_optimizer = False  # whether one was made of `parameters()`
 
@@ -119,7 +119,7 @@ class PipelineParameters(PipelineCalls):
         """
         norms = self._exchange_gradient_norms(norm_type, max_norm)
         total = self._parameters.clip_grads(norms, max_norm, float(norm_type))
-        self._gradient_factor.record_gradients()
+        self._update_check.record_gradients()
         return total
 
     def _exchange_gradient_norms(self, norm_type: float, max_norm: float = 0.0) -> list[Any]:

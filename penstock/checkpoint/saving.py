@@ -134,8 +134,8 @@ def count_text(values: Sequence[Any]) -> str:
 def _warn_if_gradients_pending(pipe: Pipeline, optimizers: Sequence[Any]) -> None:
     """Warn on rank 0 if gradients wait for `optimizer.step()`, unless a GradScaler is enabled: it skips steps on purpose."""
     skips = pipe.scaler is not None and pipe.scaler.is_enabled()
-    gradient_factor, rank = pipe._gradient_factor, pipe.position.world.rank
-    if optimizers and rank == 0 and not skips and gradient_factor.awaits_optimizer_step():
+    update_check, rank = pipe._update_check, pipe.position.world.rank
+    if optimizers and rank == 0 and not skips and update_check.awaits_optimizer_step():
         warnings.warn(
             "checkpoint.save() comes between pipe.step() and optimizer.step(): a checkpoint has no gradients, so a training "
             "that is resumed from it lacks those that are added up here: save after optimizer.step()",

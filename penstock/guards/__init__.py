@@ -5,7 +5,7 @@ nonfinite            the first value that is not finite: where it is, and where 
 observer_list        the list of them for a pipeline's engine, in their order
 equal_values         values that ranks must have in common: batches, copies of tied parameters
 loss_check           what steps show of a loss: a mean or a sum, microbatches that weigh alike
-gradient_factor      by what a rank has multiplied its gradients between two steps: all ranks must do it alike
+unequal_updates      ranks that update their weights differently from others between two steps, or not at all
 frozen_stages        stages without a backward: nothing in them may be trained again
 unregistered_uses    parameters that a stage uses but does not register
 reachable_objects    Python objects that several stages can reach

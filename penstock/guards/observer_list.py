@@ -12,13 +12,13 @@ from penstock.engine.step import Engine
 from penstock.guards.changed_weights import ChangedWeightsCheck
 from penstock.guards.equal_values import BatchComparison, TiedCopiesCheck, has_several_readers
 from penstock.guards.frozen_stages import FrozenStageCheck
-from penstock.guards.gradient_factor import GradientFactorCheck
 from penstock.guards.loss_check import LossChecks
 from penstock.guards.nonfinite import NonFiniteMonitor
 from penstock.guards.outdated_weights import OutdatedUseRefusal, TensorsSharedBetweenPipelines
 from penstock.guards.reachable_objects import SharedObject
 from penstock.guards.shared_state import SharedStateCheck
 from penstock.guards.token_mixing import TokenMixingCheck
+from penstock.guards.unequal_updates import UnequalUpdatesCheck
 from penstock.guards.unregistered_uses import RemoteParameterUseCheck
 from penstock.plan.microbatch_costs import MicrobatchSamples
 from penstock.plan.recut import RecentSteps
@@ -29,7 +29,7 @@ class PipelineObservers(NamedTuple):
     """All observers of a pipeline, and those that it asks itself."""
 
     all: Sequence[Observer]
-    gradient_factor: GradientFactorCheck
+    update_check: UnequalUpdatesCheck
     memory: MemoryObserver
     samples: MicrobatchSamples
     recent_steps: RecentSteps
@@ -54,7 +54,7 @@ def make_observers(
         remote_parameters += engine.tied.parameters_of_other_owners()
 
     stages = {index: stage for index, stage in engine.stages.items() if index < table.stages}  # without a teacher's
-    gradient_factor = GradientFactorCheck(stages.values(), rank, num_ranks)
+    update_check = UnequalUpdatesCheck(stages.values(), rank, num_ranks)
     memory = MemoryObserver(stages, table.slices)
     samples, recent_steps = MicrobatchSamples(memory, table.stages), RecentSteps(table.stages)
     cp_index = position.cp_index if position.cp_size > 1 else None
@@ -67,7 +67,7 @@ def make_observers(
         FrozenStageCheck(engine.stages, names, table.name) if table.forward_only else None,
         shared_tensors,
         BatchComparison(position, table.placement) if has_several_readers(position, table.placement) else None,
-        gradient_factor,
+        update_check,
         TiedCopiesCheck(control, engine.tied) if engine.tied.owners else None,
         RemoteParameterUseCheck(rank, modules, remote_parameters),
         monitor,
@@ -82,7 +82,7 @@ def make_observers(
         OutdatedUseRefusal(config.cuttable.model) if config.cuttable and num_ranks > 1 else None,
     ]
     every = [observer for observer in observers if observer is not None]
-    return PipelineObservers(every, gradient_factor, memory, samples, recent_steps, monitor)
+    return PipelineObservers(every, update_check, memory, samples, recent_steps, monitor)
 
 
 def _make_loss_checks(engine: Engine, config: PipelineConfig) -> LossChecks | None:

@@ -387,9 +387,9 @@ def test_gradients_await_the_optimizer_until_its_step_however_it_changes_weights
     optimizer, awaited = optimizer_class(pipe.parameters(), lr=0.1), []
     for _ in range(4):
         pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
-        awaited.append(pipe._gradient_factor.awaits_optimizer_step())
+        awaited.append(pipe._update_check.awaits_optimizer_step())
         optimizer.step()
-        awaited.append(pipe._gradient_factor.awaits_optimizer_step())
+        awaited.append(pipe._update_check.awaits_optimizer_step())
         optimizer.zero_grad()
     assert awaited == [True, False] * 4
 
@@ -400,7 +400,7 @@ def test_an_optimizer_that_changes_data_has_stepped_though_weights_were_clipped_
     for _ in range(3):
         pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
         optimizer.step()
-        awaited.append(pipe._gradient_factor.awaits_optimizer_step())
+        awaited.append(pipe._update_check.awaits_optimizer_step())
         if len(awaited) == 1:
             with torch.no_grad():
                 next(pipe.parameters()).clamp_(-0.5, 0.5)  # a new version, as loading weights makes

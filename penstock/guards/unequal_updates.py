@@ -1,8 +1,8 @@
-"""Find ranks that multiply their gradients by different numbers between two steps, as clipping by a list's norm does.
+"""Find ranks that update their weights differently between two steps: by other multiples of their gradients, or not at all.
 
-A list of parameters is this rank's, and so is their norm: every rank would train with another learning rate, and copies of
-a shared parameter would drift apart. So some small gradients are remembered at the end of a step. When the next one begins, a
-rank sends the number by which all of them were multiplied since; it must be the same on all ranks.
+A list of parameters is this rank's, and so is their norm: if gradients are clipped by it, every rank trains with another
+learning rate, and copies of a shared parameter drift apart. So some small gradients are remembered at the end of a step. When
+the next one begins, a rank sends the number by which all of them were multiplied since; it must be the same on all ranks.
 
 The first weight that has a gradient is remembered too: while it is unchanged, the gradients await the optimizer. So are some of
 its values, since some optimizers change `.data`, without a new version of the tensor.
@@ -34,10 +34,10 @@ UNKNOWN = math.nan
 MIN_STEPS_UNCHANGED = 8  # of weights that an optimizer has: more than the turns of a GAN's other optimizer
 
 
-class GradientFactorCheck(Observer):
-    """Measures by what the gradients of `stages` were multiplied since `record_gradients`, if there are several ranks.
+class UnequalUpdatesCheck(Observer):
+    """Measures by what gradients of `stages` were multiplied since `record_gradients`, and whether weights have changed.
 
-    Changed gradients are compared the 1st, 2nd, 4th, .. time only: comparing waits for a GPU.
+    With one rank nothing is compared. Changed gradients are compared the 1st, 2nd, 4th, .. time only: that waits for a GPU.
     """
 
     num_numbers = 2

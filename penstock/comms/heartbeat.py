@@ -29,7 +29,7 @@ from penstock.comms.process import (
     read_beat,
     read_process_of_rank,
 )
-from penstock.comms.status import HANGING_KEY, publish_loss, publish_suspended, read_and_find_ended
+from penstock.comms.status import HANGING_KEY, publish_gone_and_read, publish_loss, publish_suspended
 from penstock.comms.system import print_notice
 from penstock.comms.time_limits import HEARTBEAT_SECONDS, SILENT_AFTER_MISSED_BEATS, SUSPENDED_AFTER_MISSED_BEATS
 
@@ -147,10 +147,10 @@ class MonitoredRank:
         self._last_beat = beat
 
         if state == ENDED:
-            read_and_find_ended(self.store, [self.rank])
+            publish_gone_and_read(self.store, [self.rank])
         elif self._missed_beats >= SUSPENDED_AFTER_MISSED_BEATS and not publish_suspended(self.store, range(self.num_ranks)):
             is_silent = not state and self._missed_beats >= SILENT_AFTER_MISSED_BEATS  # of another machine
-            if is_silent and not read_and_find_ended(self.store, [self.rank]):
+            if is_silent and not publish_gone_and_read(self.store, [self.rank]):
                 seconds = self._missed_beats * HEARTBEAT_SECONDS
                 text = f"has given no heartbeat for {seconds:g} s (does its machine run, and is the network up?)"
                 publish_loss(self.store, self.rank, "silent", text)

@@ -95,8 +95,8 @@ def read(store: "Store | None", ranks: Collection[int]) -> dict[int, RankStatus]
     return {rank: RankStatus(*json.loads(text)) for rank, text in texts.items() if text}
 
 
-def read_and_find_ended(store: "Store", ranks: Collection[int]) -> dict[int, RankStatus]:
-    """Return the statuses of `ranks` in the job's store, after those that ended without one have got it."""
+def publish_gone_and_read(store: "Store", ranks: Collection[int]) -> dict[int, RankStatus]:
+    """Write `gone` for those of `ranks` that ended without a status; return the statuses of `ranks` in the job's store."""
     statuses = read(store, ranks)
     ended = ranks_in_state(store, set(ranks) - statuses.keys(), ENDED)
     for rank in ended:
@@ -155,7 +155,7 @@ def collect(job_store: "Store", call_store: "Store | None", ranks: Collection[in
     with suppress(RuntimeError):
         for _ in poll(REPORT_GRACE_SECONDS):
             silent = set(ranks) - reports.keys()
-            ended = read_and_find_ended(job_store, silent)  # before the reports are read: a rank reports before it leaves
+            ended = publish_gone_and_read(job_store, silent)  # before the reports are read: a rank reports before it leaves
             reports |= read(call_store, silent | {own.rank})  # a thread of this rank may have reported before
             silent -= reports.keys()
             ended = {rank: status for rank, status in ended.items() if rank in silent}

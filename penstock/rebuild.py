@@ -101,7 +101,7 @@ def _check_inventories(inventories: Mapping[int, RankInventory]) -> None:
             for number, (expected_options, options) in enumerate(zip(expected_groups, groups, strict=True)):
                 check_same_group_options(expected_options, options, number, rank, optimizer_title(place, kinds))
 
-    tensors = {name: record for inventory in inventories.values() for name, record in inventory.tensors.items()}
+    tensors = {name: state for inventory in inventories.values() for name, state in inventory.tensors.items()}
     modules = {name: state for inventory in inventories.values() for name, state in inventory.modules.items()}
     for rank, inventory in inventories.items():
         for name, has_hook in inventory.needed_tensors.items():
@@ -146,11 +146,11 @@ def _warn_if_trained_tensors_move(inventories: Mapping[int, RankInventory]) -> N
         )
 
 
-def _send_tensors(record: Any, control: ControlGroup, receivers: Sequence[int]) -> None:
-    """Send every tensor of a record to all receivers, in pieces."""
+def _send_tensors(state: Any, control: ControlGroup, receivers: Sequence[int]) -> None:
+    """Send every tensor of a state, as `_tensor_state` returns it, to all receivers, in pieces."""
     if not receivers:
         return
-    for tensor in [leaf for leaf in tree_leaves(record) if isinstance(leaf, Tensor)]:
+    for tensor in [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]:
         dense = tensor.detach().to(CPU, copy=True)
         pieces = view_as_bytes(dense.as_strided((dense.numel(),), (1,))).split(MAX_MESSAGE_BYTES)
         for send in [control.send(piece, rank, WAIT_REASON) for piece in pieces for rank in receivers if len(piece)]:
@@ -230,15 +230,15 @@ class Redistribution:
         # 2. Move one tensor after the other.
         self.has_started, positions = True, dict[str, Sequence[Any]]()
         for name, sender, receivers in _tensor_moves(inventories):
-            record = inventories[sender].tensors[name]
+            state = inventories[sender].tensors[name]
             if rank == sender:
                 _send_tensors(self._tensor_state(self._tensors[name]), control, receivers)
             elif rank in receivers:
                 receive = partial(_receive_tensor, control, sender, topology.device)
-                self._fill_tensor(tensors[name], tree_map_only(TensorLayout, receive, record), topology.device)
+                self._set_tensor_state(tensors[name], tree_map_only(TensorLayout, receive, state), topology.device)
 
             if name in tensors:
-                positions[name] = record["group_positions"]
+                positions[name] = state["group_positions"]
             elif name in self._tensors:
                 self._release_tensor(self._tensors[name])
 
@@ -270,10 +270,8 @@ class Redistribution:
         for optimizer in self._optimizers:
             check_has_no_remote_parameters(optimizer, names, rank)
 
-        records = {name: self._tensor_state(tensor) for name, tensor in self._tensors.items()}
-        layouts = {
-            name: tree_map_only(Tensor, partial(_checked_dense_layout, name), record) for name, record in records.items()
-        }
+        states = {name: self._tensor_state(tensor) for name, tensor in self._tensors.items()}
+        layouts = {name: tree_map_only(Tensor, partial(_checked_dense_layout, name), state) for name, state in states.items()}
         if self._original.cuttable is not None and any(map(has_hooks, self._stages.values())):
             raise MismatchError(
                 f"rank {rank}: a hook of a whole stage would be lost, since there will be other stages: take it off, rebuild, "
@@ -309,17 +307,17 @@ class Redistribution:
             if current.get(key, missing) != value:
                 vars(module)[key] = deepcopy(value)
 
-    def _fill_tensor(self, tensor: Tensor, record: Mapping[str, Any], device: torch.device) -> None:
+    def _set_tensor_state(self, tensor: Tensor, state: Mapping[str, Any], device: torch.device) -> None:
         """Give `tensor` the values, gradient and optimizer state that were received."""
         if tensor.is_meta:
             reallocate_in_place(tensor, device)
-        tensor.data = record["tensor"]
-        tensor.requires_grad_(record["requires_grad"])
-        tensor.grad_dtype = record["grad_dtype"]
-        tensor.grad = record["gradient"]
-        for optimizer, state in zip(self._optimizers, record["optimizer_states"], strict=True):
-            if state:
-                optimizer.state[tensor] = state
+        tensor.data = state["tensor"]
+        tensor.requires_grad_(state["requires_grad"])
+        tensor.grad_dtype = state["grad_dtype"]
+        tensor.grad = state["gradient"]
+        for optimizer, optimizer_state in zip(self._optimizers, state["optimizer_states"], strict=True):
+            if optimizer_state:
+                optimizer.state[tensor] = optimizer_state
 
     def _release_tensor(self, tensor: Tensor) -> None:
         """Drop gradient and optimizer state of a tensor that another rank has now, and keep it with what others run."""

@@ -68,11 +68,11 @@ def encode(value: Any, ancestors: tuple[Any, ...] = ()) -> Any:
             return kind, [encode(item, ancestors) for item in value]
     if isinstance(value, dict):
         return "dict", [(encode(key), encode(item, ancestors)) for key, item in value.items()]
-    return encode_attributes(value, vars(value), ancestors) if _is_read(value) else _ObjectCode(value)
+    return encode_attributes(value, vars(value), ancestors) if _is_script_object(value) else _ObjectCode(value)
 
 
-def _is_read(value: Any) -> bool:
-    """Return whether attributes of an object are read: of those of a script, but of no data set and no network."""
+def _is_script_object(value: Any) -> bool:
+    """Return whether `value` is an object of the script's own, whose attributes are read: no data set and no network."""
     if type(value).__module__.partition(".")[0] in LIBRARIES or not hasattr(value, "__dict__") or isinstance(value, type):
         return False
     is_network = isinstance(value, nn.Module) and next(value.parameters(), None) is not None

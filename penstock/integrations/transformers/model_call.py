@@ -40,7 +40,7 @@ class ModelCall:
         self._outputs: SimpleQueue[Any] = SimpleQueue()
         self._thread_waits: SimpleQueue[None] = SimpleQueue()  # or has ended
 
-        state = _ThreadState()
+        state = _TorchThreadState()
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._run, function, model, values, state), daemon=True)
         self._thread.start()
@@ -90,8 +90,8 @@ class ModelCall:
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
-    def _run(self, function: Callable[..., Any], model: nn.Module, values: Sequence[Any], state: "_ThreadState") -> None:
-        state.restore()
+    def _run(self, function: Callable[..., Any], model: nn.Module, values: Sequence[Any], state: "_TorchThreadState") -> None:
+        state.apply_to_current_thread()
         current_call.set(self)
         try:
             self._result = function(ModelView(model, self._forward), *values)
@@ -124,15 +124,15 @@ def _are_same(arguments: dict[str, Any], others: dict[str, Any]) -> bool:
     return arguments.keys() == others.keys() and all(is_same(value, others[name]) for name, value in arguments.items())
 
 
-class _ThreadState:
+class _TorchThreadState:
     """What torch has for each thread: whether it computes gradients, the GPU and its stream."""
 
     def __init__(self) -> None:
         self._computes_gradients = torch.is_grad_enabled()
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
-    def restore(self) -> None:
-        """Set the state in the calling thread."""
+    def apply_to_current_thread(self) -> None:
+        """Set what the thread that made this object had."""
         torch.set_grad_enabled(self._computes_gradients)
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)

@@ -1,6 +1,7 @@
 """What every rank runs: the engines' steps in turns, in the same processes, each timed from a common start."""
 
 import ctypes
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -40,7 +41,15 @@ class RankMeasurements:
 def run_cases(cases: list[EngineCase], repeats: int, alone: bool) -> list[RankMeasurements]:
     """What `penstock.launch` calls on every rank. `alone`: one process as well, piece by piece and the batch at once."""
     rank = ps.comms.init_distributed().rank
+    if cases[0].subject.nominal is not None:
+        _bind_to_core(rank)
     return [_run(case, rank, repeats, alone) for case in cases]
+
+
+def _bind_to_core(rank: int) -> None:
+    """Keep the thread that runs the steps on one core. README.md says why, under "How to read the tables"."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 def _run(case: EngineCase, rank: int, repeats: int, alone: bool) -> RankMeasurements:

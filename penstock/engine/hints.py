@@ -62,7 +62,8 @@ class ModuleMisuseHints:
         """Raise PenstockError, for pickle, torch.save and deepcopy."""
         raise PenstockError(
             "a pipeline is not copied or pickled, it is connected to other ranks: "
-            "save it with penstock.checkpoint.save, or pipe.state_dict(), which is this rank's part"
+            "save it with penstock.checkpoint.save, or pipe.state_dict(), which is this rank's part; "
+            "average its weights over pipe.parameters(), on each rank (docs/howto/validate.md)"
         )
 
 

@@ -30,7 +30,7 @@ When an action raises, here 1B0 on rank 1, all ranks raise the same error:
 docs/explanation/failures.md tells more: of lost ranks, and of a mesh, whose groups cannot be opened again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.batch.agreement import Agreement, Reduction
@@ -59,7 +59,7 @@ from penstock.mesh.parallelize import begin_gathering_parameters, finish_gradien
 from penstock.mesh.position import MeshPosition
 from penstock.schedule.program import ProgramLine, Transfer
 from penstock.schedule.rank_program import RankPrograms
-from penstock.schedule.table import Kind
+from penstock.schedule.table import Action, Kind
 from penstock.stage.backward.autograd_edges import detach_for_next_stage
 from penstock.stage.hooks import NoDataParallelHooks
 from penstock.stage.rank_parameters import RankParameters
@@ -200,10 +200,9 @@ class Engine:
             messages = functions.actions[Kind.F](action, ())
             step.clock.marks += start, step.clock.now()
             activity.now = step_name, action, False
-        except (WaitError, ResourceError):
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            self._add_location(error, action)
             raise
-        except Exception as error:
-            raise error_with_location(error, self.position.world.rank, action) from error
         step.clock.num_before_rows = 1
         return FirstForward(messages, stage.auxiliary_losses)
 
@@ -247,13 +246,16 @@ class Engine:
                         local_values[transfer] = detach_for_next_stage(value)
                 mark(now())
                 messages = value = None  # frees their memory
-        except (WaitError, ResourceError):
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            self._add_location(error, action, zip(inputs, values, strict=False))
             raise
-        except (KeyboardInterrupt, SystemExit) as error:  # they end the program
+
+    def _add_location(self, error: BaseException, action: Action, inputs: Iterable[tuple[Transfer, Any]] = ()) -> None:
+        """Raise an action's error with its place, or add it as a note to what ends the program. A lost rank's error has none."""
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
             error.add_note(f"in {describe_location(action)}")
-            raise
-        except Exception as error:
-            raise error_with_location(error, self.position.world.rank, action, zip(inputs, values, strict=False)) from error
+        elif not isinstance(error, (WaitError, ResourceError)):
+            raise error_with_location(error, self.position.world.rank, action, inputs) from error
 
     def _exchange_results(self, step: ObservedStep) -> StepResult:
         """Exchange losses, times and what observers tell. The host waits for its GPU here, with NCCL for the first time."""

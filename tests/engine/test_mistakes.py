@@ -110,6 +110,10 @@ REFUSED = {
     ),
     "pickle": (lambda: pickle.dumps(pipe()), "a pipeline is not copied or pickled"),
     "deepcopy": (lambda: copy.deepcopy(pipe()), "a pipeline is not copied or pickled"),
+    "AveragedModel": (
+        lambda: torch.optim.swa_utils.AveragedModel(pipe()),
+        "average its weights over pipe.parameters(), on each rank (docs/howto/validate.md)",
+    ),
     "a detached loss": (
         lambda: pipe(loss_fn=lambda output, target: mse(output, target).detach()).step(X, target=X),
         "rank 1, stage 1, action 1F0, microbatch 0: ValueError: loss_fn returned a loss without a graph",

@@ -251,7 +251,7 @@ class Engine:
             raise
 
     def _add_location(self, error: BaseException, action: Action, inputs: Iterable[tuple[Transfer, Any]] = ()) -> None:
-        """Raise an action's error with its place, or add it as a note to what ends the program. A lost rank's error has none."""
+        """Raise an action's error with its place, or note the place on what ends the program. A lost rank's error has none."""
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             error.add_note(f"in {describe_location(action)}")
         elif not isinstance(error, (WaitError, ResourceError)):

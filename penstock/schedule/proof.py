@@ -342,6 +342,8 @@ def _unknown_or_misplaced_action_errors(table: Table) -> Iterator[str]:
         if not 0 <= home < ranks:
             yield f"{table.name} places stage {stage} on rank {home}; the ranks are 0 to {ranks - 1}"
     for rank, row in enumerate(table.actions):
+        if _all_are_in_place(row, set(table.stages_of(rank)), table):
+            continue
         for action in row:
             _, stage, microbatch, slice_ = action
             if not 0 <= stage < stages:
@@ -352,6 +354,18 @@ def _unknown_or_misplaced_action_errors(table: Table) -> Iterator[str]:
                 yield f"rank {rank} has {action}; the slices are 0 to {table.slices - 1}"
             if placement[stage] != rank:
                 yield f"a stage is on one rank: stage {stage} is on rank {placement[stage]}, and rank {rank} has {action}"
+
+
+def _all_are_in_place(row: Sequence[Action], stages: set[int], table: Table) -> bool:
+    """Return whether all actions of a rank exist and are of its `stages`: quickly, since a table may have millions of them."""
+    if not row:
+        return True
+    _, of_stages, microbatches, slices = zip(*row, strict=True)
+    return (
+        stages.issuperset(of_stages)
+        and 0 <= min(microbatches) <= max(microbatches) < table.microbatches
+        and 0 <= min(slices) <= max(slices) < table.slices
+    )
 
 
 def _chain_errors(table: Table) -> Iterator[str]:
@@ -374,7 +388,7 @@ def _chain_errors(table: Table) -> Iterator[str]:
                 f"stage {stage} of {name} owes no backward, but stage {stage - 1} needs a gradient from it: only the first "
                 "stages can be frozen"
             )
-    for rank, row in enumerate(table.actions):
+    for rank, row in enumerate(table.actions if table.chains.forward_only else ()):
         for action in row:
             if action.kind is not Kind.F and action.stage in table.chains.forward_only:
                 yield f"rank {rank} has {action}, but stage {action.stage} is frozen: it has F only"

@@ -284,8 +284,11 @@ class Table:
         )
 
     def cells(self, rank: int) -> Iterator[Cell]:
-        """Yield the cells of `rank` in order: single actions, and actions that may overlap as a pair."""
+        """Return the cells of `rank` in order: single actions, and actions that may overlap as a pair."""
         row = iter(self.actions[rank])
+        return self._join_pairs(row) if self.overlaps else row
+
+    def _join_pairs(self, row: Iterator[Action]) -> Iterator[Cell]:
         for action in row:
             yield (action, next(row)) if action in self._first_actions_of_pairs else action
 

@@ -10,9 +10,6 @@ abort             end all waits in a process group
 wait_errors       errors of waits and of the system, as Penstock's
 status            how each rank has ended, and the one error that all raise
 control_group     all ranks make the same calls, exchange small values, and raise the same error
-row_exchange      rows that every rank sends to all others, through pipes or Gloo
-pipe              the ends of a pipe between two processes
-shared_memory     memory that two processes share, and the allocation of blocks in it
 encoding          encode values as bytes, without pickle
 point_to_point    send a tensor from one rank to another
 device_mesh       the device mesh of all ranks

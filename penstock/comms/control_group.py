@@ -5,8 +5,8 @@ rank saves while others step, or steps another pipeline, the next row shows it.
 
     | name of the call, 48 bytes | up to 16 numbers | up to 1 KB: a value, compressed |
 
-Rows have one length (row_exchange.py says why). A value that fits into a row takes one exchange. A larger one takes a second:
-the first tells its size.
+Rows have one length, since their receives are posted before they are sent. A value that fits into a row takes one exchange. A
+larger one takes a second: the first tells its size.
 
 When rank 2 fails:
 
@@ -31,16 +31,15 @@ import torch.distributed as dist
 
 from penstock import torch_private
 from penstock.comms.abort import abort_group
-from penstock.comms.encoding import all_gather_encoded, compress, decompress, encode, tensor_of_bytes
+from penstock.comms.encoding import all_gather_encoded, compress, decompress, encode, tensor_bytes, tensor_of_bytes
 from penstock.comms.process_groups import ProcessGroups, call_unprofiled
-from penstock.comms.row_exchange import RowExchange
 from penstock.comms.status import explain_failure, publish, status_of_error
 from penstock.comms.system import explain_error
 from penstock.comms.topology import Topology
 from penstock.comms.wait_errors import WaitError, convert_errors, is_transport_error
 from penstock.errors import LostRankError, MismatchError, NonFiniteError, PenstockError, ResourceError
 
-TRANSFER_TAG = 2
+ROW_TAG, TRANSFER_TAG = 1, 2
 MAX_ROW_NUMBERS = 16
 MAX_ROW_BYTES = 1024  # of a compressed value in a row
 CALL_NAME = struct.Struct("6d")  # the name of a call, 48 bytes, as the first numbers of a row
@@ -62,6 +61,8 @@ class PendingTransfer(NamedTuple):
             self.work.wait()
 
 
+Rows = tuple[torch.Tensor, list[dist.Work | RuntimeError]]  # of an exchange, by rank; their receives, or why there is none
+_NO_ROWS: Rows = torch.empty(0, device="cpu"), []
 _groups_count = itertools.count()  # numbers the shared control groups of this process, the same on every rank
 
 
@@ -105,10 +106,11 @@ class ControlGroup:
         self._call_has_begun = False  # a row of this call has arrived from every rank
 
         self._group: Any = None  # the Gloo group of all ranks
-        self._exchange: RowExchange | None = None  # open while the groups are
+        self._pending_sends: list[tuple[dist.Work, torch.Tensor]] = []  # the sends of the last row
         self._row: list[float] = []  # this rank's numbers in the current exchange
         self._row_value = b""  # and its value
-        self._arrived_rows: dict[int, bytes] = {}  # the other ranks' rows in it
+        self._arriving = _NO_ROWS  # its rows by rank, the works of its receives
+        self._posted = _NO_ROWS  # the same for the next exchange
 
     def has_topology(self, topology: Topology) -> bool:
         """Return whether this group has been opened with `topology`, and its store."""
@@ -186,7 +188,7 @@ class ControlGroup:
             try:
                 with convert_errors(f"to {purpose}", failure=f"rank {self.topology.rank} could not {purpose}"):
                     self._group = self.groups.world_group
-                    self._exchange = call_unprofiled(RowExchange, self.groups, ROW_BYTES)
+                    call_unprofiled(self._post_receives)
             except (ResourceError, WaitError) as error:
                 self.raise_error_on_all_ranks(error)
         return self.groups
@@ -202,52 +204,66 @@ class ControlGroup:
     def begin_all_gather_row(self, row: Sequence[float], purpose: str, value: bytes = b"") -> None:
         """Send this rank's `row` to every other rank, without waiting. `value`: of at most MAX_ROW_BYTES, from `compress`.
 
-        Each peer gets one message. So an exchange takes one latency, whatever the number of ranks; Gloo's all-gather takes
-        several, as it goes around in a ring.
+        Each peer gets one message, and its receive was posted in the last exchange. So an exchange takes one latency, whatever
+        the number of ranks; Gloo's all-gather takes several, as it goes around in a ring.
+
+            this exchange:   send the row to all; `finish_all_gather_row` waits for receives posted in the last exchange
+            the next one:    its receives are posted now, before any rank can send for them
         """
         self.open_groups()
         self._row, self._row_value = list(map(float, row)), value
         if self.is_single:
             return
-        assert self._exchange is not None  # `open_groups` has opened it
         self._row = [*_call_name_as_numbers(self._call), *self._row]
 
         # A longer message would end the process that receives it.
         assert len(row) <= MAX_ROW_NUMBERS
         assert len(value) <= MAX_ROW_BYTES
-        self._exchange.send(_row_format(len(row)).pack(*self._row, value), purpose)
+        message = tensor_of_bytes(_row_format(len(row)).pack(*self._row, value)).view(torch.float64)
+        call_unprofiled(self._begin_exchange, message, purpose)
+
+    def _begin_exchange(self, message: torch.Tensor, purpose: str) -> None:
+        """Send `message` to all peers, and post the receives of the next exchange."""
+        last_sent, self._pending_sends = self._pending_sends, []
+        for number, peer in enumerate(self._peers):
+            try:
+                self._pending_sends.append((self._group.send([message], peer, ROW_TAG), message))
+                if last_sent:
+                    last_sent[number][0].wait()  # returns at once: the peer had posted its receive one exchange before
+            except RuntimeError:
+                with convert_errors(f"for rank {peer} {purpose}", peer):
+                    raise
+
+        self._arriving, self._posted = self._posted, _NO_ROWS
+        self._post_receives()
 
     def finish_all_gather_row(self, purpose: str) -> list[list[float]]:
         """Wait for the other ranks' rows, and return all of them. Raises MismatchError if a row belongs to another call."""
         if self.is_single:
             return [self._row]
 
-        assert self._exchange is not None  # open since the row was sent
-        rows = self._arrived_rows = {}
+        rows, receives = self._arriving
         try:
-            for peer in self._peers:
+            for peer, work in zip(self._peers, receives, strict=True):
                 if self.groups is not None and not self._call_has_begun:
                     self.groups.awaited = peer, purpose
                 try:
-                    rows[peer] = self._exchange.receive(peer)
+                    if isinstance(work, RuntimeError):
+                        raise work
+                    work.wait()
                 except RuntimeError:
                     with convert_errors(f"for rank {peer} {purpose}", peer):
                         raise
             self._call_has_begun = True
         except WaitError:
-            others = [self._exchange.receive_now(peer) for peer in self._peers if peer not in rows]
-            names = [CALL_NAME.unpack_from(row) for row in (*rows.values(), *others) if row]
-            self._include_mesh_groups_in_abort(map(_pipeline_number, names))
+            self._include_mesh_groups_in_abort(map(_pipeline_number, rows.tolist()))  # of the rows that have arrived
             raise
         finally:
             if self.groups is not None:
                 self.groups.awaited = None
 
-        row_format = _row_format(len(self._row) - CALL_NAME_NUMBERS)
-        all_rows = [
-            self._row if rank == self.topology.rank else list(row_format.unpack(rows[rank])[:-1])
-            for rank in range(self.topology.world_size)
-        ]
+        all_rows = rows[:, : len(self._row)].tolist()
+        all_rows[self.topology.rank] = self._row  # not written into `rows`, which may be an inference tensor
         if any(row[:CALL_NAME_NUMBERS] != self._row[:CALL_NAME_NUMBERS] for row in all_rows):
             self._include_mesh_groups_in_abort(map(_pipeline_number, all_rows))
             raise MismatchError(describe_different_calls(list(map(_call_name, all_rows))))
@@ -257,8 +273,20 @@ class ControlGroup:
         """Return the value that came with the last row of `rank`, for `decompress`; empty if none did."""
         if rank == self.topology.rank:
             return self._row_value
-        data = self._arrived_rows[rank][-MAX_ROW_BYTES:]
+        data = tensor_bytes(self._arriving[0][rank])[-MAX_ROW_BYTES:]
         return data if data[0] else b""  # no compressed value begins with 0
+
+    def _post_receives(self) -> None:
+        """Post the receives of the next exchange. An error is raised only by that exchange: a peer may have finished."""
+        rows = torch.zeros(self.topology.world_size, ROW_LENGTH, dtype=torch.float64, device="cpu")
+        self._posted = rows, [self._post_receive(rows, peer) for peer in self._peers]
+
+    def _post_receive(self, rows: torch.Tensor, peer: int) -> dist.Work | RuntimeError:
+        """Post a receive into the row of `peer`; return its work, or the RuntimeError that it raised."""
+        try:
+            return self._group.recv([rows[peer]], peer, ROW_TAG)
+        except RuntimeError as error:
+            return error
 
     def all_gather_value(self, value: Any, purpose: str) -> list[Any]:
         """Return every rank's `value`, by rank. `purpose` as in `all_gather_row`."""
@@ -324,8 +352,9 @@ class ControlGroup:
         """Close the groups, and abort the mesh groups in which ranks may wait. The next `open_groups` opens new groups."""
         if self.groups is not None:
             self.groups.close()
-        self.groups = self._group = self._exchange = None
+        self.groups = self._group = None
         self.times_closed += 1
+        self._pending_sends = []
 
         for pipeline, groups in self._active_mesh_groups.items():
             for group in groups:
@@ -348,7 +377,7 @@ def _call_name_as_numbers(name: str) -> tuple[float, ...]:
 
 
 CALL_NAME_NUMBERS = len(_call_name_as_numbers(""))
-ROW_BYTES = CALL_NAME.size + 8 * MAX_ROW_NUMBERS + MAX_ROW_BYTES
+ROW_LENGTH = CALL_NAME_NUMBERS + MAX_ROW_NUMBERS + MAX_ROW_BYTES // 8  # of float64
 
 
 @lru_cache(MAX_ROW_NUMBERS + 1)

@@ -21,17 +21,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock as ps
-from penstock.comms import shared_memory
 from penstock.comms.encoding import view_as_bytes
 from penstock.comms.process_groups import ProcessGroups
-from penstock.comms.shared_memory import FREE, SPARE_BYTES, BlockAllocator
 from penstock.comms.topology import CPU
-from penstock.comms.transport import memory_transport, message_spec
+from penstock.comms.transport import memory_transport, message_spec, shared_memory
 from penstock.comms.transport.channels import ReceiveChannel, SendChannel, open_receiver, open_sender
 from penstock.comms.transport.group_transport import REPLACED, GroupReceiver, GroupSender, PendingSends
 from penstock.comms.transport.memory_transport import MemoryReceiver, MemorySender
 from penstock.comms.transport.message_spec import tensor_spec_of
 from penstock.comms.transport.send_thread import SendFailure
+from penstock.comms.transport.shared_memory import FREE, SPARE_BYTES, BlockAllocator
 from penstock.comms.transport.spec_cache import MAX_SIGNATURES, MessageSpecCache
 from penstock.schedule.program import Transfer
 from penstock.schedule.table import Action, Kind
@@ -132,8 +131,8 @@ def test_a_message_arrives_in_its_layout_and_is_the_receivers_own(ends, tensor):
 @pytest.mark.parametrize("size", [0, 7, 100_000])
 def test_a_message_and_its_description_arrive_in_one_block(ends, size, monkeypatch):
     sender, receiver = ends
-    reads, read = [], receiver._read_record
-    monkeypatch.setattr(receiver, "_read_record", lambda: reads.append(1) or read())
+    reads, read = [], receiver._read_from_pipe
+    monkeypatch.setattr(receiver, "_read_from_pipe", lambda: reads.append(1) or read())
     tensor = torch.arange(float(size)).half()
     spec = message_of(tensor_spec_of(tensor))
     sender.send([tensor], spec, None)

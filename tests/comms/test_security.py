@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
 from penstock.comms.encoding import all_gather_values, encode
-from penstock.comms.shared_memory import create_shared_memory
+from penstock.comms.transport.shared_memory import create_shared_memory
 from penstock.launcher.pipe_store import PipeStore, serve_store
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells who listens")

@@ -27,7 +27,7 @@ from reference import make as make_model
 import penstock as ps
 from penstock.comms.backends import find_interface
 from penstock.comms.rendezvous import agree_on_run_id
-from penstock.comms.shared_memory import SECRET, create_shared_memory, open_shared_memory
+from penstock.comms.transport.shared_memory import SECRET, create_shared_memory, open_shared_memory
 from penstock.schedule.table import dependencies
 
 pytestmark = pytest.mark.ranks

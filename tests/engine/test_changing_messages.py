@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock as ps
-from penstock.comms import shared_memory
+from penstock.comms.transport import shared_memory
 
 RANKS, STAGES, ROWS, WIDTH = 2, 4, 8, 4
 

@@ -40,7 +40,7 @@ WALLS = {
     "penstock.engine.step": Wall(
         STAGE_ROOMS | {"recent", "rows", "digest", "comms", "mesh", "batch", "engine"},
         GRAPH_STAGE,
-        max_modules=81,
+        max_modules=80,
         max_lines=14_000,
     ),
 }

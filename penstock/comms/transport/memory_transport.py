@@ -19,6 +19,7 @@ the memory nor the pipe has a name: the sender sends its pid and descriptors, an
 
 import mmap
 import os
+import select
 import struct
 import threading
 import weakref
@@ -28,11 +29,16 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comms.pipe import PipeReader, PipeWriter, open_pipe
 from penstock.comms.process_groups import ProcessGroups
-from penstock.comms.shared_memory import (
+from penstock.comms.time_limits import ABORT_CHECK_MILLISECONDS
+from penstock.comms.topology import CPU
+from penstock.comms.transport import message_spec
+from penstock.comms.transport.message_spec import MessageSpec, TensorSpec
+from penstock.comms.transport.send_thread import SendFailure, TaskThread
+from penstock.comms.transport.shared_memory import (
     FREE,
     HEADER_BYTES,
     SECRET,
@@ -41,12 +47,7 @@ from penstock.comms.shared_memory import (
     mapping_bytes_to_reserve,
     open_shared_memory,
 )
-from penstock.comms.topology import CPU
-from penstock.comms.transport import message_spec
-from penstock.comms.transport.message_spec import MessageSpec, TensorSpec
-from penstock.comms.transport.send_thread import SendFailure, TaskThread
 
-MEDIUM = "memory that both processes see"
 MAX_COPIED_BYTES = 2**16  # the receiver copies a message of up to this size out of its block
 MIN_THREAD_BYTES = 2**20  # the sender copies a larger message in a thread
 PIPE_RECORD = struct.Struct("qqq")  # the start of a block; the bytes of the tensor in it, and of a description behind
@@ -91,12 +92,32 @@ def open_memory_receiver(groups: ProcessGroups, peer: int) -> "MemoryReceiver | 
         return None
 
     memory = open_shared_memory(pid, memory_fd, SECRET.pack(*secret))
-    receiver = MemoryReceiver(memory, open_pipe(pid, pipe_fd, os.O_RDONLY), groups.topology.timeout) if memory else None
+    receiver = MemoryReceiver(memory, _open_pipe(pid, pipe_fd), groups.topology.timeout) if memory else None
     is_open = torch.tensor([float(receiver is not None)], device="cpu")
     groups.world_group.send([is_open], peer, OPENING_TAG).wait()
     if receiver is not None:
         groups.transports.add(receiver)
     return receiver
+
+
+def _open_pipe(pid: int, fd: int) -> int:
+    try:
+        return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY)
+    except FileNotFoundError as error:
+        raise dist.DistError("the sender is gone") from error
+
+
+_pipe_ends: "weakref.WeakSet[_OsPipeEnd]" = weakref.WeakSet()
+
+
+def _close_pipes_in_child() -> None:
+    """Close the pipes in a forked child of a rank, for instance a DataLoader's worker: else a dead rank's pipe stays open."""
+    for end in list(_pipe_ends):
+        end.close_pipe()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_close_pipes_in_child)
 
 
 def _free_block(memory: mmap.mmap, start: int, pid: int) -> None:
@@ -126,10 +147,32 @@ class BlockViews:
         return view
 
 
-class MemorySender(PipeWriter):
-    """The sending end. From the first large message on, a thread copies all of them, in the order of sending."""
+class _OsPipeEnd:
+    """One process's end of the pipe."""
 
-    transport_device, medium = CPU, MEDIUM
+    transport_device, medium = CPU, "memory that both processes see"
+
+    def __init__(self, pipe_fd: int) -> None:
+        self._pipe_fd = pipe_fd
+        self._close_fd = weakref.finalize(self, os.close, pipe_fd)
+        self._close_fd.atexit = False  # the system closes it at exit
+        _pipe_ends.add(self)
+
+    def close(self) -> None:
+        """Close this end, which the other end sees. Messages that have been received stay valid."""
+        self.close_pipe()
+
+    def abort_waits(self) -> None:
+        """Make a wait of another thread end soon."""
+
+    def close_pipe(self) -> None:
+        """Close this process's end of the pipe."""
+        self._pipe_fd = -1
+        self._close_fd()
+
+
+class MemorySender(_OsPipeEnd):
+    """The sending end. From the first large message on, a thread copies all of them, in the order of sending."""
 
     def __init__(self, memory: mmap.mmap, pipe_fd: int, failure: SendFailure) -> None:
         super().__init__(pipe_fd)
@@ -159,7 +202,7 @@ class MemorySender(PipeWriter):
             self._thread.enqueue(self._send_in_thread, tensor.detach(), spec, description, message)
 
     def _send_now(self, tensor: Tensor, spec: TensorSpec, description: bytes = b"") -> None:
-        self.write(self._copy_into_block(tensor, spec, description))
+        self._write_to_pipe(self._copy_into_block(tensor, spec, description))
 
     def _copy_into_block(self, tensor: Tensor, spec: TensorSpec, description: bytes) -> bytes:
         """Copy `tensor` and a `description`, which may be empty, into a free block. Return its record for the pipe."""
@@ -170,6 +213,13 @@ class MemorySender(PipeWriter):
             self._memory[first : first + len(description)] = description
         return PIPE_RECORD.pack(start, spec.bytes, len(description))
 
+    def _write_to_pipe(self, record: bytes) -> None:
+        """Tell the receiver that there is a message in this block. If it is gone, a later wait will show that."""
+        try:  # noqa: SIM105 - this runs for every message
+            os.write(self._pipe_fd, record)
+        except BrokenPipeError:
+            pass
+
     def _send_in_thread(self, tensor: Tensor, spec: TensorSpec, description: bytes, message: object) -> None:
         """Do as `_send_now` unless the transport is closed; publish an error instead of raising it."""
         try:
@@ -177,7 +227,7 @@ class MemorySender(PipeWriter):
                 record = self._copy_into_block(tensor, spec, description)
                 with self._pipe_lock:
                     if not self._closed.is_set():
-                        self.write(record)
+                        self._write_to_pipe(record)
                 if self._closed.is_set():
                     self.close_pipe()
         except Exception as error:
@@ -194,14 +244,15 @@ class MemorySender(PipeWriter):
             self._pipe_lock.release()
 
 
-class MemoryReceiver(PipeReader):
+class MemoryReceiver(_OsPipeEnd):
     """The receiving end. Messages wait in their blocks, so nothing is posted."""
 
-    transport_device, medium = CPU, MEDIUM
-
     def __init__(self, memory: mmap.mmap, pipe_fd: int, timeout: timedelta) -> None:
-        super().__init__(pipe_fd, timeout)
+        super().__init__(pipe_fd)
         self._memory, self._views, self._memory_view = memory, BlockViews(memory), memoryview(memory)
+        self._timeout_milliseconds, self._aborted = timeout / timedelta(milliseconds=1), False
+        self._poll = select.poll()
+        self._poll.register(pipe_fd, select.POLLIN)
 
     def post_receive(self, expected: MessageSpec | None) -> MessageSpec | None:
         """Return what `receive` needs: what the next message is expected to be, None if nothing is known of it."""
@@ -209,7 +260,7 @@ class MemoryReceiver(PipeReader):
 
     def receive(self, expected: Any) -> tuple[MessageSpec, list[Tensor]]:
         """Wait for the next message; return its spec and its parts. Raises DistError if the sender is lost or silent."""
-        start, tensor_bytes, description_bytes = self._read_record()
+        start, tensor_bytes, description_bytes = self._read_from_pipe()
         spec = expected
         if description_bytes:
             first = start + HEADER_BYTES + tensor_bytes
@@ -219,13 +270,22 @@ class MemoryReceiver(PipeReader):
 
         tensors = [self._take_message(start, spec.parts[0])]
         for part in spec.parts[1:]:
-            start, _, _ = self._read_record()
+            start, _, _ = self._read_from_pipe()
             tensors.append(self._take_message(start, part))
         return spec, tensors
 
-    def _read_record(self) -> tuple[int, int, int]:
+    def _read_from_pipe(self) -> tuple[int, int, int]:
         """Wait for the next record, and return it."""
-        start, tensor_bytes, description_bytes = PIPE_RECORD.unpack(self.read(PIPE_RECORD.size))
+        waited = 0.0
+        while not self._poll.poll(min(ABORT_CHECK_MILLISECONDS, self._timeout_milliseconds - waited)):
+            waited += ABORT_CHECK_MILLISECONDS
+            if self._aborted or waited >= self._timeout_milliseconds:
+                raise dist.DistError("a rank is lost" if self._aborted else "timed out")
+
+        record = os.read(self._pipe_fd, PIPE_RECORD.size)
+        if len(record) < PIPE_RECORD.size:
+            raise dist.DistError("the sender has closed the pipe")
+        start, tensor_bytes, description_bytes = PIPE_RECORD.unpack(record)
         return start, tensor_bytes, description_bytes
 
     def _take_message(self, start: int, spec: TensorSpec) -> Tensor:
@@ -238,3 +298,7 @@ class MemoryReceiver(PipeReader):
         view = self._memory_view[start + HEADER_BYTES : start + HEADER_BYTES + spec.bytes]
         weakref.finalize(view, _free_block, self._memory, start, os.getpid()).atexit = False
         return message_spec.tensor_from_bytes(torch.frombuffer(view, dtype=torch.uint8), spec)
+
+    def abort_waits(self) -> None:
+        """Make a wait of another thread end soon."""
+        self._aborted = True

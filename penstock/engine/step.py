@@ -250,7 +250,9 @@ class Engine:
             self._add_location(error, action, zip(inputs, values, strict=False))
             raise
 
-    def _add_location(self, error: BaseException, action: Action, inputs: Iterable[tuple[Transfer, Any]] = ()) -> None:
+    def _add_location(
+        self, error: Exception | KeyboardInterrupt | SystemExit, action: Action, inputs: Iterable[tuple[Transfer, Any]] = ()
+    ) -> None:
         """Raise an action's error with its place, or note the place on what ends the program. A lost rank's error has none."""
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             error.add_note(f"in {describe_location(action)}")

@@ -41,7 +41,7 @@ class RankMeasurements:
 def run_cases(cases: list[EngineCase], repeats: int, alone: bool) -> list[RankMeasurements]:
     """What `penstock.launch` calls on every rank. `alone`: one process as well, piece by piece and the batch at once."""
     rank = ps.comms.init_distributed().rank
-    if cases[0].subject.nominal is not None:
+    if cases[0].subject.nominal is not None and hasattr(os, "sched_setaffinity"):
         _bind_to_core(rank)
     return [_run(case, rank, repeats, alone) for case in cases]
 
